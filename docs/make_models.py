@@ -1,4 +1,4 @@
-"""Writes docs/models.md: every causal language model of the installed transformers, and whether rlkit trains it.
+"""Writes docs/models.md: every causal language model of the installed transformers, and how rlkit trains it.
 
 Run `python docs/make_models.py` after changing `rlkit.model.families` or transformers (some minutes); the nightly
 tests compare the page with the models themselves.
@@ -15,21 +15,36 @@ import transformers
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests" / "model"))
 
-from model_types import FAMILIES, MODEL_TYPES, Verdict, verdict  # noqa: E402
+from model_types import FAMILIES, MODEL_TYPES, Found, verdict  # noqa: E402
 
 PAGE = """# Models
 
-Sequences are trained packed, end to end in one stream, and prompts are shared (`rlkit.model.forward.forward`). A model
-type is trained if its packed log-probs equal those of its own forward, one sequence at a time, to 1e-4. Otherwise it is
-refused with the reason, before its weights are loaded. Supported are decoders with full and sliding attention that use
-transformers' `AttentionInterface` and `position_ids`, with softcaps, scaled logits (Cohere, Granite), biases, query and
-key norms, learned or rotary positions, and mixtures of experts. Multimodal models are trained on text only.
+Any causal language model is trained, in one of two ways:
 
-The check runs wherever a model is loaded or prepared: `load_model`, `prepare`, `load_parallel`, `parallelize`,
-`load_value_model`, `load_reward_model`. It runs a small copy of the model with large random weights on the CPU: one
-layer of each kind, windows shorter than the sequences. This takes about a second, once: the verdict is kept in the
-user's cache (`$XDG_CACHE_HOME`, default `~/.cache`), per config and versions of torch, transformers and rlkit. If no
-small copy can be built, the model itself is checked at full size, with a warning.
+- **packed**: sequences lie end to end in one stream, and the prompt of a group is forwarded once
+  (`rlkit.model.forward.forward`). So are decoders whose attention is transformers' `AttentionInterface`, full or
+  sliding, with softcaps, sinks (gpt-oss), latent attention (DeepSeek), layers of different sizes (Gemma 4), scaled
+  logits (Cohere, Granite), biases, norms, learned or rotary positions and mixtures of experts; and recurrent and
+  convolutional layers (Qwen3.5, Nemotron-H, Falcon-H1, LFM2), whose samples start from the final state of their prompt.
+  Jamba's and MiniMax's recurrent layers ignore a state that they are given, so these layers alone read the prompt once
+  per sample.
+- **unpacked**: the model's own forward on padded rows, a row for each sample with its whole prompt. The numbers are the
+  same; the cost is a prompt per sample in place of one per group, and padding of at most a quarter. A warning says so
+  once, with the reason. `replicate` and `shard` work, `tp`, `cp`, `pp` and `ep` do not.
+
+Refused are models that are not causal, before their weights are loaded. Multimodal models are trained on text only.
+
+Which way is right is measured: log-probs, packed with and without shared prompts, or unpacked, must equal those of the
+model's own forward, one sequence at a time, to 1e-4. The check runs wherever a model is loaded or prepared:
+`load_model`, `prepare_model`, `load_parallel`, `parallelize`, `load_value_model`, `load_reward_model`. It runs a small
+copy of the model with large random weights on the CPU: one layer of each kind, windows and chunks shorter than the
+sequences. This takes about a second, once: the verdict is kept in the user's cache (`$XDG_CACHE_HOME`, default
+`~/.cache`), per config and versions of torch, transformers and rlkit. If no small copy can be built, the model itself
+is checked at full size, with a warning.
+
+Recurrent layers call the kernels that transformers finds on a GPU (flash-linear-attention, causal-conv1d, mamba-ssm).
+There a small copy on the GPU is compared with the CPU, too, and the model runs unpacked where they differ by 1e-3. That
+path, sinks and latent attention by FlashAttention, and Gemma 4's heads of 512 dimensions have not run on a GPU.
 
 Rotary frequencies of type `longrope` and `dynamic` depend on the longest sequence of a pack. With these a sequence
 longer than the original context (`original_max_position_embeddings`, or `max_position_embeddings`) is refused.
@@ -39,7 +54,8 @@ checkpoint of the same model. A LoRA adapter needs a linear layer, so `--lora-ra
 fused weight (Mixtral, Qwen3-MoE, OLMoE, ...) or whose layers are transposed (GPT-2), and names the layers that
 `--lora-targets` can adapt.
 
-Fewer model types support `tp`, `cp`, `pp` and `ep`: see [parallel.md](parallel.md).
+Fewer model types support `tp`, `cp`, `pp` and `ep`, and only those are read by shards: of any other type every rank
+reads the whole model before it keeps its shard. See [parallel.md](parallel.md).
 
 ## Kinds of models
 
@@ -47,20 +63,21 @@ Fewer model types support `tp`, `cp`, `pp` and `ep`: see [parallel.md](parallel.
 
 ## All model types
 
-Of the causal language models of transformers {version}, {num_trained} are trained and {num_refused} are refused. No
-small model can be built from the default config of the other {num_unbuilt}. The table is of default configs; when a
-checkpoint is loaded, its own config is checked. This page is generated by `docs/make_models.py`.
+Of the causal language models of transformers {version}, {num_packed} are trained packed, {num_unpacked} unpacked, and
+{num_refused} are refused. No small model can be built from the default config of the other {num_unbuilt}. The table is
+of small copies of default configs; when a checkpoint is loaded, its own config is checked. This page is generated by
+`docs/make_models.py`.
 
 {table}
 """
 
 
-def row(name: str, found: Verdict) -> str:
+def row(name: str, found: Found) -> str:
     """One line of the table."""
     return f"| `{name}` | {found.status} | {found.reason} |"
 
 
-def families(verdicts: Mapping[str, Verdict]) -> Iterator[str]:
+def families(verdicts: Mapping[str, Found]) -> Iterator[str]:
     """The table of model kinds, with one verdict each."""
     yield "| kind | for example | verdict | reason |\n|---|---|---|---|"
     for what, names in FAMILIES.items():
@@ -68,16 +85,18 @@ def families(verdicts: Mapping[str, Verdict]) -> Iterator[str]:
         yield f"| {what} | {', '.join(f'`{n}`' for n in names)} | {found.status} | {found.reason} |"
 
 
-def page(verdicts: Mapping[str, Verdict]) -> str:
+def page(verdicts: Mapping[str, Found]) -> str:
     """docs/models.md."""
-    count = [sum(v.status == status for v in verdicts.values()) for status in ("trained", "refused", "not built")]
+    kinds = ("packed", "unpacked", "refused", "not built")
+    count = [sum(v.status == kind for v in verdicts.values()) for kind in kinds]
     rows = (row(name, verdicts[name]) for name in sorted(verdicts))
     table = ["| model type | verdict | reason |\n|---|---|---|", *rows]
     return PAGE.format(
         version=transformers.__version__,
-        num_trained=count[0],
-        num_refused=count[1],
-        num_unbuilt=count[2],
+        num_packed=count[0],
+        num_unpacked=count[1],
+        num_refused=count[2],
+        num_unbuilt=count[3],
         families="\n".join(families(verdicts)),
         table="\n".join(table),
     )

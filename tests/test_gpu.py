@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import varlen
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare_model
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
+from rlkit.model.small_copy import shrunk
 from rlkit.model.weights import stream_weights
 from rlkit.packing import pack
 from rlkit.parallel import attention
@@ -221,3 +224,40 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
     assert (Path(trained) / "model.safetensors").exists()
     if DEVICE != "cpu":
         assert lines[-1]["eval/sampled"] > 0.1
+
+
+def test_sinks_and_values_of_another_size_by_flash_are_those_in_fp32():
+    spans = [Segment(0, 40, [(0, 40)]), Segment(40, 8, [(0, 40), (40, 8)]), Segment(48, 30, [(0, 40), (48, 30)])]
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((78, 4, 32), (78, 2, 32), (78, 2, 16), (4,))
+    exact = [torch.randn(n, generator=draw).to(DEVICE).requires_grad_() for n in sizes]
+    half = [x.detach().bfloat16().requires_grad_() for x in exact]
+    for sinks in (True, False):
+        for window in (None, 9):
+            options = {"scale": 32**-0.5, "window": window}
+            outs = []
+            for inputs, flash in ((exact, False), (half, DEVICE == "cuda")):
+                *qkv, sink = inputs
+                made = plan(spans, flash=flash).to(DEVICE)
+                outs.append(attention.attend(*qkv, made, sinks=sink if sinks else None, **options))
+            close(outs[1], outs[0], 3e-2)
+            some = [inputs[: 3 + sinks] for inputs in (exact, half)]
+            grads = [torch.autograd.grad(out.float().square().sum(), x) for out, x in zip(outs, some, strict=True)]
+            assert all(alike(a, b) > 0.999 for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_recurrent_layers_are_the_cpus(kind):
+    """With the kernels that transformers finds here (flash-linear-attention, causal-conv1d, mamba-ssm) or torch's."""
+    torch.manual_seed(0)
+    config = shrunk(CONFIG_MAPPING[kind]())
+    config.vocab_size = 263
+    model, found = AutoModelForCausalLM.from_config(config).eval(), []
+    for device in ("cpu", DEVICE):
+        prepare_model(model.to(device)).zero_grad()
+        out = forward(model, batch())
+        (out.logp - 0.1 * out.entropy).sum().backward()
+        found.append((out.logp, [p.grad.cpu() for p in model.parameters() if p.grad is not None]))
+    (logp, grads), (logp_there, grads_there) = found
+    close(logp_there, logp, 1e-3)
+    assert all(alike(a, b) > 0.999 for a, b in zip(grads, grads_there, strict=True) if a.abs().max() > 1e-6)

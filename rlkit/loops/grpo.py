@@ -15,6 +15,7 @@ from rlkit.loops import coefficients
 from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
+from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, learning_rate
 from rlkit.packing import pack, with_advantages
@@ -79,7 +80,7 @@ async def grpo(
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], _step: Step) -> Batch:
-        batch = with_advantages(pack(groups), baseline)
+        batch = with_advantages(pack(groups, share_prompts=runs_packed(model)), baseline)
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)

@@ -17,7 +17,7 @@ from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import kl_in_reward, value_clip
 from rlkit.metrics import Mean, Metrics, mean, merge
-from rlkit.model.families import check_is_model
+from rlkit.model.families import check_is_model, runs_packed
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.heads import bootstraps, compute_values
 from rlkit.model.heads import values as values_of
@@ -166,7 +166,7 @@ async def ppo(
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
-        batch = pack(groups)
+        batch = pack(groups, share_prompts=runs_packed(model))
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if has_kl or rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)

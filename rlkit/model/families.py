@@ -1,15 +1,14 @@
-"""Which model types can be trained packed: some are refused by name, every other architecture is checked.
+"""How a model type is trained: packed, or unpacked by its own forward on padded rows; what is not causal is refused.
 
-`check_family(config)` reads only the config. `check_architecture(config)` also builds a small copy of the model (few
-and narrow layers, but each kind of layer and every option that changes the mathematics) with large random weights, and
-compares its packed log-probs with its own forward, one sequence at a time. This takes a fraction of a second, once per
-architecture: the verdict is cached in `$XDG_CACHE_HOME/rlkit/checked` (default `~/.cache`). docs/models.md lists the
-verdict for every model type of transformers.
+`check_architecture(config)` builds a small copy of the model (few and narrow layers, but each kind of layer and every
+option that changes the mathematics) with large random weights, and compares its packed log-probs with its own forward,
+one sequence at a time; where they differ, also its unpacked log-probs (`rlkit.model.unpacked`). This takes a second,
+once per architecture: the verdict is cached in `$XDG_CACHE_HOME/rlkit/checked` (default `~/.cache`). docs/models.md
+lists the verdict for every model type of transformers.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -22,15 +21,18 @@ from functools import cache, partial
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import rlkit
+from rlkit._moved import moved
 from rlkit._tensors import readable
 from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
+from rlkit.model.recurrent import recurrent_layers, unwrap, wrap
+from rlkit.model.small_copy import VOCAB, shrunk
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
 from rlkit.types import Batch, LogProbs, Trajectory
@@ -51,137 +53,37 @@ _LOGIT_SCALE = {  # model type -> (attribute, power): its logits are those of th
     "granite": ("logits_scaling", -1),
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),
+    "falcon_h1": ("lm_head_multiplier", 1),
+    "granitemoehybrid": ("logits_scaling", -1),
     "hyperclovax": ("logits_scaling", 1),
+    "minicpm3": ("logits_scaling", -1),
 }
 _SCALES = (
     r"(_scale_inv|(weight|input)_(scale|zero_point|packed)|[._](scales|qweight|qzeros|g_idx|blocks)|absmax|quant_map)$"
 )
-_proven: set[str] = set()
-VOCAB, WINDOW, SOFTCAP, HEAD_DIM = 64, 4, 2.0, 16
-_HEADS = (
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "attention_heads",
-    "decoder_attention_heads",
-    "encoder_attention_heads",
-)
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "decoder_num_key_value_heads")
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
-_CAPS = {  # (pattern of the name, largest value of the small config)
-    r"vocab_size.*|n_words": VOCAB,
-    r".*(intermediate|ffn|inner|feed_forward|mlp)_?(size|dim|hidden_size).*|n_inner": 32,
-    r"(n|num|moe_num)_(local_|routed_)?experts": 4,
-    r".*experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|n_group|num_expert_group": 2,
-    r".*shared_experts|topk_group": 1,
-    r"[HL](_bp)?_cycles": 1,  # each runs the layers once more, and multiplies the rounding
-    r"rotary_dim": 8,
-    r"hidden_size_per_layer_input": 16,
-    r"sliding_window|(local_)?attention_window(_size)?|window_size|attention_chunk_size": WINDOW,
-    r"attn_logit_softcapping|final_logit_softcapping|attn_logit_cap|logits_soft_cap": SOFTCAP,
-}
+_proven: dict[str, Verdict] = {}
+_unpacked: dict[type, bool] = {}  # classes of decoders that run unpacked -> whether only their model's logits are right
 
 
-def shrunk(config: Any) -> Any:
-    """A small config of the same architecture, for a model that is built and run in a fraction of a second.
+class Verdict(NamedTuple):
+    """How a model type is trained.
 
-    Widths, heads, vocabulary, experts and layers shrink, but keep the ratios that model code depends on: multi-head,
-    grouped-query or multi-query attention, and whether the heads fill the hidden size. Windows become shorter than the
-    test sequences, and softcaps small enough to change the logits. One layer of each kind remains, at least two in all.
+    Attributes:
+        packed: whether it is packed, with recurrent layers that `replay` prompts where they ignore a given state.
+        reason: why it is not, and whether its log-probs come from its `logits`, which are not one head's.
     """
-    return type(config).from_dict(_shrunk(config.to_dict()))
 
-
-def _shrunk(old: dict[str, Any]) -> dict[str, Any]:
-    """`shrunk` for a config's dictionary and the configs nested in it."""
-    new = {k: _shrunk(v) if isinstance(v, dict) and "model_type" in v else v for k, v in copy.deepcopy(old).items()}
-    _narrow(new)
-    _shorten(new)
-    for name, x in new.items():
-        if name.endswith(("_token_id", "_token_index")):
-            big = max(x) if isinstance(x, list) and x else x
-            new[name] = 0 if isinstance(big, int) and big >= VOCAB else x
-        else:
-            for cap in (cap for pattern, cap in _CAPS.items() if re.fullmatch(pattern, name)):
-                new[name] = [_capped(y, cap) for y in x] if isinstance(x, list) else _capped(x, cap)
-    return new
-
-
-def _capped(x: Any, cap: float) -> Any:
-    return min(x, cap) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
-
-
-def _narrow(config: dict[str, Any]) -> None:
-    """Shrink heads and widths."""
-    heads, kv, width = (next((n for n in names if config.get(n)), None) for names in (_HEADS, _KV_HEADS, _WIDTHS))
-    if heads is None or width is None or not isinstance(config[heads], int):
-        return
-    num_heads = config[heads]
-    num_kv = config[kv] if kv is not None else num_heads
-    head_dim = config.get("head_dim") or config[width] // num_heads
-    filled = config[width] == num_heads * head_dim
-    small_kv = min(num_kv, 2)
-    small = 4 if num_kv == num_heads else 2 * small_kv
-    config |= {n: small for n in _HEADS if config.get(n)}
-    config |= {n: small if num_kv == num_heads else small_kv for n in _KV_HEADS if config.get(n)}
-    config |= {n: HEAD_DIM for n in ("head_dim", "attention_head_size", "global_head_dim") if config.get(n)}
-    config |= {n: small * HEAD_DIM + (0 if filled else HEAD_DIM) for n in _WIDTHS if config.get(n)}
-    for rope in _ropes(config):
-        if section := rope.get("mrope_section"):
-            rope["mrope_section"] = [HEAD_DIM // 2 * n // sum(section) for n in section]
-        for name in ("short_factor", "long_factor"):
-            if isinstance(x := rope.get(name), list):
-                rope[name] = x[:: max(1, head_dim // HEAD_DIM)][: len(x) * HEAD_DIM // head_dim]
-
-
-def _ropes(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of rotary positions: one, or one per layer type."""
-    found = [x for x in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(x, dict)]
-    return [config, *found, *(x for rope in found for x in rope.values() if isinstance(x, dict))]
-
-
-def _shorten(config: dict[str, Any]) -> None:
-    """Keep the first layer of each kind, where kinds differ in the config's lists with one entry per layer."""
-    count = next((config[n] for n in _LAYERS if isinstance(config.get(n), int)), 0)
-    if count <= 2:
-        return
-    lists = {n: x for n, x in config.items() if isinstance(x, list) and len(x) == count}
-    shared = config.get("num_kv_shared_layers") or 0  # the last layers use keys and values of earlier ones
-    kinds: dict[str, int] = {}
-    for i in range(count):
-        kinds.setdefault(repr([i >= count - shared, *(x[i] for x in lists.values())]), i)
-    kept = sorted(kinds.values()) if len(kinds) < 9 else [*range(8)]
-    step = max([1, *(config.get(n) or 1 for n in ("decoder_sparse_step", "moe_layer_interval"))])
-    size = max(2, len(kept), step)
-    kept = sorted({*kept, *[i for i in range(count) if i not in kept][: size - len(kept)]})
-    config |= {n: [x[i] for i in kept] for n, x in lists.items()}
-    config |= {n: size for n in _LAYERS if isinstance(config.get(n), int)}
-    config |= {"num_kv_shared_layers": sum(i >= count - shared for i in kept)} if shared else {}
-    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
-        if isinstance(config.get(name), int):
-            config[name] = size if config[name] >= count else min(config[name], 1)
-    if isinstance(config.get("moe_layer_end_index"), int):
-        config["moe_layer_end_index"] = size - 1
-    if config.get("mlp_only_layers"):
-        config["mlp_only_layers"] = [0]
-
-
-def check_family(config: Any) -> None:
-    """Refuse a model type by its config, before anything is built.
-
-    Errors: ValueError naming the model type and the reason.
-    """
-    if (reason := _why_refused(config)) is not None:
-        raise _refusal(config, reason)
-    check_unquantized(config)
+    packed: bool
+    reason: str = ""
+    logits: bool = False
+    replay: bool = False
 
 
 def check_causal_lm(config: Any) -> None:
-    """`check_family`; also refuses a config without a class in `AutoModelForCausalLM`.
+    """Refuse a model type by its config, before anything is built: one without a class in `AutoModelForCausalLM`, one
+    whose export it cannot read, and quantized weights.
 
-    Errors: ValueError.
+    Errors: ValueError naming the model type and the reason.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -191,7 +93,7 @@ def check_causal_lm(config: Any) -> None:
     if model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
         saved = model_class.config_class.model_type
         raise _refusal(config, f"an export would be of type {saved!r}, which AutoModelForCausalLM cannot read")
-    check_family(config)
+    check_unquantized(config)
 
 
 def check_unquantized(config: Any) -> None:
@@ -219,36 +121,65 @@ def check_leftover(path: Any, names: Iterable[str]) -> None:
         )
 
 
-def check_architecture(config: Any, forward: PackedForward, *, model_class: Any = None) -> bool:
-    """Refuse an architecture whose packed log-probs differ from its own forward; returns whether it was checked.
+def check_architecture(config: Any, forward: PackedForward, *, model_class: Any = None) -> Verdict | None:
+    """How an architecture is trained; None where no small copy can be built and run.
 
     The check runs a small copy of the model on the CPU in fp32, with weights of standard deviation 0.2: at least two
-    layers, one of each kind, and windows shorter than the sequences. False: no small copy can be built and run.
+    layers, one of each kind, and windows shorter than the sequences.
 
     Args:
         forward: `rlkit.model.forward.forward`, which is what is checked (an argument, since it imports this module).
         model_class: a `PreTrainedModel` with a language-model head; by default that of `AutoModelForCausalLM`.
 
-    Errors: ValueError.
+    Errors: ValueError for quantized weights, and for a model that is not causal.
     """
-    check_family(config)
+    check_unquantized(config)
     try:
         small = shrunk(config)
         key = _key(small, model_class)
     except Exception as error:
         logger.debug("no small config of %s: %r", config.model_type, error)
-        return False
-    if key in _proven or _file(key).is_file():
-        return True
+        return None
+    if (found := _recalled(key)) is not None:
+        return found
     with _quiet():
         built = _built(small, model_class)
         if built is None:
-            return False
-        reason = why_different(*built, forward)
-    if reason is not None:
-        raise _refusal(config, reason)
-    _remember(key, config)
-    return True
+            return None
+        found = _verdict(*built, forward, of=config)
+    _remember(key, config, found)
+    return found
+
+
+def _verdict(model: Any, groups: Sequence[Sequence[Trajectory]], forward: PackedForward, *, of: Any) -> Verdict:
+    """Compare the packed log-probs, then the unpacked ones, with the model's own; the attention stays as it was.
+
+    Errors: ValueError that names the config `of` where neither are right.
+    """
+    before, kind = model.config.get_text_config()._attn_implementation, type(model.base_model)
+    try:
+        own = own_log_probs(model, groups)
+    except Exception as error:
+        raise _refusal(of, f"its own forward fails on plain text: {_first_line(error)}") from error
+    reason, had = None, dict(_unpacked)
+    _unpacked.pop(kind, None)
+    try:
+        for replay in (False, True) if recurrent_layers(model) else (False,):
+            set_packed(model, replay=replay)
+            reason = why_different(model, groups, own, forward)
+            if reason is None:
+                return Verdict(True, replay=replay)
+            set_plain(model, before)
+        for logits in (False, True):
+            _unpacked[kind] = logits
+            if _difference(model, pack(groups), own, forward) is None:
+                return Verdict(False, str(reason), logits)
+    finally:
+        _unpacked.clear()
+        _unpacked.update(had)
+    with suppress(Exception):
+        reason = reason if is_causal(model) else NOT_CAUSAL
+    raise _refusal(of, str(reason))
 
 
 def check_is_model(model: Any, name: str = "model") -> None:
@@ -273,24 +204,78 @@ def check_prompt_ids(ids: Tensor, model: Any, name: str = "prompt_ids") -> None:
         raise ValueError(f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}: is this its tokenizer?")
 
 
-def check_loaded(model: Any, forward: PackedForward) -> None:
-    """Refuse a model that cannot be trained packed: `check_architecture`, else the same check at full size.
+def check_loaded(model: Any, forward: PackedForward) -> Verdict:
+    """How a model is trained: `check_architecture`, else the same check at full size. From then on `forward` knows it.
 
     Errors: ValueError.
     """
     has_head = model.get_output_embeddings() is not None
-    if check_architecture(model.config, forward, model_class=type(model) if has_head else None):
-        return
-    warn_full_size(model.config)
-    if not has_head or model.device.type == "meta":  # `rlkit.model.heads` checks heads; meta has no weights
-        return
-    groups = probe(model.config.get_text_config().vocab_size)
-    try:
+    found = check_architecture(model.config, forward, model_class=type(model) if has_head else None)
+    if found is None:
+        warn_full_size(model.config)
+        found = Verdict(True)
+        if has_head and model.device.type != "meta":  # `rlkit.model.heads` checks heads; meta has no weights
+            found = _verdict(model, probe(model.config.get_text_config().vocab_size), forward, of=model.config)
+    elif found.packed and model.device.type == "cuda" and recurrent_layers(model):
+        found = verdict_on(model.device, model.config, found, forward)
+    if not found.packed:
+        runs_unpacked(model, found)
+    return found
+
+
+def set_packed(model: Any, *, replay: bool = False) -> None:
+    """Set the attention and the recurrent layers up for packed streams, in place."""
+    model.set_attn_implementation(register())
+    wrap(model, replay=replay)
+
+
+def set_plain(model: Any, implementation: str) -> None:
+    """Undo `set_packed`, with transformers' attention of this name."""
+    model.set_attn_implementation(implementation)
+    unwrap(model)
+
+
+def verdict_on(device: torch.device, config: Any, found: Verdict, forward: PackedForward) -> Verdict:
+    """The verdict on a device whose recurrent layers call other kernels: a small copy there against the CPU's own
+    forward, to 1e-3. Where they differ the model is trained unpacked, by kernels that see one document a row."""
+    with _quiet():
+        built = _built(shrunk(config), None)
+        if built is None:
+            return found
+        model, groups = built
         own = own_log_probs(model, groups)
-    except Exception as error:
-        raise _refusal(model.config, f"its own forward fails on plain text: {_first_line(error)}") from error
-    if (reason := why_different(model, groups, own, forward)) is not None:
-        raise _refusal(model.config, reason)
+        set_packed(model.to(device), replay=found.replay)
+        reason = _difference(model, pack(groups), own.to(device), forward, tolerance=1e-3)
+    return found if reason is None else Verdict(False, f"on {device.type}, {reason}")
+
+
+def runs_unpacked(model: Any, found: Verdict) -> None:
+    """From now on `forward` runs models of this class unpacked, unless they are set to packed attention."""
+    if type(model.base_model) not in _unpacked:
+        logger.warning(
+            "model type %r is trained unpacked: %s. Each sample is a padded row with its whole prompt, which costs "
+            "time and memory where samples share a long one",
+            model.config.model_type,
+            found.reason,
+        )
+    _unpacked[type(model.base_model)] = found.logits
+
+
+def runs_packed(model: Any) -> bool:
+    """Whether `forward` runs the model packed; else it runs it unpacked.
+
+    Errors: ValueError for a model that was not prepared.
+    """
+    if model.base_model.config.get_text_config()._attn_implementation == IMPLEMENTATION:
+        return True
+    if type(model.base_model) not in _unpacked:
+        raise ValueError(f"{type(model).__name__} is not set up for training: pass `prepare_model(model)`")
+    return False
+
+
+def gives_logits(model: Any) -> bool:
+    """Whether an unpacked model's log-probs come from its logits, which are not one head's of its hidden states."""
+    return not runs_packed(model) and _unpacked[type(model.base_model)]
 
 
 def warn_full_size(config: Any) -> None:
@@ -324,26 +309,14 @@ def longest_sequence(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def _why_refused(config: Any) -> str | None:
-    try:
-        text = config.get_text_config()
-    except ValueError:
-        return "it has several text models"
-    kind = text.model_type
-    if kind.startswith("gemma4"):
-        return "its layers differ in head dimension and share keys and values, which is not supported"
+def _why_not_packed(config: Any) -> str | None:
+    """What the config says of layers that keep a state or choose their keys."""
+    text = config.get_text_config()
     layers = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     kinds = sorted({_LEGACY.get(x, x) for x in layers} - set(LAYER_TYPES))
-    if kinds or kind in _RECURRENT:
+    if kinds or text.model_type in _RECURRENT:
         names = " and ".join(map(repr, kinds or ["recurrent"]))
-        return f"layer type {names} is not supported, only {' and '.join(LAYER_TYPES)}"
-    value_dim = getattr(text, "v_head_dim", None)
-    key_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
-    if hasattr(text, "qk_nope_head_dim"):
-        key_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
-    if value_dim is not None and key_dim is not None and value_dim != key_dim:
-        what = "multi-head latent attention (MLA)" if hasattr(text, "kv_lora_rank") else "attention"
-        return f"{what} with values of {value_dim} and keys of {key_dim} dimensions per head is not supported"
+        return f"its layers of type {names} have no packed form"
     return None
 
 
@@ -352,17 +325,22 @@ def why_different(
 ) -> str | None:
     """The reason why the packed log-probs of `groups` differ from `own` (see `own_log_probs`), or None."""
     for share in (True, False):
-        batch = pack(groups, share_prompts=share).to(model.device)
-        try:
-            with torch.no_grad():
-                packed = forward(model, batch).logp[batch.mask]
-        except Exception as error:
-            if "attention_plan is missing" in str(error):
-                return "its layers do not pass the attention plan on"
-            return _known_cause(model) or _first_line(error)
-        if not (off := (packed - own).abs().max().item()) < TOLERANCE:
-            return _known_cause(model) or f"its packed log-probs differ from its own forward by {off:.2g} nats"
+        if (reason := _difference(model, pack(groups, share_prompts=share), own, forward)) is not None:
+            return _why_not_packed(model.config) or _known_cause(model) or reason
     return None
+
+
+def _difference(
+    model: Any, batch: Batch, own: Tensor, forward: PackedForward, *, tolerance: float = TOLERANCE
+) -> str | None:
+    try:
+        with torch.no_grad():
+            batch = batch.to(model.device)
+            found = forward(model, batch).logp[batch.mask]
+    except Exception as error:
+        return _first_line(error)
+    off = (found - own).abs().max().item()
+    return None if off < tolerance else f"its packed log-probs differ from its own forward by {off:.2g} nats"
 
 
 def _first_nan(model: Any) -> str:
@@ -410,13 +388,9 @@ def _known_cause(model: Any) -> str | None:
 
 @torch.no_grad()
 def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
-    """Log-probs of the completions by the model's own forward in transformers' eager attention, one sequence at a time.
-
-    Afterwards the model is set to packed attention, if it supports that.
-    """
-    model.set_attn_implementation(register())
+    """Log-probs of the completions by the model's own forward in eager attention, one sequence at a time."""
     out = []
-    with as_inference(model):
+    with as_inference(model, always=True):
         for t in (t for group in groups for t in group):
             ids = torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device)
             logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
@@ -448,8 +422,8 @@ def _refusal(config: Any, reason: str) -> ValueError:
 
 
 @torch.no_grad()
-def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], Tensor] | None:
-    """A model of this config with random weights, the test sequences, and its own log-probs of them."""
+def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]]] | None:
+    """A model of this config with random weights that runs, and the test sequences."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     from_config: Any = AutoModelForCausalLM.from_config
@@ -465,7 +439,8 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], 
             model = make(config, dtype=torch.float32).eval()
             for p in model.parameters():
                 p.normal_(std=0.2) if p.ndim > 1 else p.add_(0.2 * torch.randn_like(p))
-            return model, groups, own_log_probs(model, groups)
+            own_log_probs(model, groups)
+            return model, groups
     except Exception as error:
         logger.debug("no small copy of %s: %r", config.model_type, error)
         return None
@@ -509,9 +484,20 @@ def _file(key: str) -> Path:
     return cache_folder() / "checked" / f"{key}.json"
 
 
-def _remember(key: str, config: Any) -> None:
+def _recalled(key: str) -> Verdict | None:
+    """The verdict of an earlier check, in this process or another."""
+    if key not in _proven:
+        with suppress(OSError, ValueError, TypeError):  # an unreadable one is made again
+            _proven[key] = Verdict(**json.loads(_file(key).read_text())["verdict"])
+    return _proven.get(key)
+
+
+def _remember(key: str, config: Any, found: Verdict) -> None:
     """Cache the verdict, in this process and, where possible, on the disk."""
-    _proven.add(key)
+    _proven[key] = found
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(_file(key), json.dumps({"model_type": config.model_type, "packed": "equal"}).encode())
+        replace_file(_file(key), json.dumps({"model_type": config.model_type, "verdict": found._asdict()}).encode())
+
+
+__getattr__ = moved(__name__, {"check_causal_lm": "check_family"})

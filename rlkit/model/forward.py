@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlkit._moved import moved
 from rlkit.files import no_code
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
+from rlkit.kernels.logits_logp import logits_logp
 from rlkit.model.families import (
     check_architecture,
     check_causal_lm,
@@ -24,14 +25,19 @@ from rlkit.model.families import (
     check_leftover,
     check_loaded,
     check_prompt_ids,
+    gives_logits,
     logit_scale,
     longest_sequence,
+    runs_packed,
+    set_packed,
 )
 from rlkit.model.lora import adapters, without_adapter
 from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.recurrent import plan_rows
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
+from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
-from rlkit.parallel.attention import IMPLEMENTATION, has_flash, register
+from rlkit.parallel.attention import attending, has_flash, to_device
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -84,7 +90,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
 
     The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
-    Errors: FileNotFoundError; ValueError for a model type that cannot be trained packed, and for a checkpoint that is
+    Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -138,16 +144,17 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Set a transformers causal LM up for packed attention, in place.
+    """Set a transformers causal LM up for `forward`, in place: for packed attention, or where that is not right, for
+    its own forward on padded rows, with a warning.
 
     Dropout is off: scoring and training must give the same numbers. An architecture is checked on a small copy the
     first time, see `rlkit.model.families`.
 
-    Errors: ValueError for a model type whose packed log-probs differ from its own forward.
+    Errors: ValueError for a model that is not causal.
     """
     check_is_model(model)
-    check_loaded(model, forward)
-    model.set_attn_implementation(register())
+    if (found := check_loaded(model, forward)).packed:
+        set_packed(model, replay=found.replay)
     return model.eval()
 
 
@@ -207,20 +214,24 @@ def token_outputs(
 
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
-    if model.base_model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-        raise ValueError(f"{type(model).__name__} is not set up for packed attention: pass `prepare_model(model)`")
-    device, mesh = device_of(model), mesh_of(model)
+    packed, device, mesh = runs_packed(model), device_of(model), mesh_of(model)
     if mesh is None and is_sharded(next(model.parameters())):
         raise ValueError("the model was cut over ranks: use what `parallelize` returned")
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
+    joined = join(some)
+    check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
+    _check_length(model.config, joined[1])
+    if not packed:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
+        return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
-        joined = join(some)
-        check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
-        _check_length(model.config, joined[1])
         ids, positions = (layout.local(move(x))[None] for x in joined)
-        out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_plan=layout.plan)
+        padded = to_device(plan_rows(model, some), device)
+        with attending(layout.plan._replace(rows=padded)):
+            out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])
     rows = head(hidden, lambda x: layout.spread(move(x)))
@@ -239,9 +250,17 @@ def _check_length(config: Any, positions: Tensor) -> None:
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
     dtype = dtype_of(model) if dtype == torch.float32 else dtype
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     softcap = getattr(config, "attn_logit_softcapping", None)
-    return has_flash(device, dtype, head_dim=head_dim, softcap=softcap is not None)
+    return has_flash(device, dtype, head_dim=_head_dim(config), softcap=softcap is not None)
+
+
+def _head_dim(config: Any) -> int:
+    """The largest size of a query, key or value: values may be smaller (MLA), and layers may differ (Gemma 4)."""
+    if getattr(config, "is_heterogeneous", False):
+        return max(map(_head_dim, config.per_layer_config))
+    latent = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
+    own = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(own, *(getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim")))
 
 
 def _log_probs(
@@ -253,8 +272,10 @@ def _log_probs(
     temperature: float,
     dtype: torch.dtype,
 ) -> LogProbs:
-    hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
     mesh, mask, targets = mesh_of(model), batch.mask, spread(batch.targets)
+    if gives_logits(model):
+        return logits_logp(hidden, targets, mask=spread(mask), temperature=temperature)
+    hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
     if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
         mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
     compute = sharded_linear_logp if is_sharded(weight) else linear_logp
@@ -264,6 +285,9 @@ def _log_probs(
 def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
+    if gives_logits(model):
+        what = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
+        raise ValueError(f"model type {model.config.model_type!r}: {what}; use top_p=1 and top_k=0")
     hidden, weight, options = _logits(model, hidden, temperature=params.temperature, dtype=dtype)
     if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]

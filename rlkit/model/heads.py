@@ -24,13 +24,22 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit.model.families import check_architecture, check_causal_lm, probe, shrunk, warn_full_size
+from rlkit.model.families import (
+    Verdict,
+    check_architecture,
+    check_causal_lm,
+    probe,
+    runs_unpacked,
+    set_packed,
+    warn_full_size,
+)
 from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, token_outputs
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, mesh_of
+from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
-from rlkit.parallel.attention import as_inference, register
+from rlkit.parallel.attention import as_inference
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch, Trajectory
 
@@ -58,14 +67,19 @@ def load_value_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any
     """`load_value_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
     from transformers import AutoModelForTokenClassification
 
-    return load_parallel(path, mesh, build=partial(_build, AutoModelForTokenClassification), new=_HEAD, **options)
+    return _load_parallel(AutoModelForTokenClassification, path, mesh, **options)
 
 
 def load_reward_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
     """`load_reward_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
     from transformers import AutoModelForSequenceClassification
 
-    return load_parallel(path, mesh, build=partial(_build, AutoModelForSequenceClassification), new=_HEAD, **options)
+    return _load_parallel(AutoModelForSequenceClassification, path, mesh, **options)
+
+
+def _load_parallel(kind: Any, path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
+    made: dict[str, Any] = {"build": partial(_build, kind), "whole": partial(_load, kind, device="cpu"), "new": _HEAD}
+    return load_parallel(path, mesh, **made, **options)
 
 
 def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -118,6 +132,7 @@ def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
 def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     config = load_config(path)
     check_causal_lm(config)
+    _check_kind(kind, config)
     checked = check_architecture(config, forward)
     with _no_report():
         model, missing = read_pretrained(kind, path, num_labels=1)
@@ -125,19 +140,36 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
     if any(name.startswith(_HEAD) for name in missing):
         for p in model.score.parameters():
             nn.init.zeros_(p)
-    if not checked:
+    if checked is None:
         warn_full_size(config)
-    model.set_attn_implementation(register())
+    _set_up(model, checked)
     return _checked(model.to(device).eval())
+
+
+def _set_up(model: Any, found: Verdict | None) -> None:
+    """Set a model with one label up for `forward`, by the verdict on its architecture."""
+    if found is None or found.packed:
+        set_packed(model, replay=found is not None and found.replay)
+    else:
+        runs_unpacked(model, found)
+
+
+def _check_kind(kind: Any, config: Any) -> None:
+    if type(config) not in kind._model_mapping:
+        raise ValueError(
+            f"model type {config.model_type!r} has no class in transformers' {kind.__name__}, which holds "
+            "one number per token or sequence; use another model, for a critic `rlkit grpo` in place of ppo"
+        )
 
 
 def _build(kind: Any, config: Any, **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
+    _check_kind(kind, config)
     config.update({"num_labels": 1})
     with torch.device("cpu"):
         small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
         _check_head(small)
-        small.set_attn_implementation(register())
+        _set_up(small, check_architecture(config, forward))
         _checked(small.eval())
     return kind.from_config(config, **options)
 

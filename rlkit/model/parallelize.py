@@ -28,12 +28,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlkit._moved import moved
-from rlkit.model.families import check_causal_lm, check_family, check_leftover, check_loaded
-from rlkit.model.forward import forward
+from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
+from rlkit.model.forward import forward, load_model
 from rlkit.model.lora import add_lora, reset_adapters
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, device_of
-from rlkit.parallel.attention import register
+from rlkit.parallel.attention import recomputing
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage
@@ -55,8 +55,8 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
     kind, text = config.model_type, config.get_text_config()
     if kind not in COVERED:
         raise ValueError(
-            f"model type {kind!r} is not covered in parallel, only {', '.join(sorted(COVERED))}. Another one "
-            "needs its tensor parallel plan and its attention checked against a single process first"
+            f"model type {kind!r} is not covered by tp, cp, pp and ep, only {', '.join(sorted(COVERED))}. Use "
+            "replicate and shard: another layout needs its tensor parallel plan checked against one process first"
         )
     if getattr(text, "use_bidirectional_attention", False):
         raise ValueError(f"model type {kind!r} is not causal: `use_bidirectional_attention` is set")
@@ -143,7 +143,6 @@ def parallelize(
     Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
     sizes do not divide, and for `compile` with tensor parallelism.
     """
-    check_family(model.config)
     sizes = mesh.sizes
     if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
         raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
@@ -151,11 +150,12 @@ def parallelize(
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
-    check_loaded(model, forward)
+    verdict = check_loaded(model, forward)
     model.to(torch.float32)
     for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
         p.data = p.data.to(dtype)
-    model.set_attn_implementation(register())
+    if verdict.packed:
+        set_packed(model, replay=verdict.replay)
     model.eval()  # dropout off: scoring and training must give the same numbers
     if sizes.tp > 1:
         split_tensors(model, mesh)
@@ -164,7 +164,8 @@ def parallelize(
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": recomputing}
+            layer.forward = partial(checkpoint, layer.forward, **options)
     sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies)
     shard(
         sharded,
@@ -241,13 +242,16 @@ def load_parallel(
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
     build: Callable[..., Any] | None = None,
+    whole: Callable[..., Any] = load_model,
     new: str = "",
     **options: Any,
 ) -> ShardedModel:
     """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
 
     It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
-    those of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train, on
+    those of `parallelize`. A hub id is downloaded once per node. A model type outside `COVERED`, whose files may have
+    other names than its weights, is read by transformers: each rank holds the whole model on its CPU (by `whole(path)`)
+    until it is cut. With `lora_rank` only adapters of that rank train, on
     the modules `lora_targets` (see `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
@@ -263,14 +267,22 @@ def load_parallel(
     config = load_config(folder)
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
-    check_model(config)
+    targets = [*lora_targets] or "all-linear"
+    if config.model_type not in COVERED:
+        if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
+            check_model(config)
+        model = whole(folder)
+        model.config.name_or_path = str(path)
+        if lora_rank:
+            add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets)
+        return parallelize(model, mesh, **options)
     with torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
-        model: Any = make(config, dtype=torch.float32, **NO_CODE)
+        model = make(config, dtype=torch.float32, **NO_CODE)
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
-        add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=[*lora_targets] or "all-linear")
+        add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets)
     sharded = parallelize(model, mesh, **options)
     read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device, new=new)
     reset_adapters(sharded)

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
-from rlkit.model.forward import forward, prepare_model
-from rlkit.model.parallelize import parallelize
+from rlkit.model.forward import forward, load_model, prepare_model
+from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
-from rlkit.parallel.data import each_stage, of_last_stage
+from rlkit.parallel.data import each_stage, of_last_stage, rank_microbatches
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.types import Trajectory
 
@@ -90,6 +91,38 @@ def on_rank(rank, world, family, layouts):
         for n in grads:
             errors[f"{name} {n}"] = error(found_grads[n], grads[n])
     return errors
+
+
+def sharded_on_rank(rank, world, folder):
+    """The largest error of a gradient, relative to its largest entry, of a model that each rank reads whole and shards.
+
+    Micro-batches differ between ranks, also in their number of padded blocks.
+    """
+    batch = pack(groups())
+    weights = torch.sin(torch.arange(batch.num_tokens) + 1.0) * batch.mask
+
+    def gradients(model, mesh):
+        for micro, w in rank_microbatches((batch, weights), mesh=mesh, max_tokens=26):
+            out = forward(model, micro)
+            (w * (out.logp - 0.1 * out.entropy)).sum().backward()
+        return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+    one = gradients(load_model(folder), None)
+    mesh = make_mesh(Parallel(shard=world))
+    found = gradients(load_parallel(folder, mesh, activation_checkpointing=True), mesh)
+    return max(error(found[n], one[n]) for n in one if one[n].abs().max() > 1e-6), found.keys() == one.keys()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "doge"])
+def test_other_types_train_sharded(ranks, tmp_path, model_type):
+    """Recurrent layers in a pack, and a model that runs unpacked."""
+    torch.manual_seed(0)
+    config = shrunk(transformers.CONFIG_MAPPING[model_type](initializer_range=0.2))
+    config.vocab_size = COMMON["vocab_size"]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for worst, same in ranks.run(sharded_on_rank, tmp_path):
+        assert same
+        assert worst < 1e-4
 
 
 def added(stages):

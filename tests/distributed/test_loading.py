@@ -97,10 +97,10 @@ def test_missing_weights_and_folders_are_named(ranks, tmp_path):
         assert "m does not hold this model: model.embed_tokens.weight is missing (1 differences in all)" in said
 
 
-def test_an_architecture_without_a_plan_is_refused(ranks, tmp_path):
+def test_an_architecture_without_a_plan_is_refused_but_for_shards(ranks, tmp_path):
     import transformers
 
     config = transformers.GPTNeoXConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
-    for said in ranks.run(refuse_on_rank, tmp_path, {}):
-        assert "'gpt_neox' is not covered in parallel, only gemma2" in said
+    for said in ranks.run(refuse_on_rank, tmp_path, {"tp": 2}):
+        assert "'gpt_neox' is not covered by tp, cp, pp and ep, only gemma2" in said

@@ -21,8 +21,11 @@ _GRANITE = {
 _CONV = ["conv", "full_attention"] * 4
 OVERRIDES: dict[str, dict[str, Any]] = {  # what a default config lacks, and what published checkpoints set
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "falcon_h1": {"lm_head_multiplier": 0.25, "key_multiplier": 0.5, "ssm_out_multiplier": 2.0},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
@@ -41,19 +44,25 @@ FAMILIES = {  # what is special -> a model type of each
     "mixture of experts": ["qwen3_moe", "mixtral"],
     "scaled logits": ["cohere", "granite", "hyperclovax"],
     "learned positions": ["gpt2"],
-    "recurrent layers": ["qwen3_5_text", "nemotron_h", "mamba", "falcon_h1", "rwkv"],
+    "gated delta net and attention": ["qwen3_5_text"],
+    "Mamba 2 and attention": ["nemotron_h", "falcon_h1"],
+    "layers that ignore a given state": ["jamba", "minimax"],
     "convolutions": ["lfm2"],
     "latent attention": ["deepseek_v2", "deepseek_v3"],
     "sinks": ["gpt_oss"],
+    "layers of different shapes": ["gemma4_text"],
+    "arguments that do not reach attention": ["stablelm"],
+    "recurrent layers only": ["mamba", "rwkv"],
+    "chunked attention": ["llama4_text"],
     "ALiBi": ["bloom"],
     "no position_ids": ["bart"],
+    "two heads or more": ["modernbert-decoder"],
     "bidirectional": ["bert"],
-    "layers of different shapes": ["gemma4_text"],
 }
 
 
-class Verdict(NamedTuple):
-    """`status`: "trained", "refused" for a `reason`, or "not built" from a small config."""
+class Found(NamedTuple):
+    """`status`: "packed", "unpacked" or "refused" for a `reason`, or "not built" from a small config."""
 
     status: str
     reason: str = ""
@@ -63,16 +72,18 @@ def config_of(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type](**OVERRIDES.get(model_type, {}))
 
 
-def verdict(model_type: str) -> Verdict:
+def verdict(model_type: str) -> Found:
     """What rlkit says of a model type."""
     try:
         config = config_of(model_type)
     except Exception:
-        return Verdict("not built", "no default config")
+        return Found("not built", "no default config")
     try:
         check_causal_lm(config)
         checked = check_architecture(config, forward)
     except ValueError as error:
         reason = str(error).removeprefix(f"model type {config.model_type!r} cannot be trained: ")
-        return Verdict("refused", re.sub(r" by \S+ nats", "", reason))
-    return Verdict("trained") if checked else Verdict("not built", "no small model from the default config")
+        return Found("refused", re.sub(r" by \S+ nats", "", reason))
+    if checked is None:
+        return Found("not built", "no small model from the default config")
+    return Found("packed" if checked.packed else "unpacked", re.sub(r" by \S+ nats", "", checked.reason))

@@ -1,9 +1,10 @@
-"""Every model type of transformers is trained as its own forward says, or refused by name."""
+"""Every causal model type of transformers is trained as its own forward says, packed or not; others are refused."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import families
-from rlkit.model.families import check_architecture, shrunk
 from rlkit.model.forward import forward, load_model, prepare_model
-from rlkit.model.heads import load_reward_model, load_value_model
-from rlkit.model.parallelize import load_parallel, parallelize
+from rlkit.model.heads import load_reward_model, load_value_model, values
+from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
+from rlkit.parallel.attention import IMPLEMENTATION
 from rlkit.types import Trajectory
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -33,13 +34,6 @@ LINEAR = dict(
     layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-HYBRIDS = {  # model type -> its config, the layer type that is refused
-    "qwen3_5_text": (SIZES | LINEAR, "linear_attention"),
-    "qwen3_5_moe_text": (SIZES | LINEAR | EXPERTS, "linear_attention"),
-    "qwen3_next": (SIZES | LINEAR | EXPERTS, "linear_attention"),
-    "lfm2": (SIZES | dict(layer_types=["conv", "full_attention"]), "conv"),
-    "mamba": (dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, state_size=4), None),
-}
 
 
 def groups(seed=7):
@@ -76,12 +70,12 @@ def compare(model, samples):
 
 
 def check(model_type):
-    """Trained and equal, or refused in one line that names it; the verdict."""
+    """Trained and equal, packed or not, or refused in one line that names it; the verdict."""
     found = verdict(model_type)
     if found.status == "not built":
         return found
     torch.manual_seed(3)
-    small = shrunk(config_of(model_type)) if found.status == "trained" else config_of(model_type)
+    small = config_of(model_type) if found.status == "refused" else shrunk(config_of(model_type))
     if found.status == "refused":
         with pytest.raises(ValueError, match=f"^model type '{small.model_type}' cannot be trained: [^\n]+$"):
             _ = families.check_causal_lm(small), families.check_architecture(small, forward)
@@ -89,7 +83,9 @@ def check(model_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = randomized(hf.AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager"))
-    assert compare(model, groups()) < 1e-4
+        assert compare(model, groups()) < 1e-4
+    packed = model.config.get_text_config()._attn_implementation == IMPLEMENTATION
+    assert packed == (found.status == "packed")
     return found
 
 
@@ -104,7 +100,7 @@ def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
 @pytest.mark.timeout(1800)
 def test_every_model_type_is_its_own_forward_or_refused_and_the_page_says_so():
     verdicts = {name: check(name) for name in MODEL_TYPES}
-    assert sum(v.status == "trained" for v in verdicts.values()) > 60
+    assert sum(v.status in ("packed", "unpacked") for v in verdicts.values()) >= 140
     if f"Of transformers {hf.__version__}:" in PAGE.read_text():
         assert PAGE.read_text() == page().page(verdicts), "run python docs/make_models.py"
 
@@ -116,52 +112,60 @@ def page():
     return module
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
-def test_recurrent_and_convolutional_layers_are_refused_by_name_before_any_weights(model_type, tmp_path):
-    settings, layer = HYBRIDS[model_type]
-    config = CONFIG_MAPPING[model_type](**settings)
-    match = rf"^model type '{model_type}' cannot be trained: layer type '{layer or ''}.*only full_attention and sliding"
-    with pytest.raises(ValueError, match=match):
-        prepare_model(hf.AutoModelForCausalLM.from_config(config))
-    config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").touch()  # no weights
-    loads = [load_model, load_value_model, load_reward_model, lambda path: load_parallel(path, None)]
-    for load in loads:
-        with pytest.raises(ValueError, match=match):
-            load(tmp_path)
-    with torch.device("meta"), pytest.raises(ValueError, match=match):
-        parallelize(hf.AutoModelForCausalLM.from_config(config), None)
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bloom"])
+def test_a_model_with_one_label_is_its_own_forward_too(model_type, tmp_path):
+    """`load_value_model` and `load_reward_model` compare their numbers with the model's own, or raise."""
+    bloom = model_type == "bloom"  # unpacked; its critics have another head
+    sizes = dict(hidden_size=32, n_head=4, n_layer=2, vocab_size=67) if bloom else SIZES | LINEAR | EXPERTS
+    torch.manual_seed(0)
+    randomized(hf.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**sizes))).save_pretrained(tmp_path)
+    for load in (load_reward_model,) if bloom else (load_value_model, load_reward_model):
+        model, batch = load(tmp_path), pack(groups())
+        with torch.no_grad():
+            model.score.weight.normal_()
+        assert values(model, batch).std() > 0.03
+
+
+def test_a_critic_of_a_type_without_a_class_for_it_is_refused(tmp_path):
+    hf.GraniteConfig(**SIZES).save_pretrained(tmp_path)  # no weights
+    with pytest.raises(ValueError, match="model type 'granite' has no class in transformers"):
+        load_value_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gpt_oss", "its attention has sinks"),
-        ("deepseek_v3", r"latent attention \(MLA\) with values of 128 and keys of 192"),
-        ("gemma4_text", "its layers differ in head dimension"),
         ("bart", "takes no position_ids"),
         ("bloom", "not transformers' AttentionInterface"),
-        ("bert", "its attention is not causal"),
-        ("stablelm", "do not pass the attention plan on"),
         ("modernbert-decoder", "its logits are not the product of the last hidden states and one matrix"),
-        ("t5", "transformers has no causal language model of this type"),
-        ("llama4_text", "layer type 'chunked_attention'"),
+        ("llama4_text", "its layers of type 'chunked_attention' have no packed form"),
     ],
 )
+def test_a_warning_says_once_why_a_model_is_trained_unpacked(model_type, why, checked, caplog):
+    model = hf.AutoModelForCausalLM.from_config(shrunk(config_of(model_type)))
+    with caplog.at_level(logging.WARNING, logger="rlkit"):
+        prepare_model(prepare_model(model))
+    (said,) = caplog.messages
+    assert said.startswith(f"model type '{model_type}' is trained unpacked: ")
+    assert re.search(why, said)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("bert", "its attention is not causal"), ("t5", "transformers has no causal language model of this type")],
+)
 def test_a_refusal_says_why_in_one_line(model_type, why, tmp_path):
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("not in this version of transformers")
     config_of(model_type).save_pretrained(tmp_path)  # no weights
     with pytest.raises(ValueError, match=f"^model type '{model_type}' cannot be trained: [^\n]*{why}[^\n]*$"):
         load_model(tmp_path)
 
 
-def test_keys_and_values_of_different_sizes_are_refused_without_latent_attention_too():
-    config = hf.LlamaConfig(head_dim=16, v_head_dim=8)
-    with pytest.raises(ValueError, match="attention with values of 8 and keys of 16 dimensions per head"):
-        check_architecture(config, forward)
-    config.v_head_dim = 16
-    check_architecture(config, forward)
+def test_a_model_that_was_not_prepared_is_refused():
+    model = hf.AutoModelForCausalLM.from_config(hf.Starcoder2Config(**SIZES))
+    with pytest.raises(
+        ValueError, match=r"Starcoder2ForCausalLM is not set up for training: pass `prepare_model\(model\)`"
+    ):
+        forward(model, pack(groups()))
 
 
 class LeakyConfig(hf.LlamaConfig):
@@ -189,11 +193,11 @@ class LeakyForCausalLM(hf.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("std", [0.2, 1e-4])
-def test_a_leak_between_sequences_is_found_at_any_size_of_the_weights(std):
+def test_a_leak_between_sequences_is_found_at_any_size_of_the_weights(std, checked):
     """The first sequence of a pack is right, and at small weights so are all, up to a tolerance."""
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
-        prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=std)))
+    model = prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=std)))
+    assert not families.runs_packed(model)
 
 
 def test_sequences_past_the_limit_of_their_rotary_frequencies_are_refused():
@@ -238,32 +242,39 @@ def test_a_small_copy_keeps_a_layer_of_each_kind_and_what_the_maths_reads():
 def checked(tmp_path, monkeypatch):
     """An empty cache on the disk and in the process; its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(families, "_proven", set())
+    monkeypatch.setattr(families, "_proven", {})
+    monkeypatch.setattr(families, "_unpacked", {})
     return tmp_path / "cache" / "rlkit" / "checked"
 
 
 def test_a_verdict_is_kept_for_the_next_process(checked, monkeypatch):
     assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
     (file,) = checked.iterdir()
-    monkeypatch.setattr(families, "_proven", set())
+    monkeypatch.setattr(families, "_proven", {})
     monkeypatch.setattr(families, "_built", lambda *_: pytest.fail("it was checked again"))
     assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
     file.unlink()
+    families._proven.clear()
     monkeypatch.setattr(families, "_built", lambda *_: None)
     assert not families.check_architecture(hf.LlamaConfig(**SIZES), forward)
 
 
-def test_only_what_passed_is_kept_and_each_architecture_for_itself(checked, monkeypatch):
+def test_only_verdicts_are_kept_and_of_each_architecture_its_own(checked, monkeypatch):
     for _ in range(2):
-        with pytest.raises(ValueError, match="sinks"):
-            families.check_architecture(config_of("gpt_oss"), forward)
+        with pytest.raises(ValueError, match="not causal"):
+            families.check_architecture(config_of("bert"), forward)
     assert not checked.exists()
-    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
-    assert families.check_architecture(hf.LlamaConfig(**SIZES, attention_bias=True), forward)
-    assert len(list(checked.iterdir())) == 2
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward).packed
+    assert families.check_architecture(hf.LlamaConfig(**SIZES, attention_bias=True), forward).packed
     monkeypatch.setattr(families, "_source", lambda: 0)  # another version of the code
-    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
+    assert families.check_architecture(hf.LlamaConfig(**SIZES), forward).packed
     assert len(list(checked.iterdir())) == 3
+    found = families.check_architecture(config_of("modernbert-decoder"), forward)
+    monkeypatch.setattr(families, "_proven", {})
+    monkeypatch.setattr(families, "_built", lambda *_: pytest.fail("it was checked again"))
+    assert families.check_architecture(config_of("modernbert-decoder"), forward) == found
+    assert not found.packed
+    assert found.logits
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(checked):
@@ -297,5 +308,5 @@ def test_without_a_small_copy_the_model_is_checked_at_full_size(checked, monkeyp
     assert "'llama'" in caplog.text
     assert "checked at full size" in caplog.text
     assert not checked.exists()
-    with pytest.raises(ValueError, match="'leaky' cannot be trained: its packed log-probs differ"):
-        prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=0.2)))
+    prepare_model(LeakyForCausalLM(LeakyConfig(**SIZES, initializer_range=0.2)))
+    assert "'leaky' is trained unpacked: its packed log-probs differ" in caplog.text

@@ -165,7 +165,7 @@ def test_an_empty_batch_runs_and_is_connected(model):
 
 
 def test_the_plain_model_call_says_what_to_do(model):
-    with pytest.raises(ValueError, match="attention_plan is missing"):
+    with pytest.raises(ValueError, match="attention plan is missing"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 

@@ -18,9 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import checkpoint
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
-from rlkit.model.families import shrunk
 from rlkit.model.lora import adapters, add_lora
 from rlkit.model.optim import adamw
+from rlkit.model.small_copy import shrunk
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.scripts.args import Lora
 

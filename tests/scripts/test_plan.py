@@ -105,4 +105,4 @@ def test_one_line_for_what_cannot_be(model, flags, message):
 def test_a_model_that_is_not_covered_over_ranks_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     said = screens.refused(cli.main, ["plan", "--model", str(tmp_path)])
-    assert said.startswith("error: model type 'gpt2' is not covered in parallel, only")
+    assert said.startswith("error: model type 'gpt2' is not covered by tp, cp, pp and ep, only")

@@ -1,0 +1,169 @@
+"""Recurrent and convolutional layers in a packed stream: each segment starts from the final state of its prompt.
+
+A layer of this kind (gated delta net, Mamba, short convolution) reads its tokens in order, so it cannot run over a pack
+as attention does. Here the rows of a pack become padded rows, one per segment, for these layers only:
+
+    prompts [G, longest]   ->  outputs, final states        padded on the left, where a mask keeps the state at 0
+    samples [N, longest]   ->  outputs                      padded on the right, from the states of their prompts
+
+The prompt's state is computed once per group and has a gradient. All families of transformers share one interface
+between such a layer and its cache, so there is no code per model: `States` is that cache, without writes in place.
+Layers that ignore the state they are given (Mamba 1 and lightning attention in torch) are found by the check in
+`rlkit.model.families`, and replay the prompt: each sample's row has its prompt again, in these layers only.
+
+On CUDA the layer calls the kernels that transformers finds (flash-linear-attention, causal-conv1d, mamba-ssm), with
+initial states and without `cu_seqlens`, which its implementations in torch ignore. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlkit._tensors import uncompiled
+from rlkit.parallel.attention import current_plan, rows
+from rlkit.parallel.padded import PaddedRows, by_document, by_segment
+from rlkit.types import Batch
+
+_CACHES = ("cache", "cache_params", "past_key_values")  # names of the layers' argument in versions of transformers
+_WRITES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
+
+
+class States:
+    """The cache of one layer with the methods that transformers' layers call, for any number of rows.
+
+    `conv` are the last inputs of each causal convolution, `recurrent` the states of the recurrence. Both are replaced,
+    never written in place, so that gradients flow through them.
+    """
+
+    def __init__(self, conv: dict[int, Tensor] | None = None, recurrent: dict[int, Tensor] | None = None) -> None:
+        self.conv, self.recurrent = dict(conv or {}), dict(recurrent or {})
+
+    def of_rows(self, index: Tensor) -> States:
+        """The states of these rows."""
+        return States(*({i: rows(x, index) for i, x in held.items()} for held in (self.conv, self.recurrent)))
+
+    def cleared(self, where: Tensor) -> States:
+        """These states, and 0 in rows `where`."""
+        clear = lambda x: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0)  # noqa: E731
+        return States(*({i: clear(x) for i, x in held.items()} for held in (self.conv, self.recurrent)))
+
+    def write(self, others: States, index: Tensor) -> None:
+        """Replace these rows, in place."""
+        for mine, new in ((self.conv, others.conv), (self.recurrent, others.recurrent)):
+            for i, x in new.items():
+                mine[i][index] = x.to(mine[i].dtype)
+
+    def resize(self, count: int) -> None:
+        """Have at least `count` rows; new ones are 0."""
+        for held in (self.conv, self.recurrent):
+            for i, x in held.items():
+                held[i] = torch.cat((x, x.new_zeros(max(0, count - len(x)), *x.shape[1:])))
+
+    def get_conv_state(self, _layer: int, state_idx: int = 0) -> Tensor | None:
+        """The inputs before the first token; None at the start of a document."""
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> Tensor | None:
+        """The state before the first token; None at the start of a document."""
+        return self.recurrent.get(state_idx)
+
+    def has_previous_state(self, _layer: int = 0, state_idx: int = 0) -> bool:
+        """Whether the rows continue others."""
+        return state_idx in self.conv
+
+    def is_recording_past(self, _layer: int = 0) -> bool:
+        """True: the layers' path for a single token writes in place."""
+        return True
+
+    def update_conv_state(
+        self, x: Tensor, _layer: int = 0, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last inputs; returns all that the convolution reads."""
+        before, size = self.conv.get(state_idx), conv_kernel_size or x.shape[-1]
+        whole = x if before is None else torch.cat((before, x), -1)
+        if whole.shape[-1] < size:
+            whole = nn.functional.pad(whole, (size - whole.shape[-1], 0))
+        self.conv[state_idx] = whole[..., -size:]
+        return whole
+
+    def update_recurrent_state(self, x: Tensor, _layer: int = 0, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep the state after the last token."""
+        self.recurrent[state_idx] = x
+        return x
+
+
+def joined(parts: Sequence[States]) -> States:
+    """The states of the rows of all parts."""
+    held = [[p.conv for p in parts], [p.recurrent for p in parts]]
+    return States(*({i: torch.cat([x[i] for x in each]) for i in each[0]} for each in held))
+
+
+def wrap(model: nn.Module, *, replay: bool = False) -> None:
+    """Let the model's recurrent layers run by the plan of a packed forward, in place; elsewhere they are as before."""
+    for layer, name in recurrent_layers(model):
+        if not _is_wrapped(layer):
+            layer.forward = partial(_by_rows, layer.forward, name, replay)
+
+
+def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The recurrent and convolutional layers of a model, with the name of their cache argument."""
+    found = ((module, _of_class(cast(Any, type(module)))) for module in model.modules())
+    return [(module, name) for module, name in found if name is not None]
+
+
+def unwrap(model: nn.Module) -> None:
+    """Undo `wrap`."""
+    for module in filter(_is_wrapped, model.modules()):
+        del module.forward
+
+
+def plan_rows(model: nn.Module, batch: Batch) -> PaddedRows | None:
+    """The rows in which the model's recurrent layers run; None for a model that `wrap` found none in."""
+    layer = next(filter(_is_wrapped, model.modules()), None)
+    if layer is None:
+        return None
+    *_, replay = vars(layer)["forward"].args
+    return by_document(batch) if replay else by_segment(batch)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _by_rows
+
+
+@cache
+def _of_class(kind: Any) -> str | None:
+    """The name of the cache argument of a recurrent layer: one that writes states into its cache. Else None."""
+    parameters = inspect.signature(kind.forward).parameters if hasattr(kind, "forward") else {}
+    name = next((name for name in _CACHES if name in parameters), None)
+    if name is None or not kind.__module__.startswith("transformers."):
+        return None
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return None
+    return name if any(call in source for call in _WRITES) else None
+
+
+@uncompiled  # the number of blocks differs from call to call
+def _by_rows(layer: Any, cache_name: str, replay: bool, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    """The layer over padded rows of the stream `hidden_states [1, S, D]`, by the plan of this forward."""
+    plan = current_plan()
+    if plan is None:
+        return layer(hidden_states, *args, **options)
+    outputs: list[Tensor] = []
+    finals: list[States] = []
+    for block in plan.rows.blocks:
+        x = rows(hidden_states[0], block.rows.flatten()).unflatten(0, block.rows.shape)
+        states = None if replay else States() if block.parents is None else joined(finals).of_rows(block.parents)
+        masked = {cache_name: states, "attention_mask": None if replay else block.real}
+        out = layer(x, *args, **options | masked)
+        outputs.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))
+        finals += [] if states is None or block.parents is not None else [states]
+    found = rows(torch.cat(outputs), plan.rows.back)[None]
+    return (found, *out[1:]) if isinstance(out, tuple) else found

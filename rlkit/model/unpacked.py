@@ -1,0 +1,52 @@
+"""A model's own forward on padded rows, for layers that cannot run packed (see `rlkit.model.families`).
+
+Each sequence is a row with its whole prompt, padded on the right. A causal model needs no mask for that: no token sees
+what follows it, whatever the layers are (recurrent, convolutional, ALiBi, chunked, indexed). The outputs, losses and
+streams are those of the packed forward; the cost is a prompt per sample in place of one per group, and the padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlkit.parallel.attention import rows, to_device
+from rlkit.parallel.mesh import Mesh
+from rlkit.parallel.padded import by_sequence
+from rlkit.types import Batch
+
+
+def unpacked_outputs(
+    model: Any, stream: Int[Tensor, "PT"], batch: Batch, *, logits: bool = False, mesh: Mesh | None = None
+) -> Float[Tensor, "T D"]:
+    """The last hidden states at the batch's tokens, from the model's own forward; with `logits`, the model's logits.
+
+    `stream` are the joined ids, on the device that computes. Under a mesh all ranks run equally many forwards, because
+    FSDP gathers the weights for each: a rank with fewer blocks of rows runs some on one token, whose gradient is 0.
+    """
+    blocks, back = to_device(by_sequence(batch), stream.device)
+    others = _most(len(blocks), mesh) - len(blocks)
+    out = [_run(model, stream[block.rows], logits).flatten(0, 1) for block in blocks]
+    found = rows(torch.cat(out), back)
+    for _ in range(others):
+        found = found + 0 * _run(model, stream[:1, None], logits).sum()
+    return found
+
+
+def _run(model: Any, ids: Int[Tensor, "B L"], logits: bool) -> Float[Tensor, "B L D"]:
+    if logits:
+        return model(input_ids=ids, use_cache=False).logits
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def _most(count: int, mesh: Mesh | None) -> int:
+    """The largest `count` of the data parallel ranks."""
+    if mesh is None or mesh.dp == 1:
+        return count
+    most = torch.tensor(count, device=mesh.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group("dp"))
+    return int(most)

@@ -1,0 +1,128 @@
+"""Log-probs, entropies and gradients of a step equal those of the model's own forward, one sequence at a time."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+from model_types import config_of
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlkit.model import families, recurrent
+from rlkit.model.families import Verdict, runs_packed
+from rlkit.model.forward import forward, prepare_model
+from rlkit.model.small_copy import shrunk
+from rlkit.packing import pack
+from rlkit.types import Trajectory
+
+PACKED = [
+    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "lfm2", "jamba", "minimax", "deepseek_v3", "gpt_oss",
+    "gemma4_text", "stablelm",
+]  # fmt: skip
+UNPACKED = ["mamba", "rwkv", "llama4_text", "bloom", "bart", "modernbert-decoder"]
+REST = ["mamba2", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2_moe", "kimi_linear", "bailing_hybrid", "xlstm"]
+
+
+def groups():
+    """Prompts of 1 to 30 tokens, and a group whose samples also begin alike."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.randint(3, 60, (n,), generator=generator).tolist()
+    out = []
+    for prompt_len, lens in [(30, [2, 9, 21]), (1, [1, 5]), (6, [12])]:
+        prompt = draw(prompt_len)
+        out.append([Trajectory(prompt, draw(n), [i != 1 for i in range(n)], [0.0] * n, [0] * n) for n in lens])
+    return out
+
+
+def built(model_type):
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = hf.AutoModelForCausalLM.from_config(shrunk(config_of(model_type)), dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.1) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def coefficients(batch):
+    """Coefficients of the log-probs and entropies in the loss, a pair for each trained token."""
+    return torch.randn(2, int(batch.mask.sum()), generator=torch.Generator().manual_seed(1))
+
+
+def own_step(model, samples):
+    """Log-probs and gradients by the model's own eager forward."""
+    model.set_attn_implementation("eager")
+    found = []
+    for t in (t for group in samples for t in group):
+        logits = model(input_ids=torch.tensor([t.prompt_ids + t.ids]), use_cache=False).logits[0].float()
+        rows = logits[len(t.prompt_ids) - 1 : -1].log_softmax(-1)[torch.tensor(t.mask)]
+        ids = torch.tensor(t.ids)[torch.tensor(t.mask)]
+        found.append(torch.stack([rows.gather(1, ids[:, None])[:, 0], -(rows.exp() * rows).sum(-1)]))
+    out = torch.cat(found, 1)
+    (out * coefficients(pack(samples))).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return out.detach(), grads
+
+
+def compare(model, samples, *, packed):
+    """`forward` and its gradients, with shared prompts and without, against the own forward."""
+    true, grads = own_step(model, samples)
+    assert true[0].std() > 0.03
+    prepare_model(model)
+    assert runs_packed(model) == packed
+    for share in (True, False):
+        batch = pack(samples, share_prompts=share)
+        out = torch.stack(forward(model, batch))[:, batch.mask]
+        assert (out - true).abs().max() < 1e-4
+        (out * coefficients(batch)).sum().backward()
+        for name, p in model.named_parameters():
+            if name in grads:
+                scale = grads[name].abs().max().clamp(min=1e-4)
+                assert (p.grad - grads[name]).abs().max() < 2e-3 * scale, (name, share)
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("model_type", PACKED)
+def test_packed(model_type):
+    compare(built(model_type), groups(), packed=True)
+
+
+@pytest.mark.parametrize("model_type", UNPACKED)
+def test_unpacked(model_type):
+    compare(built(model_type), groups(), packed=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", REST)
+def test_rarer_types(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    compare(built(model_type), groups(), packed=model_type != "xlstm")
+
+
+def test_kernels_of_a_device_that_differ_leave_the_model_unpacked(monkeypatch):
+    """The CPU in place of a device: what the recurrent layers return is as its kernels would have it."""
+    config, cpu = shrunk(config_of("qwen3_5_text")), torch.device("cpu")
+    assert families.verdict_on(cpu, config, Verdict(True), forward) == Verdict(True)
+    monkeypatch.setattr(recurrent.States, "of_rows", lambda self, _: recurrent.States())
+    found = families.verdict_on(cpu, config, Verdict(True), forward)
+    assert not found.packed
+    assert found.reason.startswith("on cpu, its packed log-probs differ from its own forward by")
+
+
+def test_a_packed_model_samples_and_saves_as_before(tmp_path):
+    """Outside of a packed forward the recurrent layers are transformers' own; the weights have their names."""
+    model = built("qwen3_5_text")
+    ids, names = torch.tensor([[5, 7, 9, 11]]), list(model.state_dict())
+    before = model(input_ids=ids).logits
+    prepare_model(model)
+    assert list(model.state_dict()) == names
+    model.set_attn_implementation("eager")
+    assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(again(input_ids=ids).logits, before, atol=1e-5)
