@@ -10,7 +10,8 @@ import transformers as hf
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 from model_types import config_of
 
-from rlkit.model.families import is_causal, shrunk
+from rlkit.model.families import is_causal
+from rlkit.model.small_copy import shrunk
 from rlkit.rollout.engines.local import LocalEngine
 
 ENCODERS = [

@@ -50,6 +50,10 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positio
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25}
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
 CASES = {
     "qwen3": (hf.Qwen3Config(**SIZES, **HEAD), Decoder),
     "qwen3, tied": (hf.Qwen3Config(**SIZES, **HEAD, tie_word_embeddings=True), Decoder),
@@ -74,6 +78,20 @@ CASES = {
     "gemma3": (hf.Gemma3TextConfig(**SIZES, **HEAD, sliding_window=8), CachedForward),
     "gpt2": (hf.GPT2Config(**GPT2, bos_token_id=None, eos_token_id=None), CachedForward),
     "mixtral": (hf.MixtralConfig(**SIZES, **MIXTRAL, sliding_window=None), CachedForward),
+    "qwen3.5, a gated delta net": (
+        hf.Qwen3_5TextConfig(**SIZES, **HEAD, **DELTA, layer_types=["linear_attention", "full_attention"]),
+        CachedForward,
+    ),
+    "bamba, mamba 2": (hf.BambaConfig(**SIZES, **MAMBA2), CachedForward),
+    "lfm2, convolutions": (hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), CachedForward),
+    "gpt-oss, sinks": (
+        hf.GptOssConfig(**SIZES, **HEAD, num_local_experts=2, num_experts_per_tok=1, sliding_window=8),
+        CachedForward,
+    ),
+    "deepseek v3, latent attention": (
+        hf.DeepseekV3Config(**SIZES | {"num_key_value_heads": 4}, **LATENT, first_k_dense_replace=2),
+        CachedForward,
+    ),
     "bloom": (hf.BloomConfig(**BLOOM, bos_token_id=None, eos_token_id=None, pad_token_id=None), Recompute),
 }
 
@@ -343,7 +361,10 @@ async def talk(engine: LocalEngine, stop: list[int]) -> list:
     return [turn for turns in talks for turn in turns]
 
 
-@pytest.mark.parametrize("case", ["qwen3", "llama 3 rope", "mistral, sliding", "gemma3", "mixtral", "bloom"])
+TALKS = ["qwen3", "llama 3 rope", "mistral, sliding", "gemma3", "mixtral", "qwen3.5, a gated delta net", "bloom"]
+
+
+@pytest.mark.parametrize("case", TALKS)
 def test_a_next_turn_reads_only_what_is_new_and_gives_the_same(case):
     model, stop, read = build(CASES[case][0]), [*range(0, VOCAB, 2)], dict.fromkeys((False, True), 0)
     found = {}

@@ -285,7 +285,8 @@ class LocalEngine:
         free, running = self.max_batch - len(self._rows), len(self._rows)
         if not self._waiting or (running and free < min(len(self._waiting), -(-self.max_batch // 8))):
             return []
-        known = {r.key: r for r in self._rows.requests if r.epoch == self._epoch}
+        fits = not self._decoder.keeps_states  # else a row that has read on cannot give its prompt's state
+        known = {r.key: r for r in self._rows.requests if r.epoch == self._epoch and fits}
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
         twins: list[tuple[Request, Request]] = []

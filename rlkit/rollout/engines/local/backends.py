@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from rlkit._tensors import upcast
 from rlkit.model.families import NOT_CAUSAL, is_causal
-from rlkit.parallel.attention import as_inference, causal_sdpa
+from rlkit.model.recurrent import States, recurrent_layers
+from rlkit.parallel.attention import as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
 
 logger = logging.getLogger(__name__)
 IMPLEMENTATION = "rlkit_slots"
 _HARMLESS = ("position_ids", "cache_position")  # tensors that models pass to attention and that it does not use
+_STATES = ("linear_attention", "conv", "hybrid", "mamba", "mlp", "moe")  # types of layers without attention, or with
 _active: CachedForward | None = None
 
 
@@ -31,8 +34,10 @@ class CachedForward:
     """The model's own forward, with its attention replaced by one that reads and writes slots of a key-value cache.
 
     For models whose attention goes through transformers' `AttentionInterface` and is causal, full or sliding, with or
-    without a softcap. Anything else an attention may be given (sinks, biases, prepared masks) raises, as does a layer
-    type that keeps another kind of state. `windows` collects the sliding windows that were met.
+    without a softcap or sinks. Anything else an attention may be given (biases, prepared masks) raises. The states of
+    recurrent and convolutional layers are in the slots too (`keeps_states`): a slot then cannot serve a prompt that is
+    shorter than what it has read, and prompts are read together only where they are of one length.
+    `windows` collects the sliding windows that were met.
     """
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
@@ -43,6 +48,9 @@ class CachedForward:
         self.sizes = sorted({*(n for n in (1, 2, 4) if n < max_batch), *range(8, max_batch, 8), max_batch})
         self.windows: set[int] = set()
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[nn.Module, States] = {}
+        self._recurrent = dict(recurrent_layers(model))
+        self.keeps_states = bool(self._recurrent)
         self._shape = (0, 0)
 
     def refresh(self) -> None:
@@ -50,7 +58,7 @@ class CachedForward:
 
     def release(self) -> None:
         """Free the cache."""
-        self._layers, self._shape = {}, (0, 0)
+        self._layers, self._states, self._shape = {}, {}, (0, 0)
 
     @torch.no_grad()
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
@@ -66,10 +74,24 @@ class CachedForward:
             for new, old in zip(grown, cached, strict=True):
                 new[:keep, :, :had] = old[:keep]
             self._layers[layer] = grown[0], grown[1]
+        if rows > had_rows:
+            for states in self._states.values():
+                states.resize(rows)
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Write the keys and values of each prompt into its slot."""
+        for some in self._together(prompts):
+            self._prefill([prompts[i] for i in some], [slots[i] for i in some])
+
+    def _together(self, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Which of these are read in one call: all, or those of one length, where padding would change a state."""
+        if not self.keeps_states:
+            return [[*range(len(tokens))]]
+        lens = [*map(len, tokens)]
+        return [[i for i, n in enumerate(lens) if n == length] for length in sorted(set(lens))]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         device, longest = self._model.device, max(map(len, prompts))
         ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         positions = torch.arange(longest, device=device).expand(len(prompts), -1)
@@ -80,19 +102,25 @@ class CachedForward:
     def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
         """Write the keys and values of further tokens of slots that hold `starts` positions."""
         device = self._model.device
-        ids, positions = (x.to(device) for x in padded_turns(tokens, starts))
-        with self._attending(torch.tensor(slots, device=device), positions):
-            self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        for some in self._together(tokens):
+            ids, positions = (x.to(device) for x in padded_turns([tokens[i] for i in some], [starts[i] for i in some]))
+            with self._attending(torch.tensor([slots[i] for i in some], device=device), positions):
+                self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
 
-    def hold(self, slot: int, length: int) -> dict[int, list[Tensor]]:
-        """A copy of the first `length` positions of a slot, for `restore`."""
-        return {layer: [block[slot, :, :length].clone() for block in kv] for layer, kv in self._layers.items()}
+    def hold(self, slot: int, length: int) -> tuple[dict[int, list[Tensor]], dict[nn.Module, States]]:
+        """A copy of the first `length` positions of a slot, which are all that it has read, for `restore`."""
+        row = torch.tensor([slot], device=self._model.device)
+        keys = {layer: [block[slot, :, :length].clone() for block in kv] for layer, kv in self._layers.items()}
+        return keys, {layer: states.of_rows(row) for layer, states in self._states.items()}
 
-    def restore(self, held: dict[int, list[Tensor]], slot: int) -> None:
+    def restore(self, held: tuple[dict[int, list[Tensor]], dict[nn.Module, States]], slot: int) -> None:
         """Write what `hold` has copied into a slot."""
-        for layer, blocks in held.items():
+        keys, states = held
+        for layer, blocks in keys.items():
             for block, x in zip(self._blocks(layer, *blocks), blocks, strict=True):
                 block[slot, :, : x.shape[1]] = x
+        for module, of_slot in states.items():
+            self._write(module, of_slot, torch.tensor([slot], device=self._model.device))
 
     def _blocks(self, layer: int, *like: Tensor) -> tuple[Tensor, Tensor]:
         """The cache of a layer, made for keys and values of the size of these [..., kv heads, L, dim] if needed."""
@@ -108,6 +136,8 @@ class CachedForward:
         for cached in self._layers.values():
             for block in cached:
                 block[torch.tensor(targets), :, :length] = block[torch.tensor(sources), :, :length]
+        for states in self._states.values():
+            states.write(states.of_rows(torch.tensor(sources)), torch.tensor(targets))
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
@@ -126,14 +156,47 @@ class CachedForward:
             config._attn_implementation = IMPLEMENTATION
             self._rows, self._positions = rows, positions
             _active = self
+            own = {layer: vars(layer).get("forward") for layer in self._recurrent}
+            for layer, name in self._recurrent.items():
+                layer.forward = partial(self._continue, layer, layer.forward, name)
             try:
                 yield
             finally:
                 _active = None
                 config._attn_implementation = implementation
+                for layer, forward in own.items():
+                    del layer.forward
+                    if forward is not None:
+                        layer.forward = forward
+
+    def _continue(
+        self, layer: nn.Module, forward: Any, name: str, hidden_states: Tensor, *args: Any, **options: Any
+    ) -> Any:
+        """A recurrent layer from the states of the slots, which it replaces; from 0 at the start of a document."""
+        states, first = States(), self._positions[:, 0] == 0
+        if layer in self._states and not first.all():
+            states = self._states[layer].of_rows(self._rows).cleared(first)
+        out = forward(hidden_states, *args, **options | {name: states, "attention_mask": None})
+        self._write(layer, states, self._rows)
+        return out
+
+    def _write(self, layer: nn.Module, states: States, rows: Tensor) -> None:
+        if layer not in self._states:
+            self._states[layer] = states.of_rows(rows.new_zeros(1))
+            self._states[layer].resize(self._shape[0])
+        self._states[layer].write(states, rows)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
         rows, positions = self._rows, self._positions
@@ -143,12 +206,7 @@ class CachedForward:
         keys, values = keys[rows, :, : self._longest], values[rows, :, : self._longest]
         behind = positions[:, :, None] - torch.arange(self._longest, device=q.device)
         seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-        if softcap is None:
-            return causal_sdpa(q, keys, values, seen[:, None], scale=scale)
-        groups = q.shape[1] // keys.shape[1]
-        scores = upcast(q @ keys.repeat_interleave(groups, 1).transpose(2, 3)) * scale
-        scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen[:, None], -torch.inf)
-        return scores.softmax(-1).to(q.dtype) @ values.repeat_interleave(groups, 1)
+        return masked_attention(q, keys, values, seen[:, None], scale=scale, softcap=softcap, sinks=sinks)
 
 
 def slot_attention(
@@ -162,6 +220,7 @@ def slot_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`CachedForward.attend` with the signature that transformers calls."""
@@ -172,12 +231,15 @@ def slot_attention(
         _active.windows.add(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    out = _active.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    out = _active.attend(layer, query, key, value, scale=scale, **options)
     return out.transpose(1, 2), None
 
 
 class Recompute:
     """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
+
+    keeps_states = False
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
         self._model, self._max_len = model, max_len
@@ -264,7 +326,7 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
     """Why `CachedForward` cannot serve this model, or None. A window longer than the probe must reach it too."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"}:
+    if not kinds <= {"full_attention", "sliding_attention", *(_STATES if cached.keeps_states else ())}:
         return f"its layer types are {sorted(kinds)}"
     try:
         reason = disagreement(cached, model, max_len=max_len)

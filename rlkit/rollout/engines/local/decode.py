@@ -72,7 +72,12 @@ class Decoder:
     one of `sizes`.
 
     With `compile` a decoding step is one compiled graph for all lengths and batch sizes.
+
+    Attributes:
+        keeps_states: whether a slot holds what cannot be cut to fewer tokens (False: keys and values can).
     """
+
+    keeps_states = False
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
         self._model, self._max_len = model, max_len
