@@ -29,7 +29,7 @@ from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, 
 from rlkit.types import Batch, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
-_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS)
+_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts")
 _PER_SEQ = ("rewards", "truncated")
 _IDS = ("group_ids", "episode_ids")
 
@@ -99,7 +99,30 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
         rollout_logp=stream((x.logp for x in streams), np.float32).where(mask, 0.0),
         versions=stream((x.versions for x in streams), np.int64, fill=-1).where(mask, -1),
         temperature=temperatures[0] if temperatures else None,
+        **_experts(samples, [len(x.prompt_ids) - len(h) for x, h in zip(streams, heads)], lens, prefix_ids),
     )
+
+
+def _experts(
+    samples: Sequence[Trajectory], starts: Sequence[int], lens: Sequence[int], prefix_ids: Sequence[int]
+) -> dict[str, Tensor]:
+    """The engine's experts of prefixes (those of their first sample) and of sequences, which begin at `starts` of a
+    sample's tokens."""
+    shapes = sorted({t.experts.shape[1:] for t in samples if t.experts is not None})
+    if not shapes:
+        return {}
+    if len(shapes) > 1:
+        raise ValueError(f"the trajectories have experts of [layers, k] {list(shapes[0])} and {list(shapes[1])}")
+    prefixes: dict[int, np.ndarray] = {}
+    own = []
+    for t, start, n, prefix in zip(samples, starts, lens, prefix_ids, strict=True):
+        rows = np.full((start + n, *shapes[0]), -1, np.int16)  # the last token of a truncated sequence has none
+        if t.experts is not None:
+            rows[: len(t.experts)] = t.experts[: len(rows)]
+        prefixes.setdefault(prefix, rows[:start])
+        own.append(rows[start:])
+    both = {"experts": own, "prefix_experts": [prefixes[i] for i in range(len(prefixes))]}
+    return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in both.items()}
 
 
 def _lists(groups: Any) -> list[list[Trajectory]]:
@@ -220,6 +243,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
         **{k: getattr(batch, k)[index].unique(return_inverse=True)[1] for k in _IDS},
         cu_seqlens=cu_seqlens,
         prefix_tokens=batch.prefix_tokens[prefix_tokens],
+        prefix_experts=None if batch.prefix_experts is None else batch.prefix_experts[prefix_tokens],
         prefix_cu=prefix_cu,
         prefix_ids=prefix_ids,
         temperature=batch.temperature,

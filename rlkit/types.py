@@ -52,12 +52,16 @@ class Completion:
 
     `logp` is of the temperature-scaled, untruncated distribution. `finish_reason` is "stop" (a stop token or string),
     "length" (`max_new_tokens` or the context limit) or "abort".
+
+    `experts`, where an engine has them: the experts that each token that was read went to, in each layer of a mixture
+    of experts, as an int16 array [prompt + ids - 1, layers, k]; -1: unknown. See `rlkit.model.routing`.
     """
 
     ids: list[int]
     logp: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    experts: Any = field(default=None, compare=False, repr=False)
 
 
 class Progress(NamedTuple):
@@ -154,6 +158,8 @@ class Trajectory:
 
     `temperature` is that of the distribution of which `logp` are the log-probs, as `rollout` records it; None: unknown.
 
+    `experts` are those of `Completion`, of all tokens but the last.
+
     The streams are lists, or after `rlkit.rollout.rollout.compact` arrays (of Python's `array`, an eighth of the
     memory): the loops' `prepare` gets those. Both are indexed, sliced and iterated alike; `list(t.ids)` is a list.
     """
@@ -170,6 +176,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
     temperature: float | None = None
+    experts: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,8 @@ class Batch:
     `episode_ids` are equal for the pieces of one episode; by default every sequence is one episode. For where they
     matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
     are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`). `temperature` is that of `rollout_logp`
-    (None: unknown); a policy with another temperature refuses the batch.
+    (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts` are the experts
+    that the engine chose for each token (`Completion.experts`; -1: unknown), or None.
     """
 
     tokens: Int[Tensor, "T"]
@@ -207,6 +215,8 @@ class Batch:
     returns: Float[Tensor, "T"] = None  # type: ignore[assignment]
     episode_ids: Int[Tensor, "N"] = None  # type: ignore[assignment]
     temperature: float | None = None
+    experts: Int[Tensor, "T layers k"] | None = None
+    prefix_experts: Int[Tensor, "P layers k"] | None = None
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:

@@ -32,6 +32,7 @@ from rlkit._tensors import readable
 from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
 from rlkit.model.recurrent import recurrent_layers, unwrap, wrap
+from rlkit.model.routing import unwrap_routers, wrap_routers
 from rlkit.model.small_copy import VOCAB, shrunk
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
@@ -227,12 +228,14 @@ def set_packed(model: Any, *, replay: bool = False) -> None:
     """Set the attention and the recurrent layers up for packed streams, in place."""
     model.set_attn_implementation(register())
     wrap(model, replay=replay)
+    wrap_routers(model)
 
 
 def set_plain(model: Any, implementation: str) -> None:
     """Undo `set_packed`, with transformers' attention of this name."""
     model.set_attn_implementation(implementation)
     unwrap(model)
+    unwrap_routers(model)
 
 
 def verdict_on(device: torch.device, config: Any, found: Verdict, forward: PackedForward) -> Verdict:

@@ -230,7 +230,9 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
         ids, positions = (layout.local(move(x))[None] for x in joined)
         padded = to_device(plan_rows(model, some), device)
-        with attending(layout.plan._replace(rows=padded)):
+        both = [x for x in (some.prefix_experts, some.experts) if x is not None]
+        experts = layout.local(move(torch.cat(both))) if both else None
+        with attending(layout.plan._replace(rows=padded, experts=experts)):
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])

@@ -81,7 +81,7 @@ class AttentionPlan(NamedTuple):
 
     `buckets` is set on the CPU and in fp32, `varlen` for flash kernels. `exchange(q, k, v, attend)` distributes one
     call over context parallel ranks (see `rlkit.parallel.context`). `shared` is set where it saves memory, `rows` (see
-    `rlkit.parallel.padded`) for models with recurrent layers.
+    `rlkit.parallel.padded`) for models with recurrent layers, `experts` where a batch has those of its engine.
     """
 
     q_index: Rows
@@ -92,6 +92,7 @@ class AttentionPlan(NamedTuple):
     exchange: Callable[..., Tensor] | None = None
     shared: SharedKeys | None = None
     rows: Any = None
+    experts: Int[Tensor, "S layers k"] | None = None
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """The same plan with its tensors on `device`."""

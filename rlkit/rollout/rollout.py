@@ -45,6 +45,7 @@ async def single_turn(prompt: Prompt, sample: Sampler) -> Trajectory:
         versions=out.versions,
         truncated=out.finish_reason != "stop",
         info={"finish_reason": out.finish_reason},
+        experts=out.experts,
     )
 
 
@@ -180,6 +181,13 @@ def _array(code: str, dtype: type, values: Any) -> Any:
         return array(code, np.fromiter(values, dtype, len(values)).tobytes())
     except (TypeError, ValueError, OverflowError):
         return values
+
+
+def joined_experts(before: Any, after: Any) -> Any:
+    """The experts of a completion, which has those of all tokens it has read, after those of the tokens so far."""
+    if before is None or after is None:
+        return None
+    return np.concatenate((before, after[len(before) :]))
 
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:

@@ -24,6 +24,7 @@ counts like the fraction here.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import zlib
@@ -34,10 +35,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlkit._text import Explained
 from rlkit.files import append_file, explain_full_disk, replace_file
 from rlkit.rollout.limits import success
-from rlkit.rollout.rollout import Env, Group, Prompt, Score, compact, sample_group, sampled_at, sampler, single_turn
+from rlkit.rollout.rollout import (
+    Env,
+    Group,
+    Prompt,
+    Score,
+    compact,
+    joined_experts,
+    sample_group,
+    sampled_at,
+    sampler,
+    single_turn,
+)
 from rlkit.types import Completion, Generate, SamplingParams
 
 NOTHING = Completion([], [], [], "abort")
@@ -121,8 +135,9 @@ async def continued(
 def joined(first: Completion, second: Completion) -> Completion:
     """Concatenate two consecutive completions; the finish reason is that of the second."""
     return Completion(
-        first.ids + second.ids, first.logp + second.logp, first.versions + second.versions, second.finish_reason
-    )
+        first.ids + second.ids, first.logp + second.logp, first.versions + second.versions, second.finish_reason,
+        experts=joined_experts(first.experts, second.experts) if first.ids else second.experts,
+    )  # fmt: skip
 
 
 def resumable(done: Completion, params: SamplingParams) -> Completion:
@@ -133,7 +148,11 @@ def resumable(done: Completion, params: SamplingParams) -> Completion:
     if len(done.ids) >= params.max_new_tokens:
         return replace(done, finish_reason="length")
     keep = max(0, len(done.ids) - max((len(s.encode()) - 1 for s in params.stop), default=0))
-    return replace(done, ids=done.ids[:keep], logp=done.logp[:keep], versions=done.versions[:keep])
+    gone, experts = len(done.ids) - keep, done.experts
+    return replace(
+        done, ids=done.ids[:keep], logp=done.logp[:keep], versions=done.versions[:keep],
+        experts=None if experts is None else experts[: len(experts) - gone],
+    )  # fmt: skip
 
 
 Key = tuple[int, int, int]
@@ -184,7 +203,10 @@ class Journal:
                 path.unlink()
 
     def _write(self, key: Key, out: Completion) -> None:
-        line = (json.dumps({"key": key, **asdict(out)}, separators=(",", ":")) + "\n").encode()
+        row = asdict(out)
+        if (experts := row.pop("experts")) is not None:
+            row["experts"] = [*experts.shape, base64.b64encode(experts.tobytes()).decode()]
+        line = (json.dumps({"key": key, **row}, separators=(",", ":")) + "\n").encode()
         fix = "Free space there and resume: completions that were written are not sampled again."
         with explain_full_disk("a completion", self._folder, needed=len(line), fix=fix):
             append_file(self._folder / f"{max(out.versions)}.jsonl", line)
@@ -198,6 +220,9 @@ class Journal:
         for line in whole.splitlines():
             row = json.loads(line)
             key = tuple(row.pop("key"))
+            if "experts" in row:
+                *shape, data = row["experts"]
+                row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
             self._known[key] = Completion(**row)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlkit._numbers import is_number, to_number
-from rlkit.rollout.rollout import Sampler
+from rlkit.rollout.rollout import Sampler, joined_experts
 from rlkit.types import Completion, FinishReason, Trajectory
 
 
@@ -47,6 +47,8 @@ class Turns:
         self._reason = out.finish_reason
         if out.ids:
             num_appended = len(self._appended)
+            experts = joined_experts(self._now.experts, out.experts) if self._now.ids else out.experts
+            self._now = replace(self._now, experts=experts)
             self._now.ids.extend([*self._appended, *out.ids])
             self._now.mask.extend([*[False] * num_appended, *[True] * len(out.ids)])
             self._now.logp.extend([*[0.0] * num_appended, *out.logp])

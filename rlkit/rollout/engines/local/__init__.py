@@ -328,7 +328,7 @@ class LocalEngine:
             if self._keep_turns and reason == "stop" and request.epoch == self._epoch:
                 self._keep(request)
             self._rids.pop(request.rid, None)
-            request.finish(reason)
+            request.finish(reason, self._decoder.experts(slot, len(request.prompt) + len(request.ids) - 1))
         sources, targets = self._rows.remove([slot for slot, _ in finished])
         if sources:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))

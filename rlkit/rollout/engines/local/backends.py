@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlkit._tensors import upcast
 from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.model.recurrent import States, recurrent_layers
+from rlkit.model.routing import Chosen, num_experts, routers
 from rlkit.parallel.attention import as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
 
@@ -51,6 +52,7 @@ class CachedForward:
         self._states: dict[nn.Module, States] = {}
         self._recurrent = dict(recurrent_layers(model))
         self.keeps_states = bool(self._recurrent)
+        self._routers, self._num_experts = routers(model), num_experts(model)
         self._shape = (0, 0)
 
     def refresh(self) -> None:
@@ -156,9 +158,11 @@ class CachedForward:
             config._attn_implementation = IMPLEMENTATION
             self._rows, self._positions = rows, positions
             _active = self
-            own = {layer: vars(layer).get("forward") for layer in self._recurrent}
+            own = {layer: vars(layer).get("forward") for layer in (*self._recurrent, *self._routers)}
             for layer, name in self._recurrent.items():
                 layer.forward = partial(self._continue, layer, layer.forward, name)
+            for i, router in enumerate(self._routers):
+                router.forward = partial(self._choose, i, router.forward)
             try:
                 yield
             finally:
@@ -180,6 +184,29 @@ class CachedForward:
         self._write(layer, states, self._rows)
         return out
 
+    def _choose(self, index: int, forward: Any, *args: Any, **options: Any) -> Any:
+        """A router, whose choice is kept beside the keys of its layer."""
+        with Chosen(self._num_experts) as chosen:
+            out = forward(*args, **options)
+        if chosen.indices is not None:
+            found = chosen.indices.to(torch.int16).view(*self._positions.shape, -1)[:, None]
+            self._store(-1 - index, found, found[..., :0])
+        return out
+
+    def experts(self, slot: int, length: int) -> Any:
+        """The experts of the first `length` tokens of a slot, an array [length, layers, k]; None of a dense model."""
+        kept = [self._layers[-1 - i][0] for i in range(len(self._routers)) if -1 - i in self._layers]
+        if not kept or len(kept) < len(self._routers):
+            return None
+        return torch.stack([block[slot, 0, :length] for block in kept], 1).cpu().numpy()
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, kv heads, L, dim] at the current positions of a layer's cache."""
+        keys, values = self._blocks(layer, k, v)
+        keys[self._rows[:, None], :, self._positions] = k.transpose(1, 2)
+        values[self._rows[:, None], :, self._positions] = v.transpose(1, 2)
+        return keys, values
+
     def _write(self, layer: nn.Module, states: States, rows: Tensor) -> None:
         if layer not in self._states:
             self._states[layer] = states.of_rows(rows.new_zeros(1))
@@ -200,9 +227,7 @@ class CachedForward:
     ) -> Tensor:
         """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
         rows, positions = self._rows, self._positions
-        keys, values = self._blocks(layer, k, v)
-        keys[rows[:, None], :, positions] = k.transpose(1, 2)
-        values[rows[:, None], :, positions] = v.transpose(1, 2)
+        keys, values = self._store(layer, k, v)
         keys, values = keys[rows, :, : self._longest], values[rows, :, : self._longest]
         behind = positions[:, :, None] - torch.arange(self._longest, device=q.device)
         seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
@@ -240,6 +265,9 @@ class Recompute:
     """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
 
     keeps_states = False
+
+    def experts(self, slot: int, length: int) -> None:
+        """None: whole sequences are forwarded, with more tokens than were read."""
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
         self._model, self._max_len = model, max_len

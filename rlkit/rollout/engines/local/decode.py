@@ -79,6 +79,9 @@ class Decoder:
 
     keeps_states = False
 
+    def experts(self, slot: int, length: int) -> None:
+        """None: the models that it decodes are dense."""
+
     def __init__(self, model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> None:
         self._model, self._max_len = model, max_len
         config, device = model.config, model.device

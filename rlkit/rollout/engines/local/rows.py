@@ -78,10 +78,10 @@ class Request:
             return "stop"
         return "length" if len(self.ids) == self.max_tokens else None
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason, experts: Any = None) -> None:
         """Return the completion to the caller, unless it was cancelled."""
         if not self.future.done():
-            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason))
+            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts))
 
 
 class Rows:
