@@ -148,6 +148,8 @@ NO_FLAG = {  # what needs no flag here, or has none
     "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,
     "project": _TRACK, "project_name": _TRACK, "push_to_hub": "`hf upload` sends model/ to the hub",
     "report_to": _TRACK,
+    "use_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
+    "enable_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
     "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_wandb": _TRACK,
     "val_before_train": "--eval-data is measured before the first step, always",
     "overlong_buffer_len": "rlkit.rewards.text.soft_overlong is a reward for it",

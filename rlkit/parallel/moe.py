@@ -10,9 +10,8 @@ arXiv:2504.14960).
 There is no auxiliary load-balancing loss, because it would work against the reward; the model's `router_aux_loss_coef`
 is ignored. Differs: TRL adds it with its coefficient; verl's Qwen3-MoE and slime's scripts omit it.
 
-There is no routing replay: the trainer uses its own router even where the sampling engine, computing in another
-precision, chose another expert. The effect shows in `mismatch/k3`; TIS or IcePop (`rlkit.losses`) bound it.
-Differs: verl, slime, prime-rl and NeMo-RL can replay the engine's choice (arXiv:2510.11370).
+The experts that the sampling engine chose are replayed where it reports them (`rlkit.model.routing`). Elsewhere the
+trainer uses its own router; the effect shows in `mismatch/k3`, and TIS or IcePop (`rlkit.losses`) bound it.
 """
 
 from __future__ import annotations

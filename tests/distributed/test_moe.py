@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -92,6 +94,35 @@ def train(trained, mesh, *, max_tokens: int, late: bool) -> dict:
 
 def whole(x):
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+def replayed(trained, mesh):
+    """Gradients of a step whose experts are given: not those of the router."""
+    batch, w = data()
+    draw = np.random.default_rng(0)
+    choices = lambda n: np.stack([draw.permutation(8)[:2] for _ in range(2 * n)]).reshape(n, 2, 2)
+    experts = {
+        k: torch.from_numpy(choices(len(x))).short()
+        for k, x in (("experts", w), ("prefix_experts", batch.prefix_tokens))
+    }
+    for micro, weights in rank_microbatches((replace(batch, **experts), w), mesh=mesh, max_tokens=40):
+        (weights * forward(trained, micro).logp).sum().backward()
+    return {n: whole(p.grad) for n, p in trained.named_parameters() if p.grad is not None}
+
+
+def replayed_on_rank(rank, world, sizes):
+    options = {"activation_checkpointing": True}
+    return replayed(parallelize(model(), mesh := make_mesh(Parallel(**sizes)), **options), mesh)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2, "cp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)])
+def test_given_experts_are_replayed_on_every_layout(ranks, sizes):
+    one, own = replayed(prepare_model(model()), None), prepare_model(model())
+    (data()[1] * forward(own, data()[0]).logp).sum().backward()
+    assert (own.model.layers[1].mlp.gate.weight.grad - one["model.layers.1.mlp.gate.weight"]).abs().max() > 1e-4
+    for found in ranks.run(replayed_on_rank, sizes):
+        for name, grad in one.items():
+            torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
