@@ -227,9 +227,9 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
             out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype))
-        ids, positions = (layout.local(move(x))[None] for x in joined)
         padded = to_device(plan_rows(model, some), device)
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=padded is None)
+        ids, positions = (layout.local(move(x))[None] for x in joined)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
         experts = layout.local(move(torch.cat(both))) if both else None
         with attending(layout.plan._replace(rows=padded, experts=experts)):

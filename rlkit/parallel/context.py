@@ -28,14 +28,16 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Segment, as_slice, plan, segments, to_device
+from rlkit.parallel.attention import AttentionPlan, Segment, as_slice, plan, rows, segments, to_device
 from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
+from rlkit.parallel.forest import forest
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
 
 
 class Layout(NamedTuple):
-    """The rows of this rank. Without context parallelism `rows` is None and the rank holds the whole stream.
+    """The rows of this rank. Without context parallelism `rows` is None and the rank holds the whole stream, or with
+    `source` the rows of its forest (see `rlkit.parallel.forest`), among which are the batch's tokens: `tokens`.
 
     `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's tokens, which
     start at row `start` of the stream.
@@ -47,13 +49,19 @@ class Layout(NamedTuple):
     token_index: Int[Tensor, "T"] | None = None  # of each token in the concatenated rows of all ranks
     size: int = 0
     group: dist.ProcessGroup | None = None
+    source: Int[Tensor, "R"] | None = None
+    tokens: Int[Tensor, "T"] | None = None
 
     def local(self, stream: Tensor) -> Tensor:
         """`[S]` to `[R]`; rows past the end repeat the last token and are attended to only by each other."""
+        if self.source is not None:
+            return stream[self.source]
         return stream if self.rows is None else stream[self.rows.clamp(max=stream.shape[0] - 1)]
 
     def head_rows(self, hidden: Float[Tensor, "R D"]) -> Tensor:
         """The rows that a head must process."""
+        if self.tokens is not None:
+            return rows(hidden, self.tokens)
         return hidden[self.start :] if self.rows is None else hidden
 
     def spread(self, x: Tensor) -> Tensor:
@@ -70,13 +78,21 @@ class Layout(NamedTuple):
 
     def empty(self) -> Layout:
         """The same layout with zero tokens."""
+        if self.tokens is not None:
+            return self._replace(tokens=self.tokens[:0])
         if self.token_index is None:
             return self._replace(start=2**62)
         return self._replace(start=self.size, token_index=self.token_index[:0])
 
 
-def plan_layout(batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False) -> Layout:
-    """The rows of this rank and the attention plan over them."""
+def plan_layout(
+    batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False, tree: bool = True
+) -> Layout:
+    """The rows of this rank and the attention plan over them. `tree`: all common beginnings of documents are shared,
+    where that pays; else, and under context parallelism, prompts only."""
+    whole = mesh is None or mesh.sizes.cp == 1
+    if whole and tree and (found := forest(batch)) is not None:
+        return to_device(Layout(plan(found.spans, flash=flash), 0, source=found.source, tokens=found.tokens), device)
     spans = segments(batch)
     prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
     if mesh is None or mesh.sizes.cp == 1:

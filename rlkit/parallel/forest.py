@@ -1,0 +1,98 @@
+"""Common beginnings of documents as a forest of segments, each forwarded once.
+
+Samples share the prompt of their group, but often more: pieces of one episode repeat its earlier turns, branches of an
+agent begin with the same turns, samples may begin alike. In a forest each segment has a parent:
+
+    attention of a segment = causal, to the keys of its ancestors, then to its own
+
+A hidden state depends on the tokens before it only, so equal beginnings have equal hidden states, and the gradient of a
+shared row is the sum over the documents that use it. A token on which several samples train is one row of the forward,
+and has a row in the loss for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rlkit.parallel.attention import Segment
+from rlkit.types import Batch
+
+_WORTH = 0.95  # of the rows of a batch: a forest with more is not used
+
+
+class Forest(NamedTuple):
+    """`spans` tile the rows of the forest; `source` has the row of `[prefixes, sequences]` that each row is a copy of;
+    `tokens` the row of each token of the batch."""
+
+    spans: list[Segment]
+    source: Int[Tensor, "R"]
+    tokens: Int[Tensor, "T"]
+
+
+def forest(batch: Batch) -> Forest | None:
+    """The forest of a batch's documents, each a prefix and a sequence.
+
+    None where it saves less than a twentieth of the rows that shared prompts leave, or where prompts are not shared.
+    """
+    num_prefix = batch.prefix_tokens.numel()
+    if not num_prefix or not batch.num_tokens:
+        return None
+    stream = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
+    prefix_cu, cu = batch.prefix_cu.tolist(), (batch.cu_seqlens + num_prefix).tolist()
+    rows = [np.r_[prefix_cu[p] : prefix_cu[p + 1], cu[i] : cu[i + 1]] for i, p in enumerate(batch.prefix_ids.tolist())]
+    order = sorted(range(len(rows)), key=lambda i: stream[rows[i]].astype(">u8").tobytes())  # in order of the tokens
+    rows = [rows[i] for i in order]
+    common = [0, *(_common(stream[a], stream[b]) for a, b in pairwise(rows))]
+    by_prompts = len(stream) - (len(rows) - len(prefix_cu) + 1)  # but for the last token of a prompt, a row per sample
+    if sum(map(len, rows)) - sum(common) > _WORTH * by_prompts:
+        return None
+    spans, source, places = _grow(rows, common)
+    places = [places[k] for k in np.argsort(order)]
+    tokens = [place[len(place) - n :] for place, n in zip(places, np.diff(cu))]
+    return Forest(spans, torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(tokens)))
+
+
+def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:
+    """The number of equal tokens at the beginning."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _grow(
+    documents: Sequence[Int[np.ndarray, "L"]], common: Sequence[int]
+) -> tuple[list[Segment], list[np.ndarray], list[np.ndarray]]:
+    """Segments, their rows of the stream, and for each document the rows of its tokens in the forest.
+
+    `documents` are in the order of their tokens; `common[i]` is what document i has in common with the one before it.
+    """
+    spans: list[Segment] = []
+    source: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    size, shared = 0, np.array(common)
+    for i, document in enumerate(documents):
+        after = np.minimum.accumulate(shared[i + 1 :])  # what it has in common with each later document
+        ends = sorted({n for n in after.tolist() if n > common[i]} | {len(document)})
+        place = np.concatenate([places[-1][: common[i]] if places else [], np.arange(len(document) - common[i]) + size])
+        place = place.astype(np.int64)
+        for start, end in zip([common[i], *ends], ends):
+            if start < end:
+                keys = [*_runs(place[:start]), (int(place[start]), end - start)]
+                spans.append(Segment(int(place[start]), end - start, keys))
+        source.append(document[common[i] :])
+        places.append(place)
+        size += len(document) - common[i]
+    return spans, source, places
+
+
+def _runs(rows: Int[np.ndarray, "R"]) -> list[tuple[int, int]]:
+    """Consecutive rows as ranges (start, length)."""
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
+    return [(int(part[0]), len(part)) for part in parts]

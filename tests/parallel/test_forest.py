@@ -1,0 +1,111 @@
+"""A forest of segments: common beginnings are forwarded once, with values and gradients of separate documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.forward import forward, prepare_model
+from rlkit.packing import join, pack
+from rlkit.parallel.attention import plan
+from rlkit.parallel.forest import forest
+from rlkit.types import Trajectory
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
+
+
+def trajectory(prompt, ids, mask=None):
+    n = len(ids)
+    return Trajectory(list(prompt), list(ids), mask or [True] * n, [0.0] * n, [0] * n)
+
+
+def tree(turns, branches, size, rng, vocab=60):
+    """An agent's episode as pieces: each turn extends the context, and `branches` samples continue each."""
+    context, group = rng.integers(3, vocab, size).tolist(), []
+    for _ in range(turns):
+        for _ in range(branches):
+            group.append(trajectory(context, rng.integers(3, vocab, size).tolist()))
+        context = [*context, *group[-1].ids]
+    return [group]
+
+
+@st.composite
+def documents(draw):
+    """Groups of a small alphabet, so that documents of all groups begin alike, contain each other and repeat."""
+    few = st.lists(st.integers(3, 5), min_size=1, max_size=6)
+    return [
+        [trajectory(prompt, draw(few)) for _ in range(draw(st.integers(1, 3)))]
+        for prompt in draw(st.lists(few, min_size=1, max_size=4))
+    ]
+
+
+@given(documents())
+def test_every_token_has_the_row_of_its_beginning(groups):
+    batch = pack(groups)
+    found = forest(batch)
+    if found is None:
+        return
+    ids, positions = (x[found.source].tolist() for x in join(batch))
+    docs = [[*t.prompt_ids, *t.ids[:-1]] for group in groups for t in group]
+    beginnings = {tuple(doc[: n + 1]) for doc in docs for n in range(len(doc))}
+    assert len(ids) == len(beginnings)  # one row each
+    assert sorted(r for s in found.spans for r in range(s.start, s.start + s.length)) == list(range(len(ids)))
+    seen = {}
+    for start, length, keys in found.spans:
+        rows = [r for a, n in keys for r in range(a, a + n)]
+        assert rows[-length:] == list(range(start, start + length))
+        for i in range(length):
+            path = rows[: len(rows) - length + i + 1]
+            assert [positions[r] for r in path] == list(range(len(path)))
+            seen[path[-1]] = tuple(ids[r] for r in path)
+    assert set(seen.values()) == beginnings
+    starts = batch.cu_seqlens.tolist()
+    for doc, a, b in zip(docs, starts, starts[1:], strict=False):
+        for offset, row in enumerate(found.tokens[a:b].tolist()):
+            assert seen[row] == tuple(doc[: len(doc) - (b - a) + offset + 1])
+    plan(found.spans)
+
+
+@pytest.mark.parametrize("case", ["tree", "alike", "contained"])
+def test_log_probs_and_gradients_are_those_of_separate_documents(case):
+    rng = np.random.default_rng(0)
+    begin = rng.integers(3, 60, 9).tolist()
+    groups = {
+        "tree": tree(4, 3, 5, rng),
+        "alike": [[trajectory(begin[:4], [*begin[4:], *rng.integers(3, 60, n)]) for n in (1, 7, 2, 9)]],
+        "contained": [[trajectory(begin[:2], begin[2:n]) for n in (4, 9, 6, 9)], [trajectory(begin, [7, 8])]],
+    }[case]
+    groups = [[replace(t, ids=[*map(int, t.ids)]) for t in group] for group in groups]
+    found = []
+    for share in (True, False):
+        model, batch = prepare_model(tiny_model(tiny_tokenizer(), **SIZES)), pack(groups, share_prompts=share)
+        assert (forest(batch) is not None) == share
+        out = forward(model, batch)
+        logp, entropy = out.logp[batch.mask], out.entropy[batch.mask]
+        weights = torch.sin(torch.arange(len(logp)) + 1.0)
+        (weights * (logp - 0.1 * entropy)).sum().backward()
+        found.append((logp, [p.grad for p in model.parameters()]))
+    (one, grads), (two, true) = found
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+    for a, b in zip(grads, true, strict=True):
+        assert (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1e-3)
+
+
+def test_a_tree_of_turns_forwards_each_of_them_once():
+    """8 turns x 4 branches of 32 tokens: 1,030 rows, where shared prompts leave 2,168, and separate documents 5,600."""
+    groups = tree(8, 4, 32, np.random.default_rng(0))
+    shared, separate = pack(groups), pack(groups, share_prompts=False)
+    counts = len(forest(shared).source), shared.num_tokens + shared.prefix_tokens.numel(), separate.num_tokens
+    assert counts == (1030, 2168, 5600)
+
+
+def test_a_group_of_samples_that_differ_is_left_to_its_prompt():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 60, 9).tolist()
+    assert forest(pack([[trajectory(prompt, [i, *rng.integers(3, 60, 8).tolist()]) for i in range(10, 14)]])) is None
