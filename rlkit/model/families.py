@@ -490,7 +490,7 @@ def _file(key: str) -> Path:
 def _recalled(key: str) -> Verdict | None:
     """The verdict of an earlier check, in this process or another."""
     if key not in _proven:
-        with suppress(OSError, ValueError, TypeError):  # an unreadable one is made again
+        with suppress(OSError, ValueError, TypeError, KeyError):  # of another version, or damaged: made again
             _proven[key] = Verdict(**json.loads(_file(key).read_text())["verdict"])
     return _proven.get(key)
 

@@ -253,8 +253,11 @@ def test_a_verdict_is_kept_for_the_next_process(checked, monkeypatch):
     monkeypatch.setattr(families, "_proven", {})
     monkeypatch.setattr(families, "_built", lambda *_: pytest.fail("it was checked again"))
     assert families.check_architecture(hf.LlamaConfig(**SIZES), forward)
-    file.unlink()
+    file.write_text('{"model_type": "llama", "packed": "equal"}')  # of another version
     families._proven.clear()
+    monkeypatch.setattr(families, "_built", lambda *_: None)
+    assert not families.check_architecture(hf.LlamaConfig(**SIZES), forward)
+    file.unlink()
     monkeypatch.setattr(families, "_built", lambda *_: None)
     assert not families.check_architecture(hf.LlamaConfig(**SIZES), forward)
 

@@ -1,0 +1,111 @@
+"""What sharing beginnings saves in a forward and backward, on a CPU, for attention and for recurrent layers.
+
+    OMP_NUM_THREADS=2 python benchmarks/sharing.py
+
+`answers`: eight answers of 30 to 90 tokens to one prompt of 1,000. Random models of four layers, 192 wide: Qwen3
+(attention), Qwen3.5 (three gated delta nets to one attention), Nemotron-H (Mamba 2, MLP, Mamba 2, attention):
+
+    shared      the prompt, and its recurrent state, once for the group
+    unshared    packed, each answer with its prompt
+    unpacked    the model's own forward on padded rows
+
+`tree`: an agent's episode of 8 turns of 32 tokens, each continued by 4 branches, with SmolLM2-135M-Instruct: 1,030 rows
+in a forest, 2,168 with shared prompts, 5,600 apart. A ratio is that of a side to the first one, within a round.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from _models import build
+from _timing import Variants, interleaved, machine
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlkit import Trajectory, pack
+from rlkit.model import families
+from rlkit.model.forward import forward, prepare_model
+from rlkit.parallel import context
+
+WIDTH: dict[str, Any] = dict(
+    vocab_size=263, hidden_size=192, num_attention_heads=6, num_key_value_heads=2, head_dim=32, intermediate_size=512
+)
+DELTA = dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=32)
+MAMBA = dict(mamba_num_heads=6, mamba_head_dim=64, ssm_state_size=32, n_groups=2, chunk_size=64)
+HYBRID = ["linear_attention"] * 3 + ["full_attention"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_hidden_layers": 4},
+    "qwen3_5_text": {"num_hidden_layers": 4, "layer_types": HYBRID, **DELTA},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"], **MAMBA},
+}
+
+
+def trajectory(prompt: list[int], ids: list[int]) -> Trajectory:
+    """A sample whose every token trains."""
+    return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [0] * len(ids))
+
+
+def step(model: Any, batch: Any) -> None:
+    """Forward and backward."""
+    forward(model, batch).logp.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def answers(kind: str) -> Variants:
+    """The three ways of one group."""
+    torch.manual_seed(0)
+    packed = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**WIDTH | CONFIGS[kind])).eval()
+    own = copy.deepcopy(packed)
+    draw = lambda n: torch.randint(3, 260, (n,)).tolist()
+    prompt = draw(1000)
+    group = [[trajectory(prompt, draw(30 + 60 * i // 7)) for i in range(8)]]
+    shared, unshared = (pack(group, share_prompts=share) for share in (True, False))
+    prepare_model(packed)
+    families.runs_unpacked(own, families.Verdict(False, "for comparison"))
+    sides = {"shared": (packed, shared), "unshared": (packed, unshared), "unpacked": (own, shared)}
+    logp = [forward(*side).logp[side[1].mask] for side in sides.values()]
+    assert all((logp[0] - other).abs().max() < 1e-3 for other in logp[1:])
+    return {name: partial(step, *side) for name, side in sides.items()}
+
+
+def tree() -> Variants:
+    """The three ways of an episode of pieces."""
+    torch.manual_seed(0)
+    model, draw = prepare_model(build("smollm")), lambda: torch.randint(3, 4000, (32,)).tolist()
+    now, group = draw(), []
+    for _ in range(8):
+        group += [trajectory(now, draw()) for _ in range(4)]
+        now = [*now, *group[-1].ids]
+    shared, apart = pack([group]), pack([group], share_prompts=False)
+
+    def by_prompts() -> None:
+        used, context.forest = context.forest, lambda _: None
+        try:
+            step(model, shared)
+        finally:
+            context.forest = used
+
+    return {"forest": partial(step, model, shared), "prompts": by_prompts, "apart": partial(step, model, apart)}
+
+
+def main() -> None:
+    """Print a line for each case."""
+    print(json.dumps(machine()))
+    cases = {f"answers, {kind}": partial(answers, kind) for kind in CONFIGS} | {"tree, SmolLM2-135M": tree}
+    for name, make in cases.items():
+        times = interleaved(make(), repeats=5)
+        (first, base), *others = times.items()
+        line = f"{name}: {first} {statistics.median(base):.2f} s"
+        for side, values in others:
+            ratios = sorted(x / y for x, y in zip(values, base, strict=True))
+            line += f"; {side} {statistics.median(ratios):.1f}x ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
