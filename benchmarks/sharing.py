@@ -32,11 +32,16 @@ from rlkit.model import families
 from rlkit.model.forward import forward, prepare_model
 from rlkit.parallel import context
 
-WIDTH: dict[str, Any] = dict(
-    vocab_size=263, hidden_size=192, num_attention_heads=6, num_key_value_heads=2, head_dim=32, intermediate_size=512
-)
-DELTA = dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=32, linear_value_head_dim=32)
-MAMBA = dict(mamba_num_heads=6, mamba_head_dim=64, ssm_state_size=32, n_groups=2, chunk_size=64)
+WIDTH: dict[str, Any] = {
+    "vocab_size": 263, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 512,
+}  # fmt: skip
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_num_heads": 6, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 64,
+}  # fmt: skip
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4},
@@ -50,6 +55,11 @@ def trajectory(prompt: list[int], ids: list[int]) -> Trajectory:
     return Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [0] * len(ids))
 
 
+def drawn(n: int) -> list[int]:
+    """`n` random tokens."""
+    return torch.randint(3, 260, (n,)).tolist()
+
+
 def step(model: Any, batch: Any) -> None:
     """Forward and backward."""
     forward(model, batch).logp.sum().backward()
@@ -61,9 +71,8 @@ def answers(kind: str) -> Variants:
     torch.manual_seed(0)
     packed = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**WIDTH | CONFIGS[kind])).eval()
     own = copy.deepcopy(packed)
-    draw = lambda n: torch.randint(3, 260, (n,)).tolist()
-    prompt = draw(1000)
-    group = [[trajectory(prompt, draw(30 + 60 * i // 7)) for i in range(8)]]
+    prompt = drawn(1000)
+    group = [[trajectory(prompt, drawn(30 + 60 * i // 7)) for i in range(8)]]
     shared, unshared = (pack(group, share_prompts=share) for share in (True, False))
     prepare_model(packed)
     families.runs_unpacked(own, families.Verdict(False, "for comparison"))
@@ -76,10 +85,9 @@ def answers(kind: str) -> Variants:
 def tree() -> Variants:
     """The three ways of an episode of pieces."""
     torch.manual_seed(0)
-    model, draw = prepare_model(build("smollm")), lambda: torch.randint(3, 4000, (32,)).tolist()
-    now, group = draw(), []
+    model, now, group = prepare_model(build("smollm")), drawn(32), []
     for _ in range(8):
-        group += [trajectory(now, draw()) for _ in range(4)]
+        group += [trajectory(now, drawn(32)) for _ in range(4)]
         now = [*now, *group[-1].ids]
     shared, apart = pack([group]), pack([group], share_prompts=False)
 
