@@ -39,9 +39,12 @@ class Clock:
         self._last = now
 
     def times(self, *, num_tokens: int) -> dict[str, float]:
-        """The time of each phase and of the whole step, and the step's tokens per second."""
+        """The time of each phase and of the whole step, the step's tokens per second, and the peak of GPU memory."""
         step = time.perf_counter() - self._start
-        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step}
+        memory = {}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            memory["memory/peak"] = torch.cuda.max_memory_allocated() / 2**30
+        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step, **memory}
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
@@ -99,10 +102,11 @@ async def evaluate(
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
 
-    `eval/sampled` averages `num_samples` samples per prompt, `eval/greedy` takes one. With several samples, `eval/best`
-    is the mean over prompts of the best score (pass@n, where scores are 0 and 1). Samples whose reward function failed
-    are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy || reference) in nats per
-    sampled token. `engine` and `resend`: see `rlkit.rollout.shared.shared_rollout`.
+    `eval/sampled` averages `num_samples` samples per prompt, `eval/greedy` takes one; `eval/sampled_se` and
+    `eval/greedy_se` are their standard errors over the prompts (missing for a single prompt). With several samples,
+    `eval/best` is the mean over prompts of the best score (pass@n, where scores are 0 and 1). Samples whose reward
+    function failed are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy ||
+    reference) in nats per sampled token. `engine` and `resend`: see `rlkit.rollout.shared.shared_rollout`.
     """
     out = {}
     for name, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
@@ -119,7 +123,11 @@ async def evaluate(
             score=score,
         )
         scores = [per_prompt for group in groups if (per_prompt := _scores(group))]
-        out[f"eval/{name}"] = sum(sum(x) / len(x) for x in scores) / max(1, len(scores))
+        means = [sum(x) / len(x) for x in scores]
+        out[f"eval/{name}"] = sum(means) / max(1, len(means))
+        if len(means) > 1:
+            with np.errstate(invalid="ignore"):  # an infinite score
+                out[f"eval/{name}_se"] = float(np.std(means, ddof=1)) / math.sqrt(len(means))
         if n > 1:
             best = [max(per_prompt, key=lambda x: (math.isnan(x), x)) for per_prompt in scores]  # NaN is the largest
             out["eval/best"] = sum(best) / max(1, len(best))

@@ -21,7 +21,10 @@ from rlkit.run.folder import Run, read_metrics
 
 
 class Curve(NamedTuple):
-    """One metric in a panel. `sparse`: measured at some steps, drawn as points. `raw`: not smoothed, drawn faintly."""
+    """One metric in a panel. `sparse`: measured at some steps, drawn as points. `raw`: not smoothed, drawn faintly.
+
+    A metric with a standard error (`key` + "_se") is drawn with its 95% confidence interval.
+    """
 
     key: str
     label: str
@@ -32,13 +35,15 @@ class Curve(NamedTuple):
 class Panel(NamedTuple):
     """One plot: its title, the unit of its y axis, and its curves.
 
-    `from_zero` starts the y axis at 0, so that a small change looks small.
+    `from_zero` starts the y axis at 0, so that a small change looks small. `picture`: also drawn in metrics.png; the
+    report page has all panels.
     """
 
     title: str
     unit: str
     curves: tuple[Curve, ...]
     from_zero: bool = True
+    picture: bool = True
 
 
 PANELS = (
@@ -64,10 +69,79 @@ PANELS = (
     ),
     Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
     Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
-    Panel("KL to the reference", "nats per token", (Curve("eval/kl", "evaluation prompts", sparse=True),)),
+    Panel(
+        "KL to the reference",
+        "nats per token",
+        (Curve("eval/kl", "evaluation prompts", sparse=True), Curve("kl/ref", "training")),
+    ),
     Panel(
         "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
     ),
+    Panel(
+        "Margin",
+        "chosen minus rejected",
+        (Curve("margin", "training"), Curve("eval/margin", "evaluation", sparse=True)),
+        from_zero=False,
+        picture=False,
+    ),
+    Panel(
+        "Chosen and rejected",
+        "number per response",
+        (Curve("chosen", "chosen"), Curve("rejected", "rejected")),
+        from_zero=False,
+        picture=False,
+    ),
+    Panel(
+        "Log-probs of the responses",
+        "nats per token",
+        (Curve("logp/chosen", "chosen"), Curve("logp/rejected", "rejected")),
+        from_zero=False,
+        picture=False,
+    ),
+    Panel(
+        "Explained variance of the critic",
+        "share",
+        (Curve("value/explained", "training"),),
+        from_zero=False,
+        picture=False,
+    ),
+    Panel("Truncated episodes", "share", (Curve("truncated", "training"),), picture=False),
+    Panel(
+        "Clipped tokens",
+        "share of tokens",
+        (Curve("ratio/clip_high", "advantage > 0"), Curve("ratio/clip_low", "advantage < 0")),
+        picture=False,
+    ),
+    Panel("Mismatch of engine and trainer", "nats", (Curve("mismatch/abs_mean", "mean"),), picture=False),
+    Panel(
+        "Staleness", "steps", (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", raw=True)), picture=False
+    ),
+    Panel(
+        "Replaced groups", "groups", (Curve("groups/dropped", "dropped"), Curve("groups/ready", "ready")), picture=False
+    ),
+    Panel("Gradient norm", "L2 norm before clipping", (Curve("grad_norm", "training"),), picture=False),
+    Panel(
+        "Learning rate",
+        "per step",
+        (Curve("lr", "policy", raw=True), Curve("lr/critic", "critic", raw=True)),
+        picture=False,
+    ),
+    Panel(
+        "Time per phase",
+        "seconds per step",
+        (
+            Curve("time/rollout", "rollout"),
+            Curve("time/wait", "wait"),
+            Curve("time/score", "score"),
+            Curve("time/train", "train"),
+            Curve("time/sync", "sync"),
+            Curve("time/eval", "evaluation"),
+        ),
+        picture=False,
+    ),
+    Panel("Time per step", "seconds", (Curve("time/step", "step"),), picture=False),
+    Panel("Throughput", "tokens per second", (Curve("time/tokens_per_s", "training"),), picture=False),
+    Panel("GPU memory", "GiB", (Curve("memory/peak", "peak", raw=True),), picture=False),
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
 
@@ -101,12 +175,8 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     """
     if not folders:
         raise ValueError("give at least one run folder")
-    runs = {_label(folder, folders): read_metrics(folder) for folder in folders}
-    panels = [
-        p
-        for p in (*PANELS, *_parts(runs))
-        if any(_series(rows, c.key)[0].size for rows in runs.values() for c in p.curves)
-    ]
+    runs = {label(folder, folders): read_metrics(folder) for folder in folders}
+    panels = [panel for panel in panels_of(runs) if panel.picture]
     if not panels:
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
     columns = min(2, len(panels))
@@ -133,11 +203,14 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     return target
 
 
-def _parts(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
-    """The panel of the reward's parts, if a run has any."""
+def panels_of(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
+    """The panels of which any run has a metric, with one for the reward's parts; `runs`: name -> its metrics."""
+    measured = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in reward_parts(row))
     curves = tuple(Curve(key, key.removeprefix("reward/")) for key in keys)
-    return [Panel("Parts of the reward", "mean per answer", curves, from_zero=False)] if curves else []
+    parts = Panel("Parts of the reward", "mean per answer", curves, from_zero=False)
+    ordered = [x for panel in PANELS for x in ((panel, parts) if panel.title == "Reward" else (panel,))]
+    return [panel for panel in ordered if any(curve.key in measured for curve in panel.curves)]
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -150,6 +223,10 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
             color = COLORS[(i if several else j) % len(COLORS)]
             style: Any = {"color": color, "linestyle": ("-", "--", ":")[j % 3] if several else "-"}
             style["label"] = f"{name}, {curve.label}" if several else curve.label
+            where, error = _series(rows, f"{curve.key}_se")
+            if error.size:
+                at = y[np.searchsorted(x, where)]
+                axis.fill_between(where, at - 1.96 * error, at + 1.96 * error, color=color, alpha=0.12, linewidth=0)
             if curve.sparse:
                 axis.plot(x, y, marker="o", markersize=3.5, linewidth=1.2, **style)
             elif curve.raw:
@@ -185,7 +262,8 @@ def _series(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarra
     return np.asarray(x, dtype=float), np.asarray(y, dtype=float)
 
 
-def _label(folder: Path | str, folders: Sequence[Path | str]) -> str:
+def label(folder: Path | str, folders: Sequence[Path | str]) -> str:
+    """The name of a run: its folder's, with the folder above where `folders` has that name twice."""
     path = Path(folder).resolve()
     same = [f for f in folders if Path(f).resolve().name == path.name]
     return path.name if len(same) < 2 else f"{path.parent.name}/{path.name}"

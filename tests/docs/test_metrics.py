@@ -17,6 +17,8 @@ from pictures import no_pictures
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
 from rlkit.rewards import Sample, code, math, run_reward
+from rlkit.run.meanings import meaning_of
+from rlkit.run.plot import PANELS
 from rlkit.scripts.cli import run
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +109,21 @@ async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     page = tables(PAGE.read_text().partition("\n## Samples")[0])
     logged = set().union(*keys.values(), await numbers_of_rewards())
     assert "reward/size" in logged
-    assert page == logged - {"reward/size"} | {"reward/NAME"}
+    assert page == logged - {"reward/size"} | {"reward/NAME", "memory/peak"}
+
+
+def test_the_tables_of_keys_are_those_of_the_report():
+    sys.path.insert(0, str(PAGE.parent))
+    try:
+        make_metrics = importlib.import_module("make_metrics")
+    finally:
+        sys.path.remove(str(PAGE.parent))
+    assert make_metrics.page(PAGE.read_text()) == PAGE.read_text(), "run python docs/make_metrics.py"
+    assert meaning_of("entropy").unit == "nats per token"
+    assert meaning_of("reward/format").keys == ("reward/NAME",)
+    assert meaning_of("no/such") is None
+    curves = {curve.key for panel in PANELS for curve in panel.curves}
+    assert {key for key in curves if meaning_of(key) is None} == set()
 
 
 def test_the_page_has_the_keys_of_samples_and_no_others(keys, folder):

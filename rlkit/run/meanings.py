@@ -1,0 +1,35 @@
+"""The keys of metrics.jsonl: unit, meaning and what is healthy, as docs/metrics.md and the report show them."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import NamedTuple
+
+
+class Meaning(NamedTuple):
+    """One row of metrics.tsv; `healthy` is "" where there is nothing to say."""
+
+    keys: tuple[str, ...]
+    unit: str
+    meaning: str
+    healthy: str = ""
+
+
+def _read() -> dict[str, list[Meaning]]:
+    sections: dict[str, list[Meaning]] = {}
+    for line in files("rlkit.run").joinpath("page/metrics.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            rows = sections[line[3:]] = []
+        elif not line.startswith("#"):
+            keys, *rest = line.split("\t")
+            rows.append(Meaning((*keys.split(),), *rest))
+    return sections
+
+
+SECTIONS = _read()  # title in docs/metrics.md -> its rows
+_BY_KEY = {key: row for rows in SECTIONS.values() for row in rows for key in row.keys}
+
+
+def meaning_of(key: str) -> Meaning | None:
+    """The row of a metric; a reward's own part has that of `reward/NAME`, another unknown key has none."""
+    return _BY_KEY.get(key) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)
