@@ -6,7 +6,9 @@
     trajectories/train_000010.jsonl    samples that step 10 trained on, one line each; also eval_sampled_000010.jsonl,
                                        eval_greedy_..., and dropped_... for groups that dynamic sampling dropped
     completions/                       the journal of completions, see rlkit.rollout.stream
+    starts.jsonl                       command, machine and versions of each start of the run
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
+    report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
@@ -33,6 +35,7 @@ from rlkit.files import append_file, explain_full_disk, replace_file, sync
 from rlkit.ranks import is_first
 from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
+from rlkit.run.machine import start_row
 
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
@@ -271,6 +274,7 @@ def open_run(
             drop_after(folder, start)
             if (text := _resumed.pop(folder.resolve(), None)) and start < steps:
                 replace_file(folder / "args.json", text)
+        append_file(folder / "starts.jsonl", (json.dumps(start_row(start)) + "\n").encode())
     progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
     run = Run(folder, progress)
     try:
@@ -310,8 +314,12 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         what = "no finished step yet" if holds_run(folder) else "no metrics.jsonl: give the folder of a run"
         raise FileNotFoundError(f"{folder} holds {what}")
-    rows = []
-    lines = path.read_bytes().splitlines()
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, without a last line that is incomplete; ValueError for any other damage."""
+    rows, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
