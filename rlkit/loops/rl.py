@@ -19,6 +19,7 @@ from torch import nn
 from rlkit.data.order import batch_indices
 from rlkit.loops import coefficients, nans
 from rlkit.loops.evaluate import Clock, evaluate, is_due, mean_advantages, rollout_metrics
+from rlkit.loops.streams import keeps_tokens, token_streams
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
@@ -201,7 +202,7 @@ async def rl(
                     await in_time(rest(engine), None)
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
-                taken, advantages = groups, dict[int, float]()
+                taken, advantages, streams = groups, dict[int, float](), dict[int, dict[str, Any]]()
                 try:
                     groups = watch.groups(groups, step=done)
                     metrics = rollout_metrics(groups, version=step)
@@ -210,8 +211,10 @@ async def rl(
                         raise ValueError("top_p and top_k need `kept_mass`: call with_kept_mass(...) in `prepare`")
                     advantages = mean_advantages(batch, groups)
                     batch = this.check(batch)
+                    if keeps_tokens(done, steps=steps):
+                        streams = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 finally:  # also the samples of a step that fails
-                    samples.trained(stream.prompts, taken, advantages, step=done)
+                    samples.trained(stream.prompts, taken, advantages, step=done, streams=streams)
                 clock.lap("score")
                 metrics = merge(metrics, await call(update, batch, this))
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:

@@ -375,14 +375,16 @@ def compute_log_probs(
 def compute_tokens(
     function: Callable[[Batch], Tensor], batch: Batch, *, max_tokens: int, mesh: Mesh | None = None
 ) -> Float[Tensor, "T"]:
-    """`function` of the whole batch without gradient, micro-batch by micro-batch: one number per token, in its order.
+    """`function` of the whole batch without gradient, micro-batch by micro-batch: one number per token, in its order,
+    or several along a second axis.
 
     With the `mesh` of a sharded model each data parallel rank computes its share, and every rank gets all numbers.
     """
-    out = torch.zeros(batch.num_tokens, device=batch.tokens.device)
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
     parts = rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens)
-    for index, x in [(rest[0], function(micro)) for micro, *rest in parts]:  # all forwards first: no GPU sync between
+    found = [(rest[0], function(micro)) for micro, *rest in parts]  # all forwards first: no GPU sync between
+    out = torch.zeros(batch.num_tokens, *(found[0][1].shape[1:] if found else ()), device=batch.tokens.device)
+    for index, x in found:
         out[index] = x.to(out)
     return summed(out, mesh=mesh)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 _NUM_SHOWN = 3  # samples of one group in a table
+_WINDOW = 16  # ids that may wait for the rest of a character, which has four bytes at most
 
 
 @dataclass
@@ -78,15 +80,20 @@ class Samples:
         advantages: Mapping[int, float],
         *,
         step: int,
+        streams: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Write the groups that train in `step` to `train_{step}.jsonl`, and show one group if a table is due.
 
         `advantages`: the mean advantage of a trajectory's trained tokens, by the trajectory's `id`. One without is null
-        in the file: it was dropped, or the step failed before its advantages were known.
+        in the file: it was dropped, or the step failed before its advantages were known. `streams`: numbers per token
+        of some trajectories, likewise, which become their `tokens` (see `token_row`).
         """
         if not self._run.active:
             return
         rows = [self._rows(*of, step=step, advantages=advantages) for of in zip(prompts, groups, strict=True)]
+        for row, t in zip([row for group in rows for row in group], [t for group in groups for t in group]):
+            if id(t) in streams:
+                row["tokens"] = token_row(t.ids, streams[id(t)], decode=self._decode)
         self._run.trajectories(step, [row for group in rows for row in group])
         if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
             shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
@@ -140,6 +147,37 @@ def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:
         "info": info,
     }
     return row | ({"continues": True} if trajectory.continues else {})
+
+
+def token_row(ids: Sequence[int], streams: Mapping[str, Any], *, decode: Decode) -> dict[str, Any]:
+    """The `tokens` of a row: `text`, the piece of the completion that each id is, and the streams of numbers.
+
+    Numbers have four significant digits, and a stream of one number throughout is that number. The pieces joined are
+    the completion: the ids of one character that needs several have their text at the last of them.
+    """
+    found: dict[str, Any] = {"text": pieces(ids, decode=decode)}
+    for name, values in streams.items():
+        short = values and [x if isinstance(x, int) else float(f"{x:.4g}") for x in values]
+        found[name] = short[0] if short and short.count(short[0]) == len(short) else short
+    return found
+
+
+def pieces(ids: Sequence[int], *, decode: Decode) -> list[str]:
+    """The text that each id adds to those before it; "" where its character is not complete yet.
+
+    A window of the last few ids is decoded, so that the time is linear. Reference: the incremental decoding of vLLM.
+    """
+    out: list[str] = []
+    first = read = 0  # the window's ids before `read` are in `out`
+    for end in range(1, len(ids) + 1):
+        before, now = decode(ids[first:read]), decode(ids[first:end])
+        open_character = now.endswith("\ufffd") or len(now) <= len(before)
+        if open_character and end < len(ids) and end - read < _WINDOW:
+            out.append("")
+            continue
+        out.append(now[len(before) :])
+        first, read = read, end
+    return out
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> list[str]:
