@@ -31,6 +31,7 @@ from rlkit.rollout.shared import SharedEngine, SharedStream, rest
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.run.plot import draw
+from rlkit.run.report import report
 from rlkit.run.samples import Samples
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
@@ -234,12 +235,15 @@ async def rl(
                     break
         draw(run)
         if max(start, steps) < 1:
+            report(run)
             return folder
         models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()
         for name, model in models:
             if hasattr(model, "save_pretrained") and model is not policy.model:
                 export_hf(model, tokenizer, run.folder / name)
-        return saving.export(run, policy.model, tokenizer)
+        exported = saving.export(run, policy.model, tokenizer)
+        report(run)
+        return exported
 
 
 _SETTINGS = {"task": Task, "rollouts": Rollouts, "schedule": Schedule, "optim": Optim, "penalties": Penalties}

@@ -18,6 +18,7 @@ from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.run import saving
 from rlkit.run.plot import draw
+from rlkit.run.report import report
 from rlkit.settings import Optim, Schedule
 from rlkit.types import Batch, Trajectory
 
@@ -145,5 +146,8 @@ def supervised(
                 break
         draw(run)
         if max(start, schedule.steps) < 1:
+            report(run)
             return schedule.output
-        return saving.export(run, model, tokenizer)
+        exported = saving.export(run, model, tokenizer)
+        report(run)
+        return exported

@@ -1,0 +1,666 @@
+// The report page. Everything that a model or the data wrote is put into the page as text nodes, never as HTML.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const state = { index: null, chunks: [], zoom: null, charts: [], shown: [], at: -1, colour: "", hits: null, order: "best" };
+const KINDS = { train: "training", eval_sampled: "held-out, sampled", eval_greedy: "held-out, greedy", dropped: "dropped" };
+const ENDS = { stop: "ended by itself", length: "cut by a length limit", abort: "aborted" };
+const SORTS = {
+  newest: ["newest step", (g) => -g.step],
+  oldest: ["oldest step", (g) => g.step],
+  best: ["best reward", (g) => -g.mean],
+  worst: ["worst reward", (g) => g.mean],
+  spread: ["largest spread", (g) => -(g.high - g.low)],
+  longest: ["longest answer", (g) => -Math.max(...g.lengths)],
+  shortest: ["shortest answer", (g) => Math.min(...g.lengths)],
+  changed: ["most changed since the step before", (g) => -Math.abs(g.change || 0)],
+};
+
+// ---------------------------------------------------------------- elements, texts and numbers
+
+/** The children that there are, of nested lists. */
+const present = (children) => children.flat(Infinity).filter((x) => x !== null && x !== undefined && x !== false);
+
+/** An element with attributes, listeners (functions) and children: strings become text. */
+function h(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(key, value);
+    else if (value !== undefined && value !== null && value !== false) element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...present(children));
+  return element;
+}
+
+// what would change how other text is shown: control characters, overrides of the direction, halves of a character
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
+
+/** The text with those as escapes, such as \u202e. */
+const visible = (text) => String(text).replace(CONTROLS, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+
+/** A number for people: four digits, no trailing zeros. What is no number ("NaN") stays as it is. */
+function num(x) {
+  if (typeof x !== "number") return x === null || x === undefined ? "-" : String(x);
+  if (x === 0 || Number.isInteger(x)) return x.toLocaleString("en");
+  const size = Math.abs(x);
+  if (size < 1e-3 || size >= 1e6) return x.toExponential(2);
+  return String(+x.toPrecision(4));
+}
+const signed = (x) => (typeof x === "number" && x > 0 ? "+" : "") + num(x);
+const show = (x) => (typeof x === "string" ? x : JSON.stringify(x, null, 1));
+
+/** Text in which `code` is marked as in Markdown. */
+const marked = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+
+// ---------------------------------------------------------------- data
+
+async function unpack(text) {
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+/** A group's prompt, gold answer and rows; its chunk is decompressed at the first use. */
+async function samplesOf(group) {
+  const chunk = state.chunks[group.chunk];
+  chunk.rows ??= unpack(chunk.packed);
+  return (await chunk.rows)[group.place];
+}
+
+async function load(blocks) {
+  const index = await unpack(blocks[0]);
+  index.groups = index.groups.map(([run, kind, step, row, chunk, place, title, rewards, lengths, tokens]) => {
+    const numbers = rewards.filter((x) => typeof x === "number");
+    const mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
+    const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
+    return { run, kind, step, row, chunk, place, title, rewards, lengths, tokens, mean, low, high };
+  });
+  const before = new Map();
+  for (const group of index.groups) { // in the order of their steps
+    const key = [group.run, group.kind, group.row].join();
+    group.others = before.get(key) ?? [];
+    const last = group.others.findLast((x) => x.step < group.step);
+    if (last) group.change = group.mean - last.mean;
+    group.others.push(group);
+    before.set(key, group.others);
+  }
+  state.index = index;
+  state.chunks = blocks.slice(1).map((packed) => ({ packed }));
+  state.hits = null;
+}
+
+// ---------------------------------------------------------------- head
+
+function drawHead() {
+  const { runs, differences } = state.index;
+  const several = runs.length > 1;
+  $("title").replaceChildren(visible(runs.map((run) => run.name).join(", ")));
+  const first = runs[0].facts;
+  const parts = [first.Algorithm, first.Model && first.Model.split("/").filter((x) => x !== "model").pop(), first.Steps + " steps", first.Time];
+  $("about").replaceChildren(several ? `${runs.length} runs beside each other` : visible(parts.filter(Boolean).join(" · ")));
+  $("changes").replaceChildren(...runs.flatMap((run, i) => run.changes.slice(0, several ? 2 : 4).map((c) => tile(run, i, c, several))));
+  $("notes").replaceChildren(...runs.flatMap((run) => run.notes.map((note) => h("p", { class: "note" }, visible(note)))));
+  $("commands").replaceChildren(...runs.filter((run) => run.command).map((run) => command(run, several)));
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.facts)))];
+  const fact = (run, name) => name === "Started" && run.facts[name] ? new Date(run.facts[name] * 1000).toLocaleString() : run.facts[name];
+  table($("facts"), names.map((name) => [name, ...runs.map((run) => fact(run, name))]), runs);
+  const rows = Object.entries(differences);
+  $("differences").replaceChildren(...(several ? [h("h3", {}, rows.length ? "Arguments that differ" : "All arguments are equal")] : []));
+  if (several && rows.length) $("differences").append(h("div", { class: "scroll" }, table(h("table", { id: "differing" }), rows.map(([name, values]) => [name, ...values]), runs)));
+  const all = [...new Set(runs.flatMap((run) => Object.keys(run.args)))];
+  $("arguments").hidden = !all.length;
+  table($("arguments").querySelector("table"), all.map((name) => [name, ...runs.map((run) => show(run.args[name] ?? null))]), runs);
+}
+
+/** A number before and after: [step, value, standard error] twice. */
+function tile(run, i, { key, ends: [[from, was], [to, is, error]] }, several) {
+  const about = state.index.meanings[key];
+  return h("div", { class: `tile c${several ? i % 6 : ""}`, title: about ? about.meaning : "" },
+    h("div", { class: "muted" }, several ? `${visible(run.name)}: ${key}` : key),
+    h("div", { class: "big" }, `${num(was)} → ${num(is)}`, error ? h("small", {}, ` ± ${num(+(1.96 * error).toPrecision(2))}`) : ""),
+    h("div", { class: "muted small" }, `step ${from} to ${to}`));
+}
+
+function command(run, several) {
+  const copy = h("button", { type: "button", click: async () => {
+    try { await navigator.clipboard.writeText(run.command); copy.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(code); copy.textContent = "Selected"; }
+    setTimeout(() => (copy.textContent = "Copy"), 1500);
+  } }, "Copy");
+  const code = h("code", { tabindex: 0 }, visible(run.command));
+  return h("div", { class: "command" }, h("span", { class: "muted" }, several ? visible(run.name) : "Repeat with"), code, copy);
+}
+
+/** Fill a table: the first cell of a row is its title, the others are one of each run. */
+function table(element, rows, runs) {
+  const head = runs.length > 1 ? [h("tr", {}, h("td"), runs.map((run, i) => h("th", { class: `c${i % 6}`, scope: "col" }, visible(run.name))))] : [];
+  element.replaceChildren(...head, ...rows.map(([title, ...cells]) =>
+    h("tr", {}, h("th", { scope: "row" }, title), cells.map((cell) => h("td", {}, cell === null || cell === undefined ? "-" : visible(cell))))));
+  return element;
+}
+
+// ---------------------------------------------------------------- curves
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Centred running mean over `window` values; missing ones are left out, and stay missing. */
+function smooth(y, window) {
+  const half = Math.floor(window / 2), sum = [0], count = [0];
+  y.forEach((x, i) => { sum.push(sum[i] + (x ?? 0)); count.push(count[i] + (x === null ? 0 : 1)); });
+  return y.map((x, i) => {
+    const low = Math.max(i - half, 0), high = Math.min(i + half + 1, y.length);
+    return x === null ? null : (sum[high] - sum[low]) / (count[high] - count[low]);
+  });
+}
+
+/** What a panel draws: {run, curve, name, colour, dash, x, y, error}, one for each run and curve that was measured. */
+function linesOf(panel) {
+  const { runs } = state.index, several = runs.length > 1, lines = [];
+  runs.forEach((run, i) => panel.curves.forEach((curve, j) => {
+    const found = run.series[curve.key];
+    if (!found || (several && curve.raw && panel.curves.length > 1)) return;
+    const error = run.series[curve.key + "_se"], at = error && new Map(error[0].map((step, k) => [step, error[1][k]]));
+    lines.push({
+      curve, x: found[0], y: found[1], error: at && found[0].map((step) => at.get(step) ?? null),
+      name: several ? `${run.name}, ${curve.label}` : curve.label,
+      colour: css(`--c${(several ? i : j) % 6}`), dash: several && j ? [[6, 4], [2, 3], [8, 3, 2, 3]][(j - 1) % 3] : [],
+    });
+  }));
+  return lines;
+}
+
+function drawCurves(width) {
+  state.charts.forEach((chart) => chart.destroy());
+  state.charts = [];
+  const all = state.index.panels.map((panel) => ({ panel, lines: linesOf(panel) }));
+  const quiet = all.filter(({ lines }) => lines.every((line) => line.y.every((y) => y === 0)));
+  const cards = all.filter((x) => !quiet.includes(x)).map(({ panel, lines }) => card(panel, lines));
+  const text = quiet.length ? `0 at every step: ${quiet.map(({ panel }) => panel.title.toLowerCase()).join(", ")}.` : all.length ? "" : "No finished step yet.";
+  $("panels").replaceChildren(...cards);
+  $("quiet").textContent = visible(text);
+  for (const element of cards) element.draw(width);
+}
+
+/** The card of a panel: title, chart, legend, meaning. `draw(width)` makes its chart. */
+function card(panel, lines) {
+  const box = h("div", { class: "chart", tabindex: 0, role: "img" });
+  const legend = h("div", { class: "legend" });
+  const keys = panel.curves.filter((c) => lines.some((line) => line.curve.key === c.key)).map((c) => [c, state.index.meanings[c.key]]);
+  const about = keys.find(([, row]) => row)?.[1];
+  box.setAttribute("aria-label", `${panel.title}: ${lines.map((l) => `${visible(l.name)} from ${num(l.y[0])} to ${num(l.y.at(-1))}`).join("; ")}`);
+  const caption = about && h("details", { class: "about" },
+    h("summary", {}, marked(sentence(about.meaning)), about.healthy ? [h("br"), h("b", {}, "Healthy: "), marked(about.healthy + ".")] : []),
+    h("dl", {}, keys.map(([c, row]) => [h("dt", {}, h("code", {}, visible(c.key)), ` ${c.label}`), h("dd", {}, row ? marked(`${row.meaning} (${row.unit})`) : "")])));
+  const element = h("article", { class: "card" }, h("h3", {}, visible(panel.title), h("small", { class: "muted" }, ` ${panel.unit}`)), box, legend, caption);
+  element.draw = (width) => chartOf(panel, lines, box, legend, width ?? box.clientWidth);
+  return element;
+}
+
+const sentence = (text) => text[0].toUpperCase() + text.slice(1).replace(/[.]*$/, ".");
+
+function chartOf(panel, lines, box, legend, width) {
+  const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, i) => [step, i]));
+  const spread = (x, y) => { const out = new Array(steps.length).fill(null); x.forEach((step, i) => (out[place.get(step)] = y[i])); return out; };
+  const data = [steps], series = [{}], bands = [], share = +$("smoothing").value / 100;
+  for (const line of lines) {
+    const add = (y, options) => series.push({ stroke: line.colour, dash: line.dash, spanGaps: true, points: { show: false }, ...options }) && data.push(spread(line.x, y));
+    line.at = series.length;
+    if (line.curve.sparse) add(line.y, { width: 1.5, points: { show: true, size: 5, fill: line.colour } });
+    else add(line.y, { width: 1, alpha: line.curve.raw ? 0.6 : 0.3 });
+    if (!line.curve.sparse && !line.curve.raw) add(smooth(line.y, share * line.y.length), { width: 2 });
+    if (line.error) {
+      const bound = (sign) => line.y.map((y, i) => (y === null || line.error[i] === null ? null : y + sign * 1.96 * line.error[i]));
+      add(bound(1), { width: 0 });
+      add(bound(-1), { width: 0 });
+      bands.push({ series: [series.length - 2, series.length - 1], fill: line.colour + "22" });
+    }
+    line.until = series.length;
+  }
+  const axis = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const values = lines.map((line) => h("span", { class: "value" }));
+  const chart = new uPlot({
+    width, height: 190, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
+    scales: {
+      x: { time: false, range: (u, low, high) => state.zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      y: { range: (u, low, high) => rangeOf(panel, low, high) },
+    },
+    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map((x) => (Number.isInteger(x) ? num(x) : "")) }, { ...axis, size: 54, values: (u, ticks) => ticks.map(num) }],
+    cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
+      bind: { dblclick: () => () => zoomTo(null) } },
+    hooks: {
+      setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+        if (u.select.width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }],
+      setCursor: [(u) => lines.forEach((line, i) => (values[i].textContent = valueAt(line, u.cursor.left >= 0 ? u.data[0][u.cursor.idx] : undefined)))],
+    },
+  }, data, box);
+  let pressed = 0;
+  chart.over.addEventListener("mousedown", (event) => (pressed = event.clientX));
+  chart.over.addEventListener("click", (event) => { if (Math.abs(event.clientX - pressed) < 4 && chart.cursor.idx != null) goToStep(chart.data[0][chart.cursor.idx]); });
+  box.onkeydown = (event) => chartKey(event, chart);
+  legend.replaceChildren(...lines.map((line, i) => h("button", {
+    type: "button", "aria-pressed": "true", title: state.index.meanings[line.curve.key]?.meaning ?? "",
+    click: (event) => {
+      const on = event.currentTarget.getAttribute("aria-pressed") !== "true";
+      event.currentTarget.setAttribute("aria-pressed", on);
+      for (let k = line.at; k < line.until; k++) chart.setSeries(k, { show: on });
+    },
+  }, swatch(line), visible(line.name), " ", values[i])));
+  lines.forEach((line, i) => (values[i].textContent = valueAt(line, undefined)));
+  state.charts.push(chart);
+}
+
+function swatch(line) {
+  const mark = h("i", { class: "swatch" });
+  mark.style.borderTop = `3px ${line.dash.length ? "dashed" : "solid"} ${line.colour}`;
+  return mark;
+}
+
+/** The value of a line at a step, with its 95% interval; the last one without a step. */
+function valueAt(line, step) {
+  let i = step === undefined ? line.x.length - 1 : line.x.findLastIndex((x) => x <= step);
+  if (i < 0 || (!line.curve.sparse && step !== undefined && line.x[i] !== step)) return "-";
+  const error = line.error?.[i];
+  return num(line.y[i]) + (error ? ` ± ${num(+(1.96 * error).toPrecision(2))}` : "");
+}
+
+function rangeOf(panel, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (panel.from_zero && low >= 0) return [0, 1.08 * high || 1];
+  const room = 0.06 * (high - low) || Math.abs(high) * 0.1 || 1;
+  return [low - room, high + room];
+}
+
+function zoomTo(range) {
+  state.zoom = range;
+  $("unzoom").hidden = !range;
+  for (const chart of state.charts) {
+    const steps = chart.data[0];
+    chart.setScale("x", range ? { min: range[0], max: range[1] } : { min: steps[0], max: steps.at(-1) });
+  }
+}
+
+/** Left and right move the cursor, + and - zoom around it, Enter shows the step's samples, Escape resets the zoom. */
+function chartKey(event, chart) {
+  const steps = chart.data[0], now = chart.cursor.left >= 0 ? chart.cursor.idx ?? 0 : steps.length - 1;
+  const move = { ArrowLeft: -1, ArrowRight: 1, Home: -steps.length, End: steps.length }[event.key];
+  const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+  if (move) {
+    const next = Math.min(steps.length - 1, Math.max(0, now + move));
+    chart.setCursor({ left: chart.valToPos(steps[next], "x"), top: 10 });
+  } else if (factor) {
+    const { min, max } = chart.scales.x, half = ((max - min) * factor) / 2, middle = steps[now];
+    zoomTo(half * 2 >= steps.at(-1) - steps[0] ? null : [Math.max(steps[0], middle - half), Math.min(steps.at(-1), middle + half)]);
+  } else if (event.key === "Escape") zoomTo(null);
+  else if (event.key === "Enter") goToStep(steps[now]);
+  else return;
+  event.preventDefault();
+}
+
+/** Show the samples of the step nearest to `step`, of which there are any. */
+function goToStep(step) {
+  const steps = [...$("step").options].map((option) => +option.value).filter((x) => x >= 0);
+  if (!steps.length) return;
+  $("step").value = steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
+  refresh();
+  $("samples").scrollIntoView();
+}
+
+// ---------------------------------------------------------------- list of groups
+
+const HEIGHT = 54; // of a row, as in page.css
+
+function fill(select, options) {
+  const before = select.options.length ? select.value : String(options[0][0]);
+  select.replaceChildren(...options.map(([key, text]) => h("option", { value: key }, text)));
+  select.value = options.some(([key]) => String(key) === before) ? before : options[0][0];
+  select.parentElement.hidden = options.length < 2;
+}
+
+function drawControls() {
+  const { groups, runs } = state.index;
+  fill($("run"), runs.length > 1 ? [[-1, "all"], ...runs.map((run, i) => [i, visible(run.name)])] : [[-1, "all"]]);
+  const kinds = Object.keys(KINDS).filter((kind) => groups.some((g) => g.kind === kind));
+  fill($("kind"), [...kinds.map((kind) => [kind, KINDS[kind]]), ...(kinds.length > 1 ? [["", "all"]] : [])]);
+  fill($("sort"), Object.entries(SORTS).map(([key, [name]]) => [key, name]));
+  $("tokens").parentElement.hidden = !groups.some((g) => g.tokens);
+  document.body.classList.toggle("no-samples", !groups.length);
+}
+
+function chosen(group) {
+  const run = +$("run").value, kind = $("kind").value;
+  return (run < 0 || group.run === run) && (!kind || group.kind === kind) && (!$("tokens").checked || group.tokens);
+}
+
+/** Apply the controls to the list, and open its first group unless the open one is still in it. */
+function refresh() {
+  const open = state.shown[state.at];
+  const some = state.index.groups.filter(chosen);
+  const steps = [...new Set(some.map((g) => g.step))];
+  fill($("step"), [[-1, "all"], ...steps.map((step) => [step, String(step)])]);
+  const step = +$("step").value, key = SORTS[$("sort").value][1];
+  let found = some.filter((g) => (step < 0 || g.step === step) && (!state.hits || state.hits.has(g)));
+  found = found.map((g) => [key(g), g]).sort(([a], [b]) => (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0).map(([, g]) => g);
+  state.shown = found;
+  $("spacer").style.height = `${found.length * HEIGHT}px`;
+  const samples = found.reduce((sum, g) => sum + g.rewards.length, 0);
+  $("count").textContent = state.index.groups.length
+    ? `${num(found.length)} prompts, ${num(samples)} samples` : "This run has no samples: it trains on fixed data, or wrote none.";
+  $("list").scrollTop = 0;
+  const at = found.indexOf(open);
+  choose(at >= 0 ? at : found.length ? Math.max(0, found.slice(0, 200).findIndex((g) => g.tokens)) : -1);
+}
+
+/** Draw the rows that are in view. */
+function drawRows() {
+  const list = $("list"), first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 5);
+  const last = Math.min(state.shown.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + 5);
+  $("spacer").replaceChildren(...state.shown.slice(first, last).map((group, i) => row(group, first + i)));
+}
+
+function row(group, i) {
+  const [low, high] = state.range ?? [0, 1];
+  const marks = [...group.rewards].sort((a, b) => b - a).filter((_, k, all) => k % Math.ceil(all.length / 16) === 0).map((x) => {
+    const mark = h("i", { class: "mark" });
+    mark.style.opacity = typeof x === "number" ? 0.12 + 0.88 * Math.min(1, Math.max(0, (x - low) / (high - low || 1))) : 1;
+    return mark;
+  });
+  const run = state.index.runs.length > 1 ? `${visible(state.index.runs[group.run].name)}, ` : "";
+  const change = group.change ? h("span", { class: group.change > 0 ? "up" : "down" }, `${signed(group.change)} `) : null;
+  const element = h("div", { role: "option", id: `row${i}`, class: "item", "aria-selected": i === state.at, click: () => choose(i, true) },
+    h("div", { class: "what", dir: "auto" }, visible(group.title) || "(empty prompt)"),
+    h("div", { class: "small muted" }, h("span", {}, `${run}${KINDS[group.kind]}, step ${group.step} `), h("span", { class: "marks" }, marks),
+      h("span", { class: "right" }, change, `reward ${num(+group.mean.toPrecision(3))}`)));
+  element.style.top = `${i * HEIGHT}px`;
+  return element;
+}
+
+function choose(i, scroll) {
+  state.at = i;
+  const list = $("list");
+  if (i * HEIGHT < list.scrollTop) list.scrollTop = i * HEIGHT;
+  if ((i + 1) * HEIGHT > list.scrollTop + list.clientHeight) list.scrollTop = (i + 1) * HEIGHT - list.clientHeight;
+  if (i >= 0) list.setAttribute("aria-activedescendant", `row${i}`);
+  drawRows();
+  drawDetail(state.shown[i]).then(() => { if (scroll && innerWidth < 900) $("detail").scrollIntoView({ block: "start" }); });
+}
+
+function listKey(event) {
+  const page = Math.floor($("list").clientHeight / HEIGHT), all = state.shown.length;
+  const move = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -all, End: all }[event.key];
+  if (!move || !all) return;
+  event.preventDefault();
+  choose(Math.min(all - 1, Math.max(0, state.at + move)));
+}
+
+let searching = 0;
+async function search() {
+  const wanted = $("search").value.trim().toLowerCase(), mine = ++searching;
+  if (wanted) {
+    $("count").textContent = "searching…";
+    const hits = new Set();
+    for (const group of state.index.groups) {
+      const { prompt, gold, rows } = await samplesOf(group);
+      const texts = [prompt, gold === null ? "" : show(gold), ...rows.map(textOf)];
+      if (texts.some((text) => text.toLowerCase().includes(wanted))) hits.add(group);
+      if (mine !== searching) return;
+    }
+    state.hits = hits;
+  } else state.hits = null;
+  refresh();
+}
+
+/** Mark the searched words in what is open, where the browser can. */
+function highlight() {
+  const wanted = $("search").value.trim().toLowerCase();
+  if (!window.Highlight) return;
+  CSS.highlights.delete("found");
+  if (!wanted) return;
+  const ranges = [], walker = document.createTreeWalker($("detail"), NodeFilter.SHOW_TEXT);
+  const nodes = [];
+  while (walker.nextNode()) nodes.push(walker.currentNode);
+  const ends = [], text = nodes.map((node) => node.data).join("").toLowerCase();
+  nodes.reduce((end, node) => (ends.push(end + node.length), end + node.length), 0);
+  const spot = (at) => { const i = ends.findIndex((end) => end > at); return [nodes[i], at - (i ? ends[i - 1] : 0)]; };
+  for (let at = text.indexOf(wanted); at >= 0 && ranges.length < 500; at = text.indexOf(wanted, at + 1)) {
+    const range = new Range(), [node, offset] = spot(at), [last, end] = spot(at + wanted.length - 1);
+    range.setStart(node, offset);
+    range.setEnd(last, end + 1);
+    ranges.push(range);
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
+}
+
+// ---------------------------------------------------------------- one group
+
+const textOf = (row) => row.completion ?? (row.tokens ? row.tokens.text.join("") : "");
+
+async function drawDetail(group) {
+  if (!group) return $("detail").replaceChildren(h("p", { class: "muted" }, state.index.groups.length ? "Nothing found." : ""));
+  const { prompt, gold, rows } = await samplesOf(group);
+  if (group !== state.shown[state.at]) return;
+  const episodes = [];
+  for (const row of rows) row.continues && episodes.length ? episodes.at(-1).push(row) : episodes.push([row]);
+  if (state.order === "best") episodes.sort((a, b) => (b.at(-1).reward ?? 0) - (a.at(-1).reward ?? 0));
+  const streams = new Set(rows.flatMap((row) => Object.keys(row.tokens ?? {})).filter((name) => COLOURS[name] && rows.some((row) => row.tokens?.[name] != null)));
+  const scale = scaleOf(rows);
+  const long = prompt.length > 400 || prompt.split("\n").length > 8;
+  const cards = h("div", { class: "cards" }, episodes.map((pieces, i) => sample(group, pieces, i, prompt)));
+  const legend = h("span", { class: "small" });
+  const colour = h("select", { id: "colour", change: () => { state.colour = colour.value; paint(cards, legend, scale); } },
+    h("option", { value: "" }, "nothing"), [...streams].map((name) => h("option", { value: name }, COLOURS[name].name)));
+  colour.value = streams.has(state.colour) ? state.colour : "";
+  const order = h("select", { change: () => { state.order = order.value; drawDetail(group); } },
+    h("option", { value: "best" }, "best first"), h("option", { value: "sampled" }, "as sampled"));
+  order.value = state.order;
+  const others = group.others.filter((g) => g.run === group.run);
+  $("detail").replaceChildren(...present([
+    h("div", { class: "row" }, h("h3", {}, `${KINDS[group.kind]}, step ${group.step}`), h("span", { class: "muted" }, `row ${group.row + 1} of the data`)),
+    others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": g === group, click: () => jump(g) }, `${g.step} (${num(+g.mean.toPrecision(3))})`))) : null,
+    h("details", { open: !long }, h("summary", {}, long ? `Prompt: ${visible(group.title)}` : "Prompt"), h("div", { class: "text", dir: "auto" }, visible(prompt))),
+    gold === null || gold === undefined ? null : h("div", { class: "gold" }, h("span", { class: "muted" }, "Gold answer "), h("span", { class: "text", dir: "auto" }, visible(show(gold)))),
+    whyDropped(group),
+    h("div", { class: "row" },
+      streams.size ? h("label", {}, "Colour tokens by ", colour) : h("span", { class: "muted small" }, state.index.groups.some((g) => g.tokens) ? "No token numbers were kept here." : ""),
+      episodes.length > 1 ? h("label", {}, "Order ", order) : null, legend),
+    cards]));
+  paint(cards, legend, scale);
+  highlight();
+}
+
+/** Open a group that the controls may hide. */
+function jump(group) {
+  if (!state.shown.includes(group)) {
+    $("step").value = -1;
+    if ($("kind").value) $("kind").value = group.kind;
+    if (!group.tokens) $("tokens").checked = false;
+    refresh();
+  }
+  choose(state.shown.indexOf(group));
+}
+
+function whyDropped(group) {
+  if (group.kind !== "dropped") return null;
+  const range = state.index.runs[group.run].args.success_range;
+  const why = Array.isArray(range) ? `its mean success is outside --success-range ${range.join(" ")}` : "keep_group rejected it";
+  return h("p", { class: "note" }, `This group was sampled but not trained on: ${why}; mean reward ${num(group.mean)}.`);
+}
+
+/** The card of one episode: numbers, why it ended, and its text piece by piece. */
+function sample(group, pieces, i, prompt) {
+  const last = pieces.at(-1), parts = Object.entries(last.rewards ?? {});
+  const info = { ...last.info }, messages = Array.isArray(info.messages) ? info.messages : null;
+  delete info.messages;
+  const ended = ENDS[last.finish_reason] ?? visible(last.finish_reason ?? "");
+  const nan = group.kind === "train" && last.advantage === null;
+  const length = pieces.reduce((sum, row) => sum + (row.length ?? 0), 0);
+  const body = h("div", { class: "body" });
+  const numbers = [["reward", num(last.reward)], ...(last.advantage != null ? [["advantage", signed(+last.advantage.toPrecision(3))]] : []),
+    ...(last.score != null ? [["score", num(last.score)]] : []), ...parts.map(([name, x]) => [name, num(x)]),
+    ["tokens", num(length)], ["weights", (last.versions ?? []).join(", ")]];
+  const element = h("article", { class: "card sample" },
+    h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, visible(x))))),
+    h("p", { class: last.finish_reason === "stop" ? "small muted" : "small warn" }, ended, nan ? "; dropped: a number of it was NaN or infinite, or the step failed" : ""),
+    info.error ? h("p", { class: "small warn" }, "not judged: ", visible(show(info.error))) : null,
+    body,
+    Object.keys(info).length ? h("details", { class: "small" }, h("summary", {}, "What environment and reward left"), h("pre", { class: "text" }, visible(show(info)))) : null);
+  const draw = () => body.replaceChildren(...pieces.flatMap((row, k) => [
+    k && row.prompt && row.prompt !== prompt ? h("details", { class: "small" }, h("summary", {}, "The context was written anew: prompt"), h("div", { class: "text" }, visible(row.prompt))) : null,
+    row.tokens ? tokensOf(row.tokens) : messages && k === pieces.length - 1 && messages.length > 1 ? turns(messages) : h("div", { class: "text", dir: "auto" }, visible(textOf(row))),
+  ]).filter(Boolean));
+  draw();
+  return element;
+}
+
+/** The messages of an episode, folded but for the last. */
+const turns = (messages) => messages.map((message, i) => h("details", { class: "turn", open: i === messages.length - 1 },
+  h("summary", {}, h("b", {}, visible(message.role ?? "?")), " ", visible(String(message.content ?? "").slice(0, 80)),
+    message.tool_calls ? h("i", {}, ` calls ${visible(message.tool_calls.map((c) => c?.function?.name ?? "a tool").join(", "))}`) : null),
+  h("div", { class: "text", dir: "auto" }, visible(message.content ?? "")), message.tool_calls ? h("pre", { class: "text" }, visible(show(message.tool_calls))) : null));
+
+// ---------------------------------------------------------------- tokens
+
+const at = (stream, i) => (Array.isArray(stream) ? stream[i] : stream);
+const COLOURS = {
+  logp: { name: "log-prob", of: (x) => ["--low", -x / 5], ends: () => ["0", "-5 nats and below"] },
+  entropy: { name: "entropy", of: (x) => ["--low", x / 2.5], ends: () => ["0", "2.5 nats and above"] },
+  advantage: { name: "advantage", of: (x, s) => [x < 0 ? "--down" : "--up", Math.abs(x) / (s.advantage || 1)], ends: (s) => [`-${num(s.advantage)}`, `+${num(s.advantage)}`] },
+  ratio: { name: "ratio to the sampler", of: (x, s) => [x < 1 ? "--down" : "--up", x > 0 ? Math.abs(Math.log(x)) / s.ratio : 0], ends: (s) => [num(Math.exp(-s.ratio)), num(Math.exp(s.ratio))] },
+  mask: { name: "trained or not", of: (x) => ["--up", x ? 0.5 : 0], ends: () => ["not trained", "trained"] },
+  version: { name: "weight version", of: (x, s) => [`--c${s.versions.indexOf(x) % 6}`, x < 0 ? 0 : 0.5], ends: (s) => s.versions.map((v) => (v < 0 ? "not sampled" : `version ${v}`)) },
+};
+
+/** What the colours of a group are relative to. */
+function scaleOf(rows) {
+  const all = (name) => rows.flatMap((row) => row.tokens?.[name] ?? []);
+  const largest = (values, low) => values.reduce((a, b) => Math.max(a, Math.abs(b)), low);
+  return {
+    advantage: largest(all("advantage"), 0), ratio: largest(all("ratio").filter((x) => x > 0).map(Math.log), 0.01),
+    versions: [...new Set(all("version"))].sort((a, b) => a - b),
+  };
+}
+
+/** The tokens of a completion; what the policy did not sample (tools, users) is folded. */
+function tokensOf(tokens) {
+  const out = [], body = h("div", { class: "text tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys show their numbers", keydown: tokenKey });
+  body.tokens = tokens;
+  const own = (i) => at(tokens.version, i) >= 0;
+  for (let i = 0; i < tokens.text.length; ) {
+    let end = i;
+    while (end < tokens.text.length && own(end) === own(i)) end++;
+    const spans = tokens.text.slice(i, end).map((text, k) => h("span", { "data-i": i + k }, visible(text).replace(/\n/g, "⏎\n")));
+    const text = tokens.text.slice(i, end).join("");
+    out.push(...(own(i) ? spans : [h("details", { class: "turn" }, h("summary", {}, `not sampled, ${end - i} tokens: ${visible(text.trim()).slice(0, 60)}`), ...spans)]));
+    i = end;
+  }
+  body.append(...out);
+  return body;
+}
+
+/** Colour the tokens by the chosen number. */
+function paint(cards, legend, scale) {
+  const rule = COLOURS[cards.parentElement?.querySelector("#colour")?.value ?? ""];
+  const name = Object.keys(COLOURS).find((key) => COLOURS[key] === rule);
+  for (const body of cards.querySelectorAll(".tokens")) for (const span of body.querySelectorAll("span[data-i]")) {
+    const x = rule && at(body.tokens[name], +span.dataset.i);
+    const [colour, amount] = rule && typeof x === "number" ? rule.of(x, scale) : ["", 0];
+    span.style.background = amount > 0 ? `color-mix(in srgb, var(${colour}) ${Math.round(15 + 60 * Math.min(1, amount))}%, transparent)` : "";
+  }
+  legend.replaceChildren();
+  if (!rule) return;
+  const ends = rule.ends(scale);
+  const swatches = name === "version" ? ends.map((_, i) => [`--c${i % 6}`]) : name === "advantage" || name === "ratio" ? [["--down"], ["--up"]] : [["", 0], [name === "mask" ? "--up" : "--low"]];
+  legend.append(...ends.map((text, i) => {
+    const mark = h("i", { class: "mark" });
+    if (swatches[i]?.[0]) mark.style.background = `var(${swatches[i][0]})`;
+    return h("span", {}, mark, ` ${text} `);
+  }));
+}
+
+function showTip(span) {
+  document.querySelector("span.here")?.classList.remove("here");
+  if (!span) return ($("tip").hidden = true);
+  span.classList.add("here");
+  const { tokens } = span.closest(".tokens"), i = +span.dataset.i;
+  const rows = Object.keys(COLOURS).filter((name) => tokens[name] != null).map((name) => [COLOURS[name].name, num(at(tokens[name], i))]);
+  const tip = $("tip"), box = span.getClientRects()[0];
+  tip.replaceChildren(h("b", {}, `${i + 1}: ${visible(JSON.stringify(tokens.text[i]))}`), h("table", {}, rows.map(([name, x]) => h("tr", {}, h("td", {}, name), h("td", {}, x)))));
+  tip.hidden = false;
+  if (!box) return;
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${box.bottom + tip.offsetHeight + 8 < innerHeight ? box.bottom + 6 : box.top - tip.offsetHeight - 6}px`;
+}
+
+function tokenKey(event) {
+  const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (event.key === "Escape") return showTip(null);
+  if (!move) return;
+  event.preventDefault();
+  const spans = [...this.querySelectorAll("span[data-i]")].filter((span) => span.getClientRects().length);
+  showTip(spans[Math.min(spans.length - 1, Math.max(0, spans.findIndex((span) => span.classList.contains("here")) + move))]);
+}
+
+// ---------------------------------------------------------------- the page as a whole
+
+function drawAll() {
+  const rewards = state.index.groups.filter((g) => Number.isFinite(g.mean));
+  state.range = [rewards.reduce((a, g) => Math.min(a, g.low), Infinity), rewards.reduce((a, g) => Math.max(a, g.high), -Infinity)];
+  drawHead();
+  drawCurves();
+  drawControls();
+  refresh();
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  $("theme").textContent = `Theme: ${theme}`;
+  if (state.index) drawCurves();
+}
+
+/** Follow a live run: ask for its state, and for the data when that changed. */
+async function follow() {
+  let known = null;
+  for (;;) {
+    try {
+      const now = await (await fetch("state")).text();
+      if (known !== null && now !== known) {
+        const open = state.shown[state.at];
+        await load(await (await fetch("data")).json());
+        const same = open && state.index.groups.find((g) => g.run === open.run && g.kind === open.kind && g.step === open.step && g.row === open.row);
+        if (same) [state.shown, state.at] = [[same], 0];
+        drawAll();
+      }
+      known = now;
+      $("live").textContent = "live";
+    } catch { $("live").textContent = "the server does not answer"; }
+    await new Promise((done) => setTimeout(done, 2000));
+  }
+}
+
+async function start() {
+  const themes = ["system", "light", "dark"];
+  $("theme").onclick = () => setTheme(themes[(themes.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % 3]);
+  $("unzoom").onclick = () => zoomTo(null);
+  $("smoothing").onchange = () => drawCurves();
+  for (const id of ["run", "kind", "step", "sort", "tokens"]) $(id).onchange = refresh;
+  let typing = 0;
+  $("search").oninput = () => { clearTimeout(typing); typing = setTimeout(search, 200); };
+  $("list").onscroll = () => requestAnimationFrame(drawRows);
+  $("list").onkeydown = listKey;
+  $("detail").addEventListener("mouseover", (event) => showTip(event.target.closest("span[data-i]")));
+  $("detail").addEventListener("mouseleave", () => showTip(null));
+  $("detail").addEventListener("focusout", () => showTip(null));
+  let width = innerWidth, resizing = 0;
+  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { if (innerWidth !== width) { width = innerWidth; drawCurves(); drawRows(); } }, 150); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves());
+  addEventListener("beforeprint", () => { document.documentElement.classList.add("print"); drawCurves(320); });
+  addEventListener("afterprint", () => { document.documentElement.classList.remove("print"); drawCurves(); });
+  await load([...document.querySelectorAll("script.data")].map((block) => block.textContent));
+  drawAll();
+  document.documentElement.dataset.ready = "yes";
+  if (document.documentElement.dataset.mode === "live") { $("title").after(h("span", { id: "live", role: "status" }, "live")); follow(); }
+}
+
+start();

@@ -1,0 +1,325 @@
+"""The report of a run, or of several beside each other: one HTML file that opens offline.
+
+`rlkit report RUN` writes it; so does every run at its end, as `report.html` in its folder. See docs/report.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rlkit.files import replace_file
+from rlkit.run.folder import FORMAT, Run, read_args, read_lines, read_metrics
+from rlkit.run.meanings import meaning_of
+from rlkit.run.plot import Panel, label, panels_of
+from rlkit.run.trajectories import Group, Trajectories, read_trajectories
+
+MAX_POINTS = 4000  # of one curve
+CHUNK = 1 << 18  # characters of JSON that the page decompresses at once
+_MARK = '<meta name="generator" content="rlkit report">'
+_SHOWN = ("eval/greedy", "eval/sampled", "reward/mean", "eval/accuracy", "accuracy", "eval/loss", "loss", "length/mean")
+_OWN = ("format", "run", "resume", "output", "debug", "threads")  # arguments in which runs differ anyway
+
+
+def report(run: Run) -> None:
+    """Write `report.html` of an open run. Any error is one line on the screen: the run's model is not exported yet."""
+    if not (run.active and (run.folder / "metrics.jsonl").exists()):
+        return
+    try:
+        write_report(run.folder)
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        run.say(f"no report: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
+
+
+def write_report(*folders: Path | str, out: Path | str | None = None, force: bool = False) -> Path:
+    """Write the report of a run (as `report.html` in its folder) or of several (in this folder); returns its path.
+
+    A file that exists is replaced with `force` only, except a run's own report in its folder.
+
+    Errors: FileExistsError for such a file, FileNotFoundError if the folder of `out` is missing; those of `page`.
+    """
+    own = out is None and len(folders) == 1
+    target = Path(folders[0]) / "report.html" if own else Path(out or "report.html")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise IsADirectoryError(f"`out` {target} is a folder: give a file, such as {target / 'report.html'}")
+    if target.exists() and not force and not (own and _MARK in target.read_text("utf-8", "replace")[:2000]):
+        raise FileExistsError(f"`out` {target} is there already: give another file, or --force to replace it")
+    replace_file(target, page(*folders).encode())
+    return target
+
+
+def page(*folders: Path | str, live: bool = False) -> str:
+    """The page of some runs as HTML. A `live` one asks its server for new data (`rlkit report --serve`).
+
+    What models and data wrote is only in compressed blocks, which the script shows as text; the page's policy lets it
+    run that script alone, and load nothing.
+
+    Errors: FileNotFoundError for a folder without metrics; ValueError for one of another format, for runs that measure
+    different things, and for a damaged file.
+    """
+    chart, script, style = _asset("uPlot.iife.min.js"), _asset("page.js"), _asset("uPlot.min.css") + _asset("page.css")
+    policy = [
+        "default-src 'none'", f"script-src {_hash(chart)} {_hash(script)}", f"style-src {_hash(style)}",
+        "img-src data:", "base-uri 'none'", "form-action 'none'", *(["connect-src 'self'"] if live else []),
+    ]  # fmt: skip
+    blocks = "\n".join(f'<script type="text/plain" class="data">{x}</script>' for x in data(*folders, live=live))
+    values = {
+        "mark": _MARK, "policy": "; ".join(policy), "style": style, "chart": chart, "script": script, "data": blocks,
+        "title": html.escape(", ".join(label(folder, folders) for folder in folders)), "live": "live" * live,
+    }  # fmt: skip
+    before, *parts = _asset("page.html").split("{{")
+    return before + "".join(values[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
+
+
+def data(*folders: Path | str, live: bool = False) -> list[str]:
+    """What the page shows, in blocks of JSON, compressed by gzip and in base64: an index, then chunks of samples.
+
+    With `live`, a run without a finished step has an empty page. Errors: see `page`.
+    """
+    if not folders:
+        raise ValueError("give at least one run folder")
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run folder is given twice: give each once")
+    names = [label(folder, folders) for folder in folders]
+    args = [_checked_args(Path(folder)) for folder in folders]
+    metrics = [_metrics(Path(folder), live=live) for folder in folders]
+    _refuse_different(names, args, metrics)
+    panels = panels_of(dict(zip(names, metrics, strict=True)))
+    sampled = [read_trajectories(Path(folder), parts=len(folders)) for folder in folders]
+    groups, chunks = _groups(sampled)
+    index = {
+        "runs": [
+            _run(Path(folder), name, a, m, s, panels)
+            for folder, name, a, m, s in zip(folders, names, args, metrics, sampled)
+        ],
+        "panels": [panel._asdict() | {"curves": [curve._asdict() for curve in panel.curves]} for panel in panels],
+        "meanings": {c.key: row._asdict() for p in panels for c in p.curves if (row := meaning_of(c.key))},
+        "differences": _differences(args),
+        "groups": groups,
+    }
+    return [_packed(_json(index)), *map(_packed, chunks)]
+
+
+def _run(
+    folder: Path, name: str, args: dict[str, Any], rows: list[dict[str, Any]], found: Trajectories, panels: list[Panel]
+) -> dict[str, Any]:
+    """What the page shows of one run beside its samples."""
+    keys = [curve.key for panel in panels for curve in panel.curves]
+    starts = read_lines(folder / "starts.jsonl") if (folder / "starts.jsonl").exists() else []
+    num_samples, notes = sum(len(group.rows) for group in found.groups), []
+    if not found.whole:
+        size = f"{found.num_bytes / 1e9:.1f} GB" if found.num_bytes > 1e9 else f"{found.num_bytes / 1e6:.0f} MB"
+        notes.append(f"{name} wrote {size} of samples; this page has {num_samples:,} of them, in whole groups")
+    if not args:
+        notes.append(f"{name} has no args.json: its loop is not one of the commands, so its arguments are not known")
+    series = {key: _series(rows, key) for key in dict.fromkeys([*keys, *(f"{key}_se" for key in keys)])}
+    return {
+        "name": name, "script": _script(args), "facts": _facts(args, rows, starts), "notes": notes, "args": args,
+        "command": starts[0].get("command") if starts else None, "changes": _changes(rows),
+        "series": {key: values for key, values in series.items() if values[0]},
+    }  # fmt: skip
+
+
+def _facts(args: dict[str, Any], rows: list[dict[str, Any]], starts: list[dict[str, Any]]) -> dict[str, str]:
+    """What trained, how long and on what machine: title -> text, as far as the run left it."""
+    done, seconds = max((row["step"] for row in rows), default=0), sum(row.get("time/step", 0.0) for row in rows)
+    planned = f" of {args['steps']}" if args.get("steps") else ""
+    first, last = (starts or [{}])[0], (starts or [{}])[-1]
+    resumed = [str(start["step"]) for start in starts[1:]]
+    facts = {
+        "Algorithm": _script(args).upper() if len(_script(args)) < 5 else _script(args).replace("_", " "),
+        "Model": args.get("model"), "Data": args.get("data"), "Reward": args.get("reward"),
+        "Held-out data": args.get("eval_data"),
+        "Steps": f"{done}{planned}" + (f", resumed after step {', '.join(resumed)}" if resumed else ""),
+        "Time": f"{_duration(seconds)} in steps" if seconds else None,
+        "Machine": _machine(last), "Started": first.get("unix"),
+        "Versions": ", ".join(f"{name} {x}" for name, x in last.get("versions", {}).items()),
+    }  # fmt: skip
+    return {name: value if name == "Started" else _text(value) for name, value in facts.items() if value}
+
+
+def _machine(start: dict[str, Any]) -> str:
+    machine, gpus = start.get("machine", {}), start.get("machine", {}).get("gpus", [])
+    ranks = (
+        f"{start['ranks']} ranks on {start['nodes']} node{'s' * (start['nodes'] > 1)}"
+        if start.get("ranks", 1) > 1
+        else ""
+    )
+    memory = f"{machine['memory_gib']:g} GiB" if "memory_gib" in machine else ""
+    cores = f"{machine['cores']} cores of {machine['cpu']}" if machine else ""
+    gpu = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    return ", ".join(part for part in (ranks, gpu, cores, memory, machine.get("system", "")) if part)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), seconds / 3600
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first and the last value of the numbers that matter most, with their steps and standard errors."""
+    found = []
+    for key in _SHOWN:
+        ends = [row for row in rows if _finite(row.get(key))]
+        if len(ends) > 1:
+            pairs = [[row["step"], row[key], _plain(row.get(f"{key}_se"))] for row in (ends[0], ends[-1])]
+            found.append({"key": key, "ends": pairs})
+    return found
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> list[list[Any]]:
+    """Steps and values of a metric, at most `MAX_POINTS`; NaN and infinities are null."""
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    every = -(-len(found) // MAX_POINTS) or 1
+    found = [*found[:-1:every], *found[-1:]]
+    return [[step for step, _ in found], [float(f"{x:.6g}") if _finite(x) else None for _, x in found]]
+
+
+def _groups(sampled: Sequence[Trajectories]) -> tuple[list[list[Any]], list[str]]:
+    """A row per group for the page's list, and the groups' samples in chunks of JSON."""
+    index: list[list[Any]] = []
+    chunks: list[list[str]] = []
+    size = 0  # of the last chunk
+    for i, found in enumerate(sampled):
+        start, end = _common({_prompt(group) for group in found.groups})
+        for group in found.groups:
+            prompt, rows = _prompt(group), group.rows
+            if not chunks or size > CHUNK:
+                chunks.append([])
+                size = 0
+            entry = {"prompt": prompt, "gold": rows[0].get("gold"), "rows": [_slim(row, rows[0]) for row in rows]}
+            chunks[-1].append(_json(entry))
+            size += len(chunks[-1][-1])
+            following = [*(bool(row.get("continues")) for row in rows[1:]), False]
+            ends = [row for row, continued in zip(rows, following, strict=True) if not continued]
+            index.append([
+                i, group.kind, group.step, group.row, len(chunks) - 1, len(chunks[-1]) - 1,
+                " ".join(prompt[start : len(prompt) - end].split())[:160],
+                [row.get("reward") for row in ends], [row.get("length", 0) for row in ends],
+                int(any("tokens" in row for row in rows)),
+            ])  # fmt: skip
+    return index, [f"[{','.join(chunk)}]" for chunk in chunks]
+
+
+def _prompt(group: Group) -> str:
+    return str(group.rows[0].get("prompt", ""))
+
+
+def _slim(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """The row without what its group has, and without the completion where its tokens have it."""
+    same = {"step", "group", "gold", *(["prompt"] if row.get("prompt") == first.get("prompt") else [])}
+    tokens = row.get("tokens")
+    if isinstance(tokens, dict) and "".join(tokens.get("text", [])) == row.get("completion"):
+        same.add("completion")
+    return {name: value for name, value in row.items() if name not in same}
+
+
+def _common(prompts: set[str]) -> tuple[int, int]:
+    """How many characters all prompts share at their start and at their end: the chat template's."""
+    if len(prompts) < 2:
+        return 0, 0
+    start = _same(min(prompts), max(prompts))
+    ends = [prompt[start:][::-1] for prompt in prompts]
+    return start, _same(min(ends), max(ends))
+
+
+def _same(a: str, b: str) -> int:
+    """Length of the common beginning of two texts; of the smallest and the largest of a set, that of all."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _checked_args(folder: Path) -> dict[str, Any]:
+    args = read_args(folder)
+    if args and args.get("format", FORMAT) != FORMAT:
+        what = f"format {args['format']}, and this version reads format {FORMAT}"
+        raise ValueError(f"{folder} was written in {what}: use the version that wrote it")
+    return args
+
+
+def _metrics(folder: Path, *, live: bool) -> list[dict[str, Any]]:
+    try:
+        rows = read_metrics(folder)
+    except FileNotFoundError:
+        if live and folder.is_dir():
+            return []
+        raise
+    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    if not rows and not live:
+        raise ValueError(f"{folder}: metrics.jsonl holds no finished step, so there is nothing to report")
+    return rows
+
+
+def _refuse_different(
+    names: Sequence[str], args: Sequence[dict[str, Any]], metrics: Sequence[list[dict[str, Any]]]
+) -> None:
+    """ValueError for runs that do not measure the same: of GRPO and DPO, say. All that sample can be compared."""
+    kinds = ["sampled" if any("reward/mean" in row for row in rows) else _script(a) for a, rows in zip(args, metrics)]
+    for name, kind, own in zip(names, kinds, args):
+        if kind != kinds[0] and kind and kinds[0]:
+            raise ValueError(
+                f"{names[0]} is a run of {_script(args[0])} and {name} of {_script(own)}, which measure different "
+                "things: give runs of one command"
+            )
+
+
+def _differences(args: Sequence[dict[str, Any]]) -> dict[str, list[str | None]]:
+    """The arguments in which the runs differ, each with its value in every run."""
+    found = {}
+    for name in dict.fromkeys(name for a in args for name in a if name not in _OWN):
+        values = [_text(a[name]) if name in a else None for a in args]
+        if len(set(values)) > 1:
+            found[name] = values
+    return found
+
+
+def _script(args: dict[str, Any]) -> str:
+    return str(args.get("script", "")).removesuffix(".py")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _plain(value: Any) -> Any:
+    """The value without NaN and infinities, which JSON in a browser has not: they become texts."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(name): _plain(x) for name, x in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_plain(value), separators=(",", ":"))
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("rlkit.run").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
