@@ -50,7 +50,7 @@ def write_report(*folders: Path | str, out: Path | str | None = None, force: boo
     """
     own = out is None and len(folders) == 1
     target = Path(folders[0]) / "report.html" if own else Path(out or "report.html")
-    if not target.parent.is_dir():
+    if not (own or target.parent.is_dir()):
         raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
     if target.is_dir():
         raise IsADirectoryError(f"`out` {target} is a folder: give a file, such as {target / 'report.html'}")
@@ -60,8 +60,8 @@ def write_report(*folders: Path | str, out: Path | str | None = None, force: boo
     return target
 
 
-def page(*folders: Path | str, live: bool = False) -> str:
-    """The page of some runs as HTML. A `live` one asks its server for new data (`rlkit report --serve`).
+def page(*folders: Path | str, live: str = "") -> str:
+    """The page of some runs as HTML. With `live`, the state that it shows, it asks its server for a newer one.
 
     What models and data wrote is only in compressed blocks, which the script shows as text; the page's policy lets it
     run that script alone, and load nothing.
@@ -74,10 +74,10 @@ def page(*folders: Path | str, live: bool = False) -> str:
         "default-src 'none'", f"script-src {_hash(chart)} {_hash(script)}", f"style-src {_hash(style)}",
         "img-src data:", "base-uri 'none'", "form-action 'none'", *(["connect-src 'self'"] if live else []),
     ]  # fmt: skip
-    blocks = "\n".join(f'<script type="text/plain" class="data">{x}</script>' for x in data(*folders, live=live))
+    blocks = "\n".join(f'<script type="text/plain" class="data">{x}</script>' for x in data(*folders, live=bool(live)))
     values = {
         "mark": _MARK, "policy": "; ".join(policy), "style": style, "chart": chart, "script": script, "data": blocks,
-        "title": html.escape(", ".join(label(folder, folders) for folder in folders)), "live": "live" * live,
+        "title": html.escape(", ".join(label(folder, folders) for folder in folders)), "live": live,
     }  # fmt: skip
     before, *parts = _asset("page.html").split("{{")
     return before + "".join(values[name] + rest for name, rest in (part.split("}}", 1) for part in parts))
@@ -122,25 +122,26 @@ def _run(
     if not found.whole:
         size = f"{found.num_bytes / 1e9:.1f} GB" if found.num_bytes > 1e9 else f"{found.num_bytes / 1e6:.0f} MB"
         notes.append(f"{name} wrote {size} of samples; this page has {num_samples:,} of them, in whole groups")
-    if not args:
-        notes.append(f"{name} has no args.json: its loop is not one of the commands, so its arguments are not known")
     series = {key: _series(rows, key) for key in dict.fromkeys([*keys, *(f"{key}_se" for key in keys)])}
     return {
-        "name": name, "script": _script(args), "facts": _facts(args, rows, starts), "notes": notes, "args": args,
+        "name": name, "facts": _facts(folder, args, rows, starts), "notes": notes, "args": args,
         "command": starts[0].get("command") if starts else None, "changes": _changes(rows),
         "series": {key: values for key, values in series.items() if values[0]},
     }  # fmt: skip
 
 
-def _facts(args: dict[str, Any], rows: list[dict[str, Any]], starts: list[dict[str, Any]]) -> dict[str, str]:
+def _facts(
+    folder: Path, args: dict[str, Any], rows: list[dict[str, Any]], starts: list[dict[str, Any]]
+) -> dict[str, Any]:
     """What trained, how long and on what machine: title -> text, as far as the run left it."""
     done, seconds = max((row["step"] for row in rows), default=0), sum(row.get("time/step", 0.0) for row in rows)
     planned = f" of {args['steps']}" if args.get("steps") else ""
     first, last = (starts or [{}])[0], (starts or [{}])[-1]
-    resumed = [str(start["step"]) for start in starts[1:]]
+    resumed, trained = [str(start.get("step")) for start in starts[1:]], folder / "model"
     facts = {
         "Algorithm": _script(args).upper() if len(_script(args)) < 5 else _script(args).replace("_", " "),
-        "Model": args.get("model"), "Data": args.get("data"), "Reward": args.get("reward"),
+        "Model": args.get("model"), "Trained model": trained if trained.is_dir() else None,
+        "Data": args.get("data"), "Reward": args.get("reward"),
         "Held-out data": args.get("eval_data"),
         "Steps": f"{done}{planned}" + (f", resumed after step {', '.join(resumed)}" if resumed else ""),
         "Time": f"{_duration(seconds)} in steps" if seconds else None,

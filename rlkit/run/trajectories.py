@@ -20,7 +20,7 @@ _TOKENS = b'"tokens": {'  # inside a string its quotes are escaped
 
 
 class Group(NamedTuple):
-    """The samples of one prompt in one step, `row` its place in the data. `kind` is the beginning of the file's name."""
+    """The samples of one prompt, `row` its place in the data, in one step. `kind` begins the file's name."""
 
     kind: str
     step: int

@@ -51,6 +51,7 @@ COMMANDS = {
     "plan": "what fits on how many GPUs, and the flags for it",
     "chat": "talk to the model of a run in the terminal",
     "plot": "draw or compare the curves of run folders",
+    "report": "write or serve the report page of a run, or of several",
     "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
     "copy": "copy a script to a file of your own",
 }

@@ -50,6 +50,7 @@ class Browser:
         """Load a page, in a window of this size, and wait until it has drawn itself."""
         self.size(width, height)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        features += [{"name": "prefers-reduced-motion", "value": "reduce"}]  # a click does not wait for a smooth scroll
         self.cdp("Emulation.setEmulatedMedia", features=features)
         self._call("POST", "/url", {"url": address.absolute().as_uri() if isinstance(address, Path) else address})
         self.wait("return document.documentElement.dataset.ready === 'yes'")
@@ -104,6 +105,10 @@ class Browser:
     def text(self, selector: str) -> str:
         """The text that is shown in the element."""
         return str(self.js("return document.querySelector(arguments[0]).innerText", selector))
+
+    def content(self, selector: str) -> str:
+        """The text in the element, also where it is out of view or folded."""
+        return str(self.js("return document.querySelector(arguments[0]).textContent", selector))
 
     def picture(self, path: Path) -> None:
         """Save the view as a PNG."""

@@ -2,9 +2,9 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const state = { index: null, chunks: [], zoom: null, charts: [], shown: [], at: -1, colour: "", hits: null, order: "best" };
+const state = { index: null, chunks: [], zoom: null, charts: [], shown: [], at: -1, colour: "", hits: null, order: "best", range: [0, 1] };
 const KINDS = { train: "training", eval_sampled: "held-out, sampled", eval_greedy: "held-out, greedy", dropped: "dropped" };
-const ENDS = { stop: "ended by itself", length: "cut by a length limit", abort: "aborted" };
+const ENDS = { stop: "by itself", length: "length limit", abort: "aborted" };
 const SORTS = {
   newest: ["newest step", (g) => -g.step],
   oldest: ["oldest step", (g) => g.step],
@@ -17,15 +17,15 @@ const SORTS = {
 };
 
 // ---------------------------------------------------------------- elements, texts and numbers
-
 /** The children that there are, of nested lists. */
 const present = (children) => children.flat(Infinity).filter((x) => x !== null && x !== undefined && x !== false);
 
-/** An element with attributes, listeners (functions) and children: strings become text. */
+/** An element with attributes, listeners (functions), styles (an object) and children: strings become text. */
 function h(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(key, value);
+    else if (key === "style") Object.assign(element.style, value);
     else if (value !== undefined && value !== null && value !== false) element.setAttribute(key, value === true ? "" : value);
   }
   element.append(...present(children));
@@ -40,26 +40,22 @@ const visible = (text) => String(text).replace(CONTROLS, (c) => "\\u" + c.charCo
 
 /** A number for people: four digits, no trailing zeros. What is no number ("NaN") stays as it is. */
 function num(x) {
-  if (typeof x !== "number") return x === null || x === undefined ? "-" : String(x);
-  if (x === 0 || Number.isInteger(x)) return x.toLocaleString("en");
-  const size = Math.abs(x);
-  if (size < 1e-3 || size >= 1e6) return x.toExponential(2);
-  return String(+x.toPrecision(4));
+  if (typeof x !== "number" || Number.isInteger(x)) return (x ?? "-").toLocaleString("en");
+  return Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6 ? x.toExponential(2) : String(+x.toPrecision(4));
 }
-const signed = (x) => (typeof x === "number" && x > 0 ? "+" : "") + num(x);
+const short = (x) => num(typeof x === "number" ? +x.toPrecision(3) : x);
+const signed = (x) => (x > 0 ? "+" : "") + short(x);
 const show = (x) => (typeof x === "string" ? x : JSON.stringify(x, null, 1));
+
+const sentence = (text) => text.replace(/^[a-z](?=[a-z]* )/, (c) => c.toUpperCase()) + ".";
 
 /** Text in which `code` is marked as in Markdown. */
 const marked = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 // ---------------------------------------------------------------- data
-
 async function unpack(text) {
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }
 
 /** A group's prompt, gold answer and rows; its chunk is decompressed at the first use. */
@@ -72,10 +68,8 @@ async function samplesOf(group) {
 async function load(blocks) {
   const index = await unpack(blocks[0]);
   index.groups = index.groups.map(([run, kind, step, row, chunk, place, title, rewards, lengths, tokens]) => {
-    const numbers = rewards.filter((x) => typeof x === "number");
-    const mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
-    const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-    return { run, kind, step, row, chunk, place, title, rewards, lengths, tokens, mean, low, high };
+    const numbers = rewards.filter((x) => typeof x === "number"), mean = numbers.reduce((a, b) => a + b, 0) / numbers.length;
+    return { run, kind, step, row, chunk, place, title, rewards, lengths, tokens, mean, low: Math.min(...numbers), high: Math.max(...numbers) };
   });
   const before = new Map();
   for (const group of index.groups) { // in the order of their steps
@@ -92,7 +86,6 @@ async function load(blocks) {
 }
 
 // ---------------------------------------------------------------- head
-
 function drawHead() {
   const { runs, differences } = state.index;
   const several = runs.length > 1;
@@ -119,17 +112,16 @@ function tile(run, i, { key, ends: [[from, was], [to, is, error]] }, several) {
   const about = state.index.meanings[key];
   return h("div", { class: `tile c${several ? i % 6 : ""}`, title: about ? about.meaning : "" },
     h("div", { class: "muted" }, several ? `${visible(run.name)}: ${key}` : key),
-    h("div", { class: "big" }, `${num(was)} → ${num(is)}`, error ? h("small", {}, ` ± ${num(+(1.96 * error).toPrecision(2))}`) : ""),
+    h("div", { class: "big" }, `${num(was)} → ${num(is)}`, error ? h("small", {}, ` ± ${short(1.96 * error)}`) : ""),
     h("div", { class: "muted small" }, `step ${from} to ${to}`));
 }
 
 function command(run, several) {
-  const copy = h("button", { type: "button", click: async () => {
-    try { await navigator.clipboard.writeText(run.command); copy.textContent = "Copied"; }
-    catch { getSelection().selectAllChildren(code); copy.textContent = "Selected"; }
-    setTimeout(() => (copy.textContent = "Copy"), 1500);
-  } }, "Copy");
   const code = h("code", { tabindex: 0 }, visible(run.command));
+  const copy = h("button", { type: "button", click: async () => {
+    getSelection().selectAllChildren(code);
+    copy.textContent = await navigator.clipboard?.writeText(run.command).then(() => "Copied", () => "Selected") ?? "Selected";
+  } }, "Copy");
   return h("div", { class: "command" }, h("span", { class: "muted" }, several ? visible(run.name) : "Repeat with"), code, copy);
 }
 
@@ -142,7 +134,6 @@ function table(element, rows, runs) {
 }
 
 // ---------------------------------------------------------------- curves
-
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** Centred running mean over `window` values; missing ones are left out, and stay missing. */
@@ -174,31 +165,31 @@ function linesOf(panel) {
 function drawCurves(width) {
   state.charts.forEach((chart) => chart.destroy());
   state.charts = [];
-  const all = state.index.panels.map((panel) => ({ panel, lines: linesOf(panel) }));
-  const quiet = all.filter(({ lines }) => lines.every((line) => line.y.every((y) => y === 0)));
-  const cards = all.filter((x) => !quiet.includes(x)).map(({ panel, lines }) => card(panel, lines));
-  const text = quiet.length ? `0 at every step: ${quiet.map(({ panel }) => panel.title.toLowerCase()).join(", ")}.` : all.length ? "" : "No finished step yet.";
+  const quiet = [], cards = [], steps = state.index.runs.flatMap((run) => Object.values(run.series)).flatMap(([x]) => [x[0], x.at(-1)]);
+  state.span = [Math.min(...steps), Math.max(...steps, Math.min(...steps) + 1)]; // of all charts, so that they line up
+  for (const panel of state.index.panels) {
+    const lines = linesOf(panel);
+    if (lines.every((line) => line.y.every((y) => y === 0))) quiet.push(panel.title.toLowerCase());
+    else cards.push(card(panel, lines));
+  }
   $("panels").replaceChildren(...cards);
-  $("quiet").textContent = visible(text);
+  $("quiet").textContent = quiet.length ? `0 at every step: ${visible(quiet.join(", "))}.` : cards.length ? "" : "No finished step yet.";
   for (const element of cards) element.draw(width);
 }
 
 /** The card of a panel: title, chart, legend, meaning. `draw(width)` makes its chart. */
 function card(panel, lines) {
-  const box = h("div", { class: "chart", tabindex: 0, role: "img" });
-  const legend = h("div", { class: "legend" });
+  const ends = lines.map((l) => `${visible(l.name)} from ${num(l.y[0])} to ${num(l.y.at(-1))}`).join("; ");
+  const box = h("div", { class: "chart", tabindex: 0, role: "img", "aria-label": `${visible(panel.title)}: ${ends}` }), legend = h("div", { class: "legend" });
   const keys = panel.curves.filter((c) => lines.some((line) => line.curve.key === c.key)).map((c) => [c, state.index.meanings[c.key]]);
   const about = keys.find(([, row]) => row)?.[1];
-  box.setAttribute("aria-label", `${panel.title}: ${lines.map((l) => `${visible(l.name)} from ${num(l.y[0])} to ${num(l.y.at(-1))}`).join("; ")}`);
   const caption = about && h("details", { class: "about" },
-    h("summary", {}, marked(sentence(about.meaning)), about.healthy ? [h("br"), h("b", {}, "Healthy: "), marked(about.healthy + ".")] : []),
+    h("summary", {}, marked(sentence(about.meaning.split(". ")[0])), about.healthy ? [h("br"), h("b", {}, "Healthy: "), marked(about.healthy + ".")] : []),
     h("dl", {}, keys.map(([c, row]) => [h("dt", {}, h("code", {}, visible(c.key)), ` ${c.label}`), h("dd", {}, row ? marked(`${row.meaning} (${row.unit})`) : "")])));
   const element = h("article", { class: "card" }, h("h3", {}, visible(panel.title), h("small", { class: "muted" }, ` ${panel.unit}`)), box, legend, caption);
   element.draw = (width) => chartOf(panel, lines, box, legend, width ?? box.clientWidth);
   return element;
 }
-
-const sentence = (text) => text[0].toUpperCase() + text.slice(1).replace(/[.]*$/, ".");
 
 function chartOf(panel, lines, box, legend, width) {
   const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
@@ -212,9 +203,7 @@ function chartOf(panel, lines, box, legend, width) {
     else add(line.y, { width: 1, alpha: line.curve.raw ? 0.6 : 0.3 });
     if (!line.curve.sparse && !line.curve.raw) add(smooth(line.y, share * line.y.length), { width: 2 });
     if (line.error) {
-      const bound = (sign) => line.y.map((y, i) => (y === null || line.error[i] === null ? null : y + sign * 1.96 * line.error[i]));
-      add(bound(1), { width: 0 });
-      add(bound(-1), { width: 0 });
+      for (const z of [1.96, -1.96]) add(line.y.map((y, i) => (y === null || line.error[i] === null ? null : y + z * line.error[i])), { width: 0 });
       bands.push({ series: [series.length - 2, series.length - 1], fill: line.colour + "22" });
     }
     line.until = series.length;
@@ -224,7 +213,7 @@ function chartOf(panel, lines, box, legend, width) {
   const chart = new uPlot({
     width, height: 190, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
     scales: {
-      x: { time: false, range: (u, low, high) => state.zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      x: { time: false, range: () => state.zoom ?? state.span },
       y: { range: (u, low, high) => rangeOf(panel, low, high) },
     },
     axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map((x) => (Number.isInteger(x) ? num(x) : "")) }, { ...axis, size: 54, values: (u, ticks) => ticks.map(num) }],
@@ -247,15 +236,9 @@ function chartOf(panel, lines, box, legend, width) {
       event.currentTarget.setAttribute("aria-pressed", on);
       for (let k = line.at; k < line.until; k++) chart.setSeries(k, { show: on });
     },
-  }, swatch(line), visible(line.name), " ", values[i])));
+  }, h("i", { class: "swatch", style: { borderTop: `3px ${line.dash.length ? "dashed" : "solid"} ${line.colour}` } }), visible(line.name), " ", values[i])));
   lines.forEach((line, i) => (values[i].textContent = valueAt(line, undefined)));
   state.charts.push(chart);
-}
-
-function swatch(line) {
-  const mark = h("i", { class: "swatch" });
-  mark.style.borderTop = `3px ${line.dash.length ? "dashed" : "solid"} ${line.colour}`;
-  return mark;
 }
 
 /** The value of a line at a step, with its 95% interval; the last one without a step. */
@@ -263,7 +246,7 @@ function valueAt(line, step) {
   let i = step === undefined ? line.x.length - 1 : line.x.findLastIndex((x) => x <= step);
   if (i < 0 || (!line.curve.sparse && step !== undefined && line.x[i] !== step)) return "-";
   const error = line.error?.[i];
-  return num(line.y[i]) + (error ? ` ± ${num(+(1.96 * error).toPrecision(2))}` : "");
+  return num(line.y[i]) + (error ? ` ± ${short(1.96 * error)}` : "");
 }
 
 function rangeOf(panel, low, high) {
@@ -276,10 +259,7 @@ function rangeOf(panel, low, high) {
 function zoomTo(range) {
   state.zoom = range;
   $("unzoom").hidden = !range;
-  for (const chart of state.charts) {
-    const steps = chart.data[0];
-    chart.setScale("x", range ? { min: range[0], max: range[1] } : { min: steps[0], max: steps.at(-1) });
-  }
+  for (const chart of state.charts) chart.setScale("x", { min: (range ?? state.span)[0], max: (range ?? state.span)[1] });
 }
 
 /** Left and right move the cursor, + and - zoom around it, Enter shows the step's samples, Escape resets the zoom. */
@@ -309,45 +289,38 @@ function goToStep(step) {
 }
 
 // ---------------------------------------------------------------- list of groups
-
 const HEIGHT = 54; // of a row, as in page.css
 
 function fill(select, options) {
-  const before = select.options.length ? select.value : String(options[0][0]);
+  const before = select.options.length > 1 ? select.value : String(options[0][0]);
   select.replaceChildren(...options.map(([key, text]) => h("option", { value: key }, text)));
   select.value = options.some(([key]) => String(key) === before) ? before : options[0][0];
   select.parentElement.hidden = options.length < 2;
 }
 
 function drawControls() {
-  const { groups, runs } = state.index;
+  const { groups, runs } = state.index, kinds = Object.keys(KINDS).filter((kind) => groups.some((g) => g.kind === kind));
   fill($("run"), runs.length > 1 ? [[-1, "all"], ...runs.map((run, i) => [i, visible(run.name)])] : [[-1, "all"]]);
-  const kinds = Object.keys(KINDS).filter((kind) => groups.some((g) => g.kind === kind));
-  fill($("kind"), [...kinds.map((kind) => [kind, KINDS[kind]]), ...(kinds.length > 1 ? [["", "all"]] : [])]);
+  fill($("kind"), [...kinds.map((kind) => [kind, KINDS[kind]]), ...(kinds.length === 1 ? [] : [["", "all"]])]);
   fill($("sort"), Object.entries(SORTS).map(([key, [name]]) => [key, name]));
   $("tokens").parentElement.hidden = !groups.some((g) => g.tokens);
   document.body.classList.toggle("no-samples", !groups.length);
 }
 
-function chosen(group) {
-  const run = +$("run").value, kind = $("kind").value;
-  return (run < 0 || group.run === run) && (!kind || group.kind === kind) && (!$("tokens").checked || group.tokens);
-}
+const chosen = (group) => (+$("run").value < 0 || group.run === +$("run").value) && (!$("kind").value || group.kind === $("kind").value)
+  && (!$("tokens").checked || group.tokens);
 
 /** Apply the controls to the list, and open its first group unless the open one is still in it. */
 function refresh() {
-  const open = state.shown[state.at];
-  const some = state.index.groups.filter(chosen);
-  const steps = [...new Set(some.map((g) => g.step))];
-  fill($("step"), [[-1, "all"], ...steps.map((step) => [step, String(step)])]);
+  const open = state.shown[state.at], some = state.index.groups.filter(chosen);
+  fill($("step"), [[-1, "all"], ...[...new Set(some.map((g) => g.step))].map((step) => [step, String(step)])]);
   const step = +$("step").value, key = SORTS[$("sort").value][1];
-  let found = some.filter((g) => (step < 0 || g.step === step) && (!state.hits || state.hits.has(g)));
-  found = found.map((g) => [key(g), g]).sort(([a], [b]) => (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0).map(([, g]) => g);
-  state.shown = found;
+  const found = some.filter((g) => (step < 0 || g.step === step) && (!state.hits || state.hits.has(g)));
+  for (const group of found) group.key = Number.isNaN(key(group)) ? Infinity : key(group);
+  state.shown = found.sort((a, b) => (a.key === b.key ? 0 : a.key - b.key));
   $("spacer").style.height = `${found.length * HEIGHT}px`;
-  const samples = found.reduce((sum, g) => sum + g.rewards.length, 0);
-  $("count").textContent = state.index.groups.length
-    ? `${num(found.length)} prompts, ${num(samples)} samples` : "This run has no samples: it trains on fixed data, or wrote none.";
+  $("count").textContent = state.index.groups.length ? `${num(found.length)} prompts, ${num(found.flatMap((g) => g.rewards).length)} samples`
+    : "This run has no samples: it trains on fixed data, or wrote none.";
   $("list").scrollTop = 0;
   const at = found.indexOf(open);
   choose(at >= 0 ? at : found.length ? Math.max(0, found.slice(0, 200).findIndex((g) => g.tokens)) : -1);
@@ -355,26 +328,20 @@ function refresh() {
 
 /** Draw the rows that are in view. */
 function drawRows() {
-  const list = $("list"), first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 5);
-  const last = Math.min(state.shown.length, Math.ceil((list.scrollTop + list.clientHeight) / HEIGHT) + 5);
+  const list = $("list"), first = Math.max(0, Math.floor(list.scrollTop / HEIGHT) - 5), last = first + Math.ceil(list.clientHeight / HEIGHT) + 10;
   $("spacer").replaceChildren(...state.shown.slice(first, last).map((group, i) => row(group, first + i)));
 }
 
 function row(group, i) {
-  const [low, high] = state.range ?? [0, 1];
-  const marks = [...group.rewards].sort((a, b) => b - a).filter((_, k, all) => k % Math.ceil(all.length / 16) === 0).map((x) => {
-    const mark = h("i", { class: "mark" });
-    mark.style.opacity = typeof x === "number" ? 0.12 + 0.88 * Math.min(1, Math.max(0, (x - low) / (high - low || 1))) : 1;
-    return mark;
-  });
+  const [low, high] = state.range;
+  const marks = [...group.rewards].sort((a, b) => b - a).filter((_, k, all) => k % Math.ceil(all.length / 16) === 0)
+    .map((x) => h("i", { class: "mark", style: { opacity: typeof x === "number" ? 0.12 + (0.88 * (x - low)) / (high - low || 1) : 1 } }));
   const run = state.index.runs.length > 1 ? `${visible(state.index.runs[group.run].name)}, ` : "";
   const change = group.change ? h("span", { class: group.change > 0 ? "up" : "down" }, `${signed(group.change)} `) : null;
-  const element = h("div", { role: "option", id: `row${i}`, class: "item", "aria-selected": i === state.at, click: () => choose(i, true) },
+  return h("div", { role: "option", id: `row${i}`, class: "item", "aria-selected": String(i === state.at), style: { top: `${i * HEIGHT}px` }, click: () => choose(i, true) },
     h("div", { class: "what", dir: "auto" }, visible(group.title) || "(empty prompt)"),
     h("div", { class: "small muted" }, h("span", {}, `${run}${KINDS[group.kind]}, step ${group.step} `), h("span", { class: "marks" }, marks),
-      h("span", { class: "right" }, change, `reward ${num(+group.mean.toPrecision(3))}`)));
-  element.style.top = `${i * HEIGHT}px`;
-  return element;
+      h("span", { class: "right" }, change, `reward ${short(group.mean)}`)));
 }
 
 function choose(i, scroll) {
@@ -415,18 +382,15 @@ async function search() {
 /** Mark the searched words in what is open, where the browser can. */
 function highlight() {
   const wanted = $("search").value.trim().toLowerCase();
-  if (!window.Highlight) return;
-  CSS.highlights.delete("found");
-  if (!wanted) return;
-  const ranges = [], walker = document.createTreeWalker($("detail"), NodeFilter.SHOW_TEXT);
-  const nodes = [];
-  while (walker.nextNode()) nodes.push(walker.currentNode);
-  const ends = [], text = nodes.map((node) => node.data).join("").toLowerCase();
-  nodes.reduce((end, node) => (ends.push(end + node.length), end + node.length), 0);
-  const spot = (at) => { const i = ends.findIndex((end) => end > at); return [nodes[i], at - (i ? ends[i - 1] : 0)]; };
-  for (let at = text.indexOf(wanted); at >= 0 && ranges.length < 500; at = text.indexOf(wanted, at + 1)) {
-    const range = new Range(), [node, offset] = spot(at), [last, end] = spot(at + wanted.length - 1);
-    range.setStart(node, offset);
+  if (window.Highlight) CSS.highlights.delete("found");
+  if (!window.Highlight || !wanted) return;
+  const nodes = [], ends = [], ranges = [], walker = document.createTreeWalker($("detail"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) ends.push((ends.at(-1) ?? 0) + nodes[nodes.push(walker.currentNode) - 1].length);
+  const text = nodes.map((node) => node.data).join("").toLowerCase();
+  const spot = (place) => { const i = ends.findIndex((end) => end > place); return [nodes[i], place - (i ? ends[i - 1] : 0)]; };
+  for (let i = text.indexOf(wanted); i >= 0 && ranges.length < 500; i = text.indexOf(wanted, i + 1)) {
+    const range = new Range(), [last, end] = spot(i + wanted.length - 1);
+    range.setStart(...spot(i));
     range.setEnd(last, end + 1);
     ranges.push(range);
   }
@@ -434,7 +398,6 @@ function highlight() {
 }
 
 // ---------------------------------------------------------------- one group
-
 const textOf = (row) => row.completion ?? (row.tokens ? row.tokens.text.join("") : "");
 
 async function drawDetail(group) {
@@ -444,26 +407,25 @@ async function drawDetail(group) {
   const episodes = [];
   for (const row of rows) row.continues && episodes.length ? episodes.at(-1).push(row) : episodes.push([row]);
   if (state.order === "best") episodes.sort((a, b) => (b.at(-1).reward ?? 0) - (a.at(-1).reward ?? 0));
-  const streams = new Set(rows.flatMap((row) => Object.keys(row.tokens ?? {})).filter((name) => COLOURS[name] && rows.some((row) => row.tokens?.[name] != null)));
-  const scale = scaleOf(rows);
-  const long = prompt.length > 400 || prompt.split("\n").length > 8;
-  const cards = h("div", { class: "cards" }, episodes.map((pieces, i) => sample(group, pieces, i, prompt)));
-  const legend = h("span", { class: "small" });
+  const streams = Object.keys(COLOURS).filter((name) => rows.some((row) => row.tokens?.[name] != null)), scale = scaleOf(rows);
+  const long = prompt.length > 400 || prompt.split("\n").length > 8, legend = h("span", { class: "small" });
+  const cards = h("div", { class: "cards" }, episodes.map((pieces) => sample(group, pieces, prompt)));
   const colour = h("select", { id: "colour", change: () => { state.colour = colour.value; paint(cards, legend, scale); } },
-    h("option", { value: "" }, "nothing"), [...streams].map((name) => h("option", { value: name }, COLOURS[name].name)));
-  colour.value = streams.has(state.colour) ? state.colour : "";
-  const order = h("select", { change: () => { state.order = order.value; drawDetail(group); } },
+    h("option", { value: "" }, "nothing"), streams.map((name) => h("option", { value: name }, COLOURS[name].name)));
+  colour.value = streams.includes(state.colour) ? state.colour : "";
+  const order = h("select", { id: "order", change: () => { state.order = order.value; drawDetail(group); } },
     h("option", { value: "best" }, "best first"), h("option", { value: "sampled" }, "as sampled"));
   order.value = state.order;
-  const others = group.others.filter((g) => g.run === group.run);
+  const { others } = group, range = state.index.runs[group.run].args.success_range;
+  const why = Array.isArray(range) ? `its mean success is outside --success-range ${range.join(" ")}` : "keep_group rejected it";
   $("detail").replaceChildren(...present([
     h("div", { class: "row" }, h("h3", {}, `${KINDS[group.kind]}, step ${group.step}`), h("span", { class: "muted" }, `row ${group.row + 1} of the data`)),
-    others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": g === group, click: () => jump(g) }, `${g.step} (${num(+g.mean.toPrecision(3))})`))) : null,
+    others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": g === group, click: () => jump(g) }, `${g.step} (${short(g.mean)})`))) : null,
     h("details", { open: !long }, h("summary", {}, long ? `Prompt: ${visible(group.title)}` : "Prompt"), h("div", { class: "text", dir: "auto" }, visible(prompt))),
     gold === null || gold === undefined ? null : h("div", { class: "gold" }, h("span", { class: "muted" }, "Gold answer "), h("span", { class: "text", dir: "auto" }, visible(show(gold)))),
-    whyDropped(group),
+    group.kind === "dropped" ? h("p", { class: "note" }, `Sampled but not trained on: ${why}; mean reward ${short(group.mean)}.`) : null,
     h("div", { class: "row" },
-      streams.size ? h("label", {}, "Colour tokens by ", colour) : h("span", { class: "muted small" }, state.index.groups.some((g) => g.tokens) ? "No token numbers were kept here." : ""),
+      streams.length ? h("label", {}, "Colour tokens by ", colour) : h("span", { class: "muted small" }, state.index.groups.some((g) => g.tokens) ? "No token numbers were kept here." : ""),
       episodes.length > 1 ? h("label", {}, "Order ", order) : null, legend),
     cards]));
   paint(cards, legend, scale);
@@ -481,37 +443,23 @@ function jump(group) {
   choose(state.shown.indexOf(group));
 }
 
-function whyDropped(group) {
-  if (group.kind !== "dropped") return null;
-  const range = state.index.runs[group.run].args.success_range;
-  const why = Array.isArray(range) ? `its mean success is outside --success-range ${range.join(" ")}` : "keep_group rejected it";
-  return h("p", { class: "note" }, `This group was sampled but not trained on: ${why}; mean reward ${num(group.mean)}.`);
-}
-
 /** The card of one episode: numbers, why it ended, and its text piece by piece. */
-function sample(group, pieces, i, prompt) {
+function sample(group, pieces, prompt) {
   const last = pieces.at(-1), parts = Object.entries(last.rewards ?? {});
-  const info = { ...last.info }, messages = Array.isArray(info.messages) ? info.messages : null;
-  delete info.messages;
-  const ended = ENDS[last.finish_reason] ?? visible(last.finish_reason ?? "");
-  const nan = group.kind === "train" && last.advantage === null;
-  const length = pieces.reduce((sum, row) => sum + (row.length ?? 0), 0);
-  const body = h("div", { class: "body" });
-  const numbers = [["reward", num(last.reward)], ...(last.advantage != null ? [["advantage", signed(+last.advantage.toPrecision(3))]] : []),
+  const { messages: said, ...info } = last.info ?? {}, messages = Array.isArray(said) ? said : [];
+  const nan = group.kind === "train" && last.advantage === null, length = pieces.reduce((sum, row) => sum + (row.length ?? 0), 0);
+  const numbers = [["reward", num(last.reward)], ...(last.advantage != null ? [["advantage", signed(last.advantage)]] : []),
     ...(last.score != null ? [["score", num(last.score)]] : []), ...parts.map(([name, x]) => [name, num(x)]),
-    ["tokens", num(length)], ["weights", (last.versions ?? []).join(", ")]];
-  const element = h("article", { class: "card sample" },
-    h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, visible(x))))),
-    h("p", { class: last.finish_reason === "stop" ? "small muted" : "small warn" }, ended, nan ? "; dropped: a number of it was NaN or infinite, or the step failed" : ""),
+    ["tokens", num(length)], ["weights", (last.versions ?? []).join(", ")], ["ended", ENDS[last.finish_reason] ?? last.finish_reason ?? ""]];
+  return h("article", { class: "card sample" },
+    h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) => h("div", {}, h("dt", {}, visible(name)), h("dd", { class: name === "ended" && last.finish_reason !== "stop" ? "warn" : null }, visible(x))))),
+    nan ? h("p", { class: "small warn" }, "not trained on: one of its numbers was NaN or infinite, or the step failed") : null,
     info.error ? h("p", { class: "small warn" }, "not judged: ", visible(show(info.error))) : null,
-    body,
+    h("div", { class: "body" }, pieces.map((row, k) => [
+      k && row.prompt && row.prompt !== prompt ? h("details", { class: "small" }, h("summary", {}, "The context was written anew: prompt"), h("div", { class: "text" }, visible(row.prompt))) : null,
+      row.tokens ? tokensOf(row.tokens) : messages.length > 1 && k === pieces.length - 1 ? turns(messages) : h("div", { class: "text", dir: "auto" }, visible(textOf(row))),
+    ])),
     Object.keys(info).length ? h("details", { class: "small" }, h("summary", {}, "What environment and reward left"), h("pre", { class: "text" }, visible(show(info)))) : null);
-  const draw = () => body.replaceChildren(...pieces.flatMap((row, k) => [
-    k && row.prompt && row.prompt !== prompt ? h("details", { class: "small" }, h("summary", {}, "The context was written anew: prompt"), h("div", { class: "text" }, visible(row.prompt))) : null,
-    row.tokens ? tokensOf(row.tokens) : messages && k === pieces.length - 1 && messages.length > 1 ? turns(messages) : h("div", { class: "text", dir: "auto" }, visible(textOf(row))),
-  ]).filter(Boolean));
-  draw();
-  return element;
 }
 
 /** The messages of an episode, folded but for the last. */
@@ -521,8 +469,7 @@ const turns = (messages) => messages.map((message, i) => h("details", { class: "
   h("div", { class: "text", dir: "auto" }, visible(message.content ?? "")), message.tool_calls ? h("pre", { class: "text" }, visible(show(message.tool_calls))) : null));
 
 // ---------------------------------------------------------------- tokens
-
-const at = (stream, i) => (Array.isArray(stream) ? stream[i] : stream);
+const at = (stream, i) => (Array.isArray(stream) ? stream[i] : stream); // one number stands for all
 const COLOURS = {
   logp: { name: "log-prob", of: (x) => ["--low", -x / 5], ends: () => ["0", "-5 nats and below"] },
   entropy: { name: "entropy", of: (x) => ["--low", x / 2.5], ends: () => ["0", "2.5 nats and above"] },
@@ -536,46 +483,43 @@ const COLOURS = {
 function scaleOf(rows) {
   const all = (name) => rows.flatMap((row) => row.tokens?.[name] ?? []);
   const largest = (values, low) => values.reduce((a, b) => Math.max(a, Math.abs(b)), low);
-  return {
-    advantage: largest(all("advantage"), 0), ratio: largest(all("ratio").filter((x) => x > 0).map(Math.log), 0.01),
-    versions: [...new Set(all("version"))].sort((a, b) => a - b),
-  };
+  const ratio = largest(all("ratio").filter((x) => x > 0).map(Math.log), 0.01);
+  return { advantage: largest(all("advantage"), 0), ratio, versions: [...new Set(all("version"))].sort((a, b) => a - b) };
 }
 
 /** The tokens of a completion; what the policy did not sample (tools, users) is folded. */
 function tokensOf(tokens) {
   const out = [], body = h("div", { class: "text tokens", dir: "auto", tabindex: 0, role: "group", "aria-label": "Tokens; the arrow keys show their numbers", keydown: tokenKey });
   body.tokens = tokens;
-  const own = (i) => at(tokens.version, i) >= 0;
+  const own = (i) => at(tokens.version, i) >= 0; // sampled by the policy
   for (let i = 0; i < tokens.text.length; ) {
     let end = i;
     while (end < tokens.text.length && own(end) === own(i)) end++;
     const spans = tokens.text.slice(i, end).map((text, k) => h("span", { "data-i": i + k }, visible(text).replace(/\n/g, "⏎\n")));
-    const text = tokens.text.slice(i, end).join("");
-    out.push(...(own(i) ? spans : [h("details", { class: "turn" }, h("summary", {}, `not sampled, ${end - i} tokens: ${visible(text.trim()).slice(0, 60)}`), ...spans)]));
+    const text = tokens.text.slice(i, end).join("").trim().slice(0, 60).replace(/\s+/g, " ");
+    out.push(...(own(i) ? spans : [h("details", { class: "turn" }, h("summary", {}, `not sampled, ${end - i} tokens: ${visible(text)}`), ...spans)]));
     i = end;
   }
   body.append(...out);
   return body;
 }
 
+const tint = (colour, amount) => `color-mix(in srgb, var(${colour}) ${Math.round(15 + 60 * Math.min(1, amount))}%, transparent)`;
+
 /** Colour the tokens by the chosen number. */
 function paint(cards, legend, scale) {
-  const rule = COLOURS[cards.parentElement?.querySelector("#colour")?.value ?? ""];
-  const name = Object.keys(COLOURS).find((key) => COLOURS[key] === rule);
+  const name = cards.parentElement?.querySelector("#colour")?.value, rule = COLOURS[name];
   for (const body of cards.querySelectorAll(".tokens")) for (const span of body.querySelectorAll("span[data-i]")) {
     const x = rule && at(body.tokens[name], +span.dataset.i);
     const [colour, amount] = rule && typeof x === "number" ? rule.of(x, scale) : ["", 0];
-    span.style.background = amount > 0 ? `color-mix(in srgb, var(${colour}) ${Math.round(15 + 60 * Math.min(1, amount))}%, transparent)` : "";
+    span.style.background = amount > 0 ? tint(colour, amount) : "";
   }
   legend.replaceChildren();
   if (!rule) return;
-  const ends = rule.ends(scale);
-  const swatches = name === "version" ? ends.map((_, i) => [`--c${i % 6}`]) : name === "advantage" || name === "ratio" ? [["--down"], ["--up"]] : [["", 0], [name === "mask" ? "--up" : "--low"]];
+  const ends = rule.ends(scale), two = name === "advantage" || name === "ratio";
   legend.append(...ends.map((text, i) => {
-    const mark = h("i", { class: "mark" });
-    if (swatches[i]?.[0]) mark.style.background = `var(${swatches[i][0]})`;
-    return h("span", {}, mark, ` ${text} `);
+    const [colour] = name === "version" ? rule.of(scale.versions[i], scale) : two ? [i ? "--up" : "--down"] : rule.of(1, scale);
+    return h("span", {}, h("i", { class: "mark", style: { background: tint(colour, i || two || name === "version" ? 1 : 0) } }), ` ${text} `);
   }));
 }
 
@@ -598,61 +542,50 @@ function tokenKey(event) {
   if (event.key === "Escape") return showTip(null);
   if (!move) return;
   event.preventDefault();
-  const spans = [...this.querySelectorAll("span[data-i]")].filter((span) => span.getClientRects().length);
+  const spans = [...this.querySelectorAll("span[data-i]")].filter((span) => !span.closest("details:not([open])"));
   showTip(spans[Math.min(spans.length - 1, Math.max(0, spans.findIndex((span) => span.classList.contains("here")) + move))]);
 }
 
 // ---------------------------------------------------------------- the page as a whole
-
 function drawAll() {
-  const rewards = state.index.groups.filter((g) => Number.isFinite(g.mean));
-  state.range = [rewards.reduce((a, g) => Math.min(a, g.low), Infinity), rewards.reduce((a, g) => Math.max(a, g.high), -Infinity)];
-  drawHead();
-  drawCurves();
-  drawControls();
-  refresh();
+  state.range = state.index.groups.filter((g) => Number.isFinite(g.mean)).reduce(([a, b], g) => [Math.min(a, g.low), Math.max(b, g.high)], [Infinity, -Infinity]);
+  for (const draw of [drawHead, drawCurves, drawControls]) draw();
+  return $("search").value ? search() : refresh();
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
-  if (state.index) drawCurves();
-}
-
-/** Follow a live run: ask for its state, and for the data when that changed. */
-async function follow() {
-  let known = null;
+/** Follow a live run: ask for its state, and for the data when that is not what the page shows. */
+async function follow(known) {
   for (;;) {
     try {
-      const now = await (await fetch("state")).text();
-      if (known !== null && now !== known) {
-        const open = state.shown[state.at];
-        await load(await (await fetch("data")).json());
-        const same = open && state.index.groups.find((g) => g.run === open.run && g.kind === open.kind && g.step === open.step && g.row === open.row);
-        if (same) [state.shown, state.at] = [[same], 0];
+      if (known !== await (await fetch("state")).text()) {
+        const name = (g) => g && [g.run, g.kind, g.step, g.row].join(), open = name(state.shown[state.at]);
+        const { state: now, blocks } = await (await fetch("data")).json();
+        await load(blocks);
+        [state.shown, state.at] = [state.index.groups.filter((g) => name(g) === open), 0];
         drawAll();
+        known = now;
       }
-      known = now;
       $("live").textContent = "live";
     } catch { $("live").textContent = "the server does not answer"; }
-    await new Promise((done) => setTimeout(done, 2000));
+    await new Promise((done) => setTimeout(done, 1000));
   }
 }
 
 async function start() {
-  const themes = ["system", "light", "dark"];
-  $("theme").onclick = () => setTheme(themes[(themes.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % 3]);
+  $("theme").onclick = () => {
+    const { dataset } = document.documentElement, theme = (dataset.theme = { light: "dark", dark: "system" }[dataset.theme] ?? "light");
+    $("theme").textContent = `Theme: ${theme}`;
+    drawCurves();
+  };
   $("unzoom").onclick = () => zoomTo(null);
   $("smoothing").onchange = () => drawCurves();
   for (const id of ["run", "kind", "step", "sort", "tokens"]) $(id).onchange = refresh;
-  let typing = 0;
+  let typing = 0, resizing = 0, width = innerWidth;
   $("search").oninput = () => { clearTimeout(typing); typing = setTimeout(search, 200); };
   $("list").onscroll = () => requestAnimationFrame(drawRows);
   $("list").onkeydown = listKey;
   $("detail").addEventListener("mouseover", (event) => showTip(event.target.closest("span[data-i]")));
-  $("detail").addEventListener("mouseleave", () => showTip(null));
-  $("detail").addEventListener("focusout", () => showTip(null));
-  let width = innerWidth, resizing = 0;
+  for (const name of ["mouseleave", "focusout"]) $("detail").addEventListener(name, () => showTip(null));
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => { if (innerWidth !== width) { width = innerWidth; drawCurves(); drawRows(); } }, 150); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves());
   addEventListener("beforeprint", () => { document.documentElement.classList.add("print"); drawCurves(320); });
@@ -660,7 +593,8 @@ async function start() {
   await load([...document.querySelectorAll("script.data")].map((block) => block.textContent));
   drawAll();
   document.documentElement.dataset.ready = "yes";
-  if (document.documentElement.dataset.mode === "live") { $("title").after(h("span", { id: "live", role: "status" }, "live")); follow(); }
+  performance.mark("drawn");
+  if (document.documentElement.dataset.live) { $("title").after(h("span", { id: "live", role: "status" }, "live")); follow(document.documentElement.dataset.live); }
 }
 
-start();
+start().catch((error) => { $("about").textContent = `This page needs a browser of 2023 or later (${error}).`; throw error; });
