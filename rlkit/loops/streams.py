@@ -13,14 +13,14 @@ from rlkit.model.forward import Policy, compute_tokens
 from rlkit.packing import select
 from rlkit.types import Batch, Trajectory
 
-NUM_STEPS = 32  # of a run, evenly spaced, of which samples keep their tokens
+NUM_STEPS = 32  # of a run, at most, evenly spaced, of which samples keep their tokens
 NUM_GROUPS = 2  # of such a step
 NUM_TOKENS = 16384  # of such a step, at most, unless a single sample has more
 
 
 def keeps_tokens(step: int, *, steps: int) -> bool:
-    """Whether samples of this step keep the numbers of their tokens: the first, the last, and `NUM_STEPS` between."""
-    return step in (1, steps) or step % max(1, round(steps / NUM_STEPS)) == 0
+    """Whether samples of this step keep the numbers of their tokens: the first, the last, at most `NUM_STEPS` others."""
+    return step in (1, steps) or step % (-(-steps // NUM_STEPS) or 1) == 0
 
 
 def chosen(groups: Sequence[Sequence[Trajectory]]) -> list[int]:

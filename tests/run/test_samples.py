@@ -12,7 +12,7 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import open_run
-from rlkit.run.samples import Samples, table, trajectory_row
+from rlkit.run.samples import Samples, pieces, table, token_row, trajectory_row
 from rlkit.types import Trajectory
 
 ROW = {"prompt": "What is 6 * 7?", "answer": "42", "topic": "products"}
@@ -162,3 +162,38 @@ def test_a_rank_that_does_not_write_decodes_nothing(tmp_path):
         samples.trained([], [[sampled()]], {}, step=1)
         samples.completed(Prompt([60], {}, 0), [sampled()], step=1, kept=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", ["plain words", "über 日本語 🤗👩‍👩‍👧 مرحبا", "\n\n\t", ""])
+def test_the_pieces_of_tokens_join_to_the_text(text):
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(ids):
+        return tokenizer.decode(list(ids))
+
+    found = pieces(ids, decode=decode)
+    assert len(found) == len(ids)
+    assert "".join(found) == decode(ids)
+    if text.isascii():
+        assert found == [decode([x]) for x in ids]
+
+
+def test_halves_of_characters_wait_for_a_few_tokens_only():
+    tokenizer, asked = tiny_tokenizer(), []
+    (half,) = [i for i in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(i) == "Ù"]  # the byte 0xd9
+
+    def decode(ids):
+        asked.append(len(ids))
+        return tokenizer.decode(list(ids))
+
+    found = pieces([half] * 500, decode=decode)
+    assert "".join(found) == "\ufffd" * 500
+    assert max(asked) < 100, "the time is linear"
+
+
+def test_numbers_of_tokens_are_short():
+    streams = {"logp": [-0.123456, -2.0], "mask": [1, 1], "advantage": None, "version": [3, 4]}
+    assert token_row([104, 105], streams, decode=lambda ids: "ab"[: len(ids)]) == {
+        "text": ["a", "b"], "logp": [-0.1235, -2.0], "mask": 1, "advantage": None, "version": [3, 4]
+    }  # fmt: skip
