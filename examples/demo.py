@@ -163,6 +163,7 @@ def report(args: Args, trained: Path, seconds: float) -> None:
     if picture.exists():
         plot_run(run, title=headline)
         print(f"curves   {picture}")
+    print(f"report   {run / 'report.html'}")
     print(f"samples  {run / 'trajectories'}")
     print(f"model    {trained}  (transformers' from_pretrained loads it)")
 

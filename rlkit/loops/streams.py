@@ -19,7 +19,7 @@ NUM_TOKENS = 16384  # of such a step, at most, unless a single sample has more
 
 
 def keeps_tokens(step: int, *, steps: int) -> bool:
-    """Whether samples of this step keep the numbers of their tokens: the first, the last, at most `NUM_STEPS` others."""
+    """Whether samples of this step keep the numbers of their tokens: the first, the last, and some between."""
     return step in (1, steps) or step % (-(-steps // NUM_STEPS) or 1) == 0
 
 

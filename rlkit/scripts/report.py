@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from rlkit.scripts.cli import run
-from rlkit.settings import refuse_if
+from rlkit.settings import Range, check, refuse_if
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Args:
     """serve the page on --host and --port in place of writing it, with new steps as they come, until Ctrl-C"""
     host: str = "127.0.0.1"
     """address to serve on; whoever reaches it reads the run"""
-    port: int = 8000
+    port: Annotated[int, Range("from 0 to 65535", lambda x: 0 <= x < 65536)] = 8000
     """port to serve on; 0: any free one"""
 
     def __post_init__(self) -> None:
+        check(self)
         refuse_if(self.serve and (self.out or self.force), "`serve` writes no file: leave out `out` and `force`")
 
 

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_model():
         assert got["ratio"] == pytest.approx([x * m for x, m in zip(ratio, t.mask)], rel=1e-3)
         assert got["logp"] == t.logp
         assert (got["mask"], got["version"]) == ([int(m) for m in t.mask], t.versions)
-        assert got["advantage"] == list(range(start, start + n))
+        assert got["advantage"] == [x * m for x, m in zip(range(start, start + n), t.mask)]
 
 
 def test_a_batch_of_other_sequences_has_no_numbers():
