@@ -261,14 +261,12 @@ def test_text_of_a_model_is_shown_and_runs_nothing(chrome, tmp_path):
         assert detail.count(SHOWN) > 6
         assert not set(detail) & set("\u202e\x1b\u2066\ud83d")
     chrome.choose("#colour", "logp")
-    everything = chrome.js("return [...document.querySelectorAll('body :not(script)')].map(x => x.tagName)")
-    assert "IMG" not in everything
+    assert chrome.js("return document.images.length") == 0
+    everything = chrome.js("return [...document.querySelectorAll('body > :not(script)')].map(x => x.textContent).join('')")
+    assert not set(everything) & set("\u202e\x1b\u2066\ud83d")
     assert chrome.text("#facts").count("<img src=x") >= 2
     assert SHOWN.strip() in chrome.js("return document.getElementById('commands').textContent")
     assert chrome.js("return window.ran ?? null") is None
-    assert chrome.js("return document.querySelectorAll('script').length") == len(
-        chrome.js("return [...document.scripts].map(x => x.className)")
-    )
     assert chrome.errors() == []
 
 
@@ -284,24 +282,18 @@ def test_ten_thousand_samples_are_drawn_when_they_are_seen(chrome, tmp_path):
         lines(folder / f"trajectories/train_{step:06d}.jsonl", rows)
     chrome.open(write_report(folder))
     assert chrome.text("#count") == "5,000 prompts, 10,000 samples"
-    opened = chrome.js("return performance.getEntriesByName('drawn')[0].startTime")
-    assert opened < 6000, "2 s on an idle machine"
-    frames = chrome.js("""
-        const list = document.getElementById("list"), times = [];
-        return (async () => {
-          for (let i = 0; i < 60; i++) {
-            list.scrollTop += 4000;
-            const start = performance.now();
-            await new Promise(requestAnimationFrame);
-            drawRows();
-            times.push(performance.now() - start);
-          }
-          return [document.querySelectorAll(".item").length, list.scrollTop, times.sort((a, b) => a - b)[30]];
-        })()
+    chunks = chrome.js("return state.chunks.map(chunk => Boolean(chunk.rows))")
+    assert len(chunks) > 10
+    assert sum(chunks) == 1, "only the samples of the open group are decompressed"
+    found = chrome.js("""
+        const list = document.getElementById("list");
+        list.scrollTop = 200000;
+        return new Promise((done) => setTimeout(() => {
+          done([...document.querySelectorAll(".item")].map((item) => +item.id.slice(3)));
+        }, 300));
     """)
-    assert frames[0] < 60, "only what is in view is in the page"
-    assert frames[1] > 200_000
-    assert frames[2] < 100
+    assert len(found) < 60, "only what is in view is in the page"
+    assert min(found) <= 200_000 / 54 <= max(found)
     chrome.type("#search", "499 1 words")
     chrome.wait("return document.getElementById('count').innerText === '10 prompts, 20 samples'")
     assert chrome.errors() == []

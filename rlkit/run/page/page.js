@@ -41,7 +41,7 @@ const visible = (text) => String(text).replace(CONTROLS, (c) => "\\u" + c.charCo
 /** A number for people: four digits, no trailing zeros. What is no number ("NaN") stays as it is. */
 function num(x) {
   if (typeof x !== "number" || Number.isInteger(x)) return (x ?? "-").toLocaleString("en");
-  return Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6 ? x.toExponential(2) : String(+x.toPrecision(4));
+  return Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6 ? x.toExponential(2).replace(/\.?0+e/, "e") : (+x.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 const short = (x) => num(typeof x === "number" ? +x.toPrecision(3) : x);
 const signed = (x) => (x > 0 ? "+" : "") + short(x);
@@ -129,7 +129,7 @@ function command(run, several) {
 function table(element, rows, runs) {
   const head = runs.length > 1 ? [h("tr", {}, h("td"), runs.map((run, i) => h("th", { class: `c${i % 6}`, scope: "col" }, visible(run.name))))] : [];
   element.replaceChildren(...head, ...rows.map(([title, ...cells]) =>
-    h("tr", {}, h("th", { scope: "row" }, title), cells.map((cell) => h("td", {}, cell === null || cell === undefined ? "-" : visible(cell))))));
+    h("tr", {}, h("th", { scope: "row" }, visible(title)), cells.map((cell) => h("td", {}, cell === null || cell === undefined ? "-" : visible(cell))))));
   return element;
 }
 
@@ -185,7 +185,7 @@ function card(panel, lines) {
   const about = keys.find(([, row]) => row)?.[1];
   const caption = about && h("details", { class: "about" },
     h("summary", {}, marked(sentence(about.meaning.split(". ")[0])), about.healthy ? [h("br"), h("b", {}, "Healthy: "), marked(about.healthy + ".")] : []),
-    h("dl", {}, keys.map(([c, row]) => [h("dt", {}, h("code", {}, visible(c.key)), ` ${c.label}`), h("dd", {}, row ? marked(`${row.meaning} (${row.unit})`) : "")])));
+    h("dl", {}, keys.map(([c, row]) => [h("dt", {}, h("code", {}, visible(c.key)), ` ${visible(c.label)}`), h("dd", {}, row ? marked(`${row.meaning} (${row.unit})`) : "")])));
   const element = h("article", { class: "card" }, h("h3", {}, visible(panel.title), h("small", { class: "muted" }, ` ${panel.unit}`)), box, legend, caption);
   element.draw = (width) => chartOf(panel, lines, box, legend, width ?? box.clientWidth);
   return element;
@@ -420,7 +420,7 @@ async function drawDetail(group) {
   const why = Array.isArray(range) ? `its mean success is outside --success-range ${range.join(" ")}` : "keep_group rejected it";
   $("detail").replaceChildren(...present([
     h("div", { class: "row" }, h("h3", {}, `${KINDS[group.kind]}, step ${group.step}`), h("span", { class: "muted" }, `row ${group.row + 1} of the data`)),
-    others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": g === group, click: () => jump(g) }, `${g.step} (${short(g.mean)})`))) : null,
+    others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": String(g === group), click: () => jump(g) }, `${g.step} (${short(g.mean)})`))) : null,
     h("details", { open: !long }, h("summary", {}, long ? `Prompt: ${visible(group.title)}` : "Prompt"), h("div", { class: "text", dir: "auto" }, visible(prompt))),
     gold === null || gold === undefined ? null : h("div", { class: "gold" }, h("span", { class: "muted" }, "Gold answer "), h("span", { class: "text", dir: "auto" }, visible(show(gold)))),
     group.kind === "dropped" ? h("p", { class: "note" }, `Sampled but not trained on: ${why}; mean reward ${short(group.mean)}.`) : null,
@@ -593,7 +593,6 @@ async function start() {
   await load([...document.querySelectorAll("script.data")].map((block) => block.textContent));
   drawAll();
   document.documentElement.dataset.ready = "yes";
-  performance.mark("drawn");
   if (document.documentElement.dataset.live) { $("title").after(h("span", { id: "live", role: "status" }, "live")); follow(document.documentElement.dataset.live); }
 }
 
