@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -274,7 +275,7 @@ def open_run(
             drop_after(folder, start)
             if (text := _resumed.pop(folder.resolve(), None)) and start < steps:
                 replace_file(folder / "args.json", text)
-        append_file(folder / "starts.jsonl", (json.dumps(start_row(start)) + "\n").encode())
+        _append_start(folder / "starts.jsonl", start)
     progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
     run = Run(folder, progress)
     try:
@@ -284,6 +285,14 @@ def open_run(
         progress.close()
         if (lock := _held.pop(folder.resolve(), None)) is not None:
             lock.close()
+
+
+def _append_start(path: Path, step: int) -> None:
+    """Append this start of the run; it replaces starts whose steps are all deleted."""
+    if path.exists():
+        kept = takewhile(lambda line: _step_of(line) < step, path.read_bytes().splitlines(keepends=True))
+        os.truncate(path, sum(map(len, kept)))
+    append_file(path, (json.dumps(start_row(step)) + "\n").encode())
 
 
 def drop_after(folder: Path | str, step: int) -> None:

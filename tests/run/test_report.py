@@ -226,7 +226,7 @@ def test_a_failed_report_is_one_line_and_the_run_continues(tmp_path, monkeypatch
 
 def test_each_start_of_a_run_leaves_its_command_without_passwords(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--engine-urls", "http://me:secret@host:1"])
-    for start in (-1, 1):
+    for start in (-1, 1, 1):  # the second start from step 1 replaces the first
         with open_run(tmp_path / "run", steps=2, active=True, resume=start > 0, start=start) as run:
             run.log(max(1, start + 1), {"reward/mean": 1.0})
     first, second = map(json.loads, (tmp_path / "run/starts.jsonl").read_text().splitlines())

@@ -262,7 +262,9 @@ def test_text_of_a_model_is_shown_and_runs_nothing(chrome, tmp_path):
         assert not set(detail) & set("\u202e\x1b\u2066\ud83d")
     chrome.choose("#colour", "logp")
     assert chrome.js("return document.images.length") == 0
-    everything = chrome.js("return [...document.querySelectorAll('body > :not(script)')].map(x => x.textContent).join('')")
+    everything = chrome.js(
+        "return [...document.querySelectorAll('body > :not(script)')].map(x => x.textContent).join('')"
+    )
     assert not set(everything) & set("\u202e\x1b\u2066\ud83d")
     assert chrome.text("#facts").count("<img src=x") >= 2
     assert SHOWN.strip() in chrome.js("return document.getElementById('commands').textContent")
