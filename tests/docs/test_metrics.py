@@ -134,6 +134,11 @@ def test_the_page_has_the_keys_of_samples_and_no_others(keys, folder):
     assert tables(samples) == {key for row in rows for key in row} | {"continues"}
 
 
+def test_each_run_leaves_its_report(keys, folder):
+    pages = [folder / name.replace(" ", "_") / "report.html" for name in keys]
+    assert [page.exists() for page in pages] == [True] * len(RUNS)
+
+
 def test_keys_of_some_runs_only(keys):
     groups = {"PPO's critic": {"ppo"}, "Fixed data": {"sft", "dpo", "kto", "reward model"}}
     for title, runs in groups.items():

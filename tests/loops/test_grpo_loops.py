@@ -8,6 +8,7 @@ import math
 import threading
 from dataclasses import replace
 from functools import partial
+from statistics import stdev
 
 import pytest
 import small
@@ -100,6 +101,8 @@ def test_held_out_prompts_are_sampled_several_times(tmp_path):
         assert line["eval/sampled"] == pytest.approx(sum(row["reward"] for row in rows) / 15)
         assert line["eval/best"] == pytest.approx(sum(map(max, by_prompt.values())) / 5)
         assert line["eval/best"] > line["eval/sampled"]
+        means = [sum(rewards) / 3 for rewards in by_prompt.values()]
+        assert line["eval/sampled_se"] == pytest.approx(stdev(means) / 5**0.5)
         assert len(rows_of(tmp_path, "eval_greedy")[step]) == 5
 
 

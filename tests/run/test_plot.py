@@ -97,6 +97,17 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
     assert top > 9.5, "a constant maximum is not hidden by the frame"
 
 
+def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
+    rows = [
+        {"step": 0, "eval/greedy": 0.4, "eval/greedy_se": 0.1},
+        {"step": 5, "eval/greedy": 0.6, "eval/greedy_se": 0.05},
+    ]
+    plot_run(write_run(tmp_path / "run", rows))
+    ((band,),) = [axis.collections for axis in figures[0].axes]
+    corners = {tuple(x) for x in np.round(band.get_paths()[0].vertices, 6).tolist()}
+    assert {(0, 0.204), (0, 0.596), (5, 0.502), (5, 0.698)} <= corners
+
+
 def test_runs_are_compared_by_name(tmp_path, figures):
     rows = [{"step": step, "reward/mean": 0.1 * step, "entropy": 1 / step} for step in range(1, 4)]
     a, b = write_run(tmp_path / "x" / "run", rows), write_run(tmp_path / "y" / "run", rows)
