@@ -225,8 +225,7 @@ def _prompt(group: Group) -> str:
 def _slim(row: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """The row without what its group has, and without the completion where its tokens have it."""
     same = {"step", "group", "gold", *(["prompt"] if row.get("prompt") == first.get("prompt") else [])}
-    tokens = row.get("tokens")
-    if isinstance(tokens, dict) and "".join(tokens.get("text", [])) == row.get("completion"):
+    if "tokens" in row and "".join(row["tokens"]["text"]) == row.get("completion"):
         same.add("completion")
     return {name: value for name, value in row.items() if name not in same}
 

@@ -247,6 +247,8 @@ def test_text_of_a_model_is_shown_and_runs_nothing(chrome, tmp_path):
     messages = [{"role": EVIL, "content": EVIL, "tool_calls": calls}, {"role": "assistant", "content": EVIL}]
     bad = {"prompt": EVIL, "gold": EVIL, "completion": EVIL, "finish_reason": EVIL, "rewards": {EVIL: 1.0}}
     rows = [sample(7, 0, i, **bad, info={"error": EVIL, "messages": messages, EVIL: EVIL}) for i in range(2)]
+    rows[1]["info"]["messages"] = [None, EVIL, {"content": [EVIL], "tool_calls": {"name": EVIL}}]
+    rows[1] |= {"tokens": {"text": EVIL}, "versions": 3, "rewards": [EVIL]}
     rows += [sample(7, 1, 0, **bad, tokens=tokens([EVIL, "end"], 7)), sample(7, 1, 1, **bad)]
     lines(folder / "trajectories/train_000007.jsonl", rows)
     page = write_report(folder)

@@ -87,8 +87,7 @@ async function load(blocks) {
 
 // ---------------------------------------------------------------- head
 function drawHead() {
-  const { runs, differences } = state.index;
-  const several = runs.length > 1;
+  const { runs, differences } = state.index, several = runs.length > 1;
   $("title").replaceChildren(visible(runs.map((run) => run.name).join(", ")));
   const first = runs[0].facts;
   const parts = [first.Algorithm, first.Model && first.Model.split("/").filter((x) => x !== "model").pop(), first.Steps + " steps", first.Time];
@@ -99,10 +98,9 @@ function drawHead() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.facts)))];
   const fact = (run, name) => name === "Started" && run.facts[name] ? new Date(run.facts[name] * 1000).toLocaleString() : run.facts[name];
   table($("facts"), names.map((name) => [name, ...runs.map((run) => fact(run, name))]), runs);
-  const rows = Object.entries(differences);
+  const rows = Object.entries(differences), all = [...new Set(runs.flatMap((run) => Object.keys(run.args)))];
   $("differences").replaceChildren(...(several ? [h("h3", {}, rows.length ? "Arguments that differ" : "All arguments are equal")] : []));
   if (several && rows.length) $("differences").append(h("div", { class: "scroll" }, table(h("table", { id: "differing" }), rows.map(([name, values]) => [name, ...values]), runs)));
-  const all = [...new Set(runs.flatMap((run) => Object.keys(run.args)))];
   $("arguments").hidden = !all.length;
   table($("arguments").querySelector("table"), all.map((name) => [name, ...runs.map((run) => show(run.args[name] ?? null))]), runs);
 }
@@ -450,9 +448,10 @@ function sample(group, pieces, prompt) {
   const nan = group.kind === "train" && last.advantage === null, length = pieces.reduce((sum, row) => sum + (row.length ?? 0), 0);
   const numbers = [["reward", num(last.reward)], ...(last.advantage != null ? [["advantage", signed(last.advantage)]] : []),
     ...(last.score != null ? [["score", num(last.score)]] : []), ...parts.map(([name, x]) => [name, num(x)]),
-    ["tokens", num(length)], ["weights", (last.versions ?? []).join(", ")], ["ended", ENDS[last.finish_reason] ?? last.finish_reason ?? ""]];
+    ["tokens", num(length)], ["weights", [last.versions ?? []].join(", ")], ["ended", ENDS[last.finish_reason] ?? last.finish_reason ?? ""]];
   return h("article", { class: "card sample" },
-    h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) => h("div", {}, h("dt", {}, visible(name)), h("dd", { class: name === "ended" && last.finish_reason !== "stop" ? "warn" : null }, visible(x))))),
+    h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) =>
+      h("div", {}, h("dt", {}, visible(name)), h("dd", { class: name === "ended" && last.finish_reason !== "stop" ? "warn" : null }, visible(x))))),
     nan ? h("p", { class: "small warn" }, "not trained on: one of its numbers was NaN or infinite, or the step failed") : null,
     info.error ? h("p", { class: "small warn" }, "not judged: ", visible(show(info.error))) : null,
     h("div", { class: "body" }, pieces.map((row, k) => [
@@ -463,10 +462,12 @@ function sample(group, pieces, prompt) {
 }
 
 /** The messages of an episode, folded but for the last. */
-const turns = (messages) => messages.map((message, i) => h("details", { class: "turn", open: i === messages.length - 1 },
-  h("summary", {}, h("b", {}, visible(message.role ?? "?")), " ", visible(String(message.content ?? "").slice(0, 80)),
-    message.tool_calls ? h("i", {}, ` calls ${visible(message.tool_calls.map((c) => c?.function?.name ?? "a tool").join(", "))}`) : null),
-  h("div", { class: "text", dir: "auto" }, visible(message.content ?? "")), message.tool_calls ? h("pre", { class: "text" }, visible(show(message.tool_calls))) : null));
+const turns = (messages) => messages.map((message, i) => {
+  const { role, content, tool_calls } = message ?? {}, text = visible(show(content ?? "")), calls = [tool_calls ?? []].flat();
+  return h("details", { class: "turn", open: i === messages.length - 1 },
+    h("summary", {}, h("b", {}, visible(role ?? "?")), " ", text.slice(0, 80), calls.map((call) => h("i", {}, ` calls ${visible(call?.function?.name ?? "a tool")}`))),
+    h("div", { class: "text", dir: "auto" }, text), calls.length ? h("pre", { class: "text" }, visible(show(calls))) : null);
+});
 
 // ---------------------------------------------------------------- tokens
 const at = (stream, i) => (Array.isArray(stream) ? stream[i] : stream); // one number stands for all
