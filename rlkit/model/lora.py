@@ -15,13 +15,15 @@ Reference: arXiv:2106.09685
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,7 @@ def add_lora(
 
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     _check_names(model, targets)
+    _check_reached(model, targets)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The following|fan_in_fan_out")  # of layers refused below
@@ -91,15 +94,49 @@ def _check_layers(model: Any) -> None:
             if isinstance(layer, Linear) and is_linear(base) and layer is not head:
                 fine.add(name.rpartition(".")[2])
             else:
-                path = re.sub(r"\.\d+(?=\.|$)", ".*", name).removesuffix(".base_layer")
-                wrong[path] = "the head" if layer is head else type(base).__name__
+                wrong[_pattern(name)] = "the head" if layer is head else type(base).__name__
     if wrong:
-        names = " and ".join(f"{path} ({kind})" for path, kind in wrong.items())
         names_of_experts = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}  # for peft, in a MoE
-        others = ", ".join(sorted(fine - names_of_experts)) or "none, so train all weights"
-        raise ValueError(
-            f"LoRA adapts linear layers only, not {names}; layers to name as targets (--lora-targets): {others}"
+        raise _refused(wrong, fine - names_of_experts)
+
+
+def _refused(wrong: dict[str, str], fine: set[str]) -> ValueError:
+    names = " and ".join(f"{path} ({kind})" for path, kind in wrong.items())
+    others = ", ".join(sorted(fine)) or "none, so train all weights"
+    return ValueError(
+        f"LoRA adapts linear layers only, not {names}; layers to name as targets (--lora-targets): {others}"
+    )
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name).removesuffix(".base_layer")
+
+
+def _check_reached(model: Any, targets: str | list[str]) -> None:
+    """Refuse layers whose adapter the forward would pass by: another module computes with their weights."""
+    modules, fine, wrong = dict(model.named_modules()), set(), {}
+    for name, layer in modules.items():
+        parent, _, last = name.rpartition(".")
+        if not isinstance(layer, nn.Linear) or layer is model.get_output_embeddings():
+            continue
+        if not _reads_weight(cast(Any, type(modules[parent])), last):
+            fine.add(last)
+        elif targets == "all-linear" or any(name == t or name.endswith(f".{t}") for t in targets):
+            wrong[_pattern(name)] = f"{type(modules[parent]).__name__} reads its weight"
+    if wrong:
+        raise _refused(wrong, fine - {path.rpartition(".")[2] for path in wrong})
+
+
+@cache
+def _reads_weight(parent: Any, name: str) -> bool:
+    """Whether the forward of a module computes with the weight of its layer `name`, as Mamba's do with `dt_proj`."""
+    try:
+        source = inspect.getsource(parent.forward) + "".join(
+            inspect.getsource(f) for key, f in vars(parent).items() if key.endswith("forward") and callable(f)
         )
+    except (OSError, TypeError, AttributeError):
+        return False
+    return re.search(rf"self\.{name}\.weight(?!\.(dtype|device|shape|requires_grad))", source) is not None
 
 
 def is_linear(module: Any) -> bool:

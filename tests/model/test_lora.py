@@ -26,9 +26,9 @@ from rlkit.scripts.args import Lora
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TRAINED = re.findall(r"^\| `([\w-]+)` \| trained", PAGE.read_text(), re.MULTILINE)
-REFUSED = {"gpt2", "gpt-sw3", "phimoe", "mixtral", "qwen3_moe", "olmoe"}  # of the 80, those that are known by hand
-IN_CI = ["llama", "qwen2_moe", "gpt2", "phimoe", "mixtral", "qwen3_moe"]
+TRAINED = re.findall(r"^\| `([\w-]+)` \| (?:un)?packed", PAGE.read_text(), re.MULTILINE)
+REFUSED = {"gpt2", "gpt-sw3", "phimoe", "mixtral", "qwen3_moe", "olmoe", "jamba", "nemotron_h"}  # known by hand
+IN_CI = ["llama", "qwen2_moe", "gpt2", "phimoe", "mixtral", "qwen3_moe", "jamba", "nemotron_h", "qwen3_5_text", "lfm2"]
 IDS = torch.tensor([[5, 9, 3, 20, 31, 8]])
 
 
@@ -85,7 +85,7 @@ def check(model_type, folder):
     except ValueError as error:
         (message,) = str(error).splitlines()
         found = re.fullmatch(
-            r"LoRA adapts linear layers only, not .+ \(\w+\); layers to name as targets \(--lora-targets\): (.+)",
+            r"LoRA adapts linear layers only, not .+ \([^()]+\); layers to name as targets \(--lora-targets\): (.+)",
             message,
         )
         assert found, message
@@ -119,6 +119,12 @@ def test_the_message_names_modules_and_what_can_be_adapted():
         add_lora(built("gpt2"), rank=2)
     with pytest.raises(ValueError, match=r"not model\.layers\.\*\.mlp\.router \(PhimoeTopKRouter\)"):
         add_lora(built("phimoe"), rank=2)
+
+
+def test_an_adapter_that_the_forward_would_pass_by_is_refused():
+    """Jamba computes with `dt_proj.weight`: the adapter trained nothing, and the export had it."""
+    with pytest.raises(ValueError, match=r"not model\.layers\.\*\.mamba\.dt_proj \(JambaMambaMixer reads its weight\)"):
+        add_lora(built("jamba"), rank=2, targets=["dt_proj", "x_proj"])
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
