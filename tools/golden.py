@@ -22,7 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 KEYS: dict[str, str] = {}  # key in the other checkout -> key here
-NEW = {"ppo": {"groups/dropped"}}  # by script: keys that the other checkout lacks
+_ERRORS = {"eval/sampled_se", "eval/greedy_se"}
+NEW = {"ppo": {"groups/dropped", *_ERRORS}, "grpo": _ERRORS}  # by script: keys that the other checkout lacks
 SAMPLED = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --max-prompt-tokens 32 --eval-steps 2 --eval-limit 8"
 RUNS = {  # name: (script, flags, how)
     "grpo": ("grpo", "", ""),

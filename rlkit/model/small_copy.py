@@ -31,7 +31,7 @@ _LAYERS = (
     "num_encoder_layers",
 )
 _CAPS = {  # (pattern of the name, largest value of the small config)
-    r"vocab_size.*|n_words": VOCAB,
+    r"(unpadded_)?vocab_size.*|n_words": VOCAB,
     r".*(intermediate|ffn|inner|feed_forward|mlp)_?(size|dim|hidden_size).*|n_inner": 32,
     r"(n|num|moe_num)_(local_|routed_)?experts": 4,
     r".*experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|n_group|num_expert_group": 2,
