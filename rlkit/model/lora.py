@@ -19,7 +19,7 @@ import inspect
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -220,12 +220,32 @@ def without_adapter(policy: PolicyFn, model: nn.Module) -> PolicyFn:
     return reference
 
 
-def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor in CPU memory) of the adapter alone, under the names of a peft checkpoint, on every rank."""
+def only_adapter_trains(model: Any) -> bool:
+    """Whether the frozen base weights and one `scale * B A` a layer, of one rank and scale, are all of the model.
+
+    Then the adapter alone is the update that an engine with the base weights needs. False without an adapter, and with
+    a trained embedding, DoRA, a bias, other ranks or scales of some layers. Collective over pipeline stages.
+    """
+    layers = [layer for layer in model.modules() if adapter_of(layer) is not None]
+    found = {(layer.lora_A.default.weight.shape[0], layer.scaling["default"]) for layer in layers}
+    fine = all(map(is_low_rank, layers))
+    fine = fine and not any(x.requires_grad and ".lora_" not in name for name, x in model.named_parameters())
+    stages = each_stage((fine, found), mesh=mesh_of(model))
+    kinds = set().union(*(kinds for _, kinds in stages))
+    config = lora_config(model) if layers else None
+    ours = config is None or kinds == {(config.r, config.lora_alpha / config.r)}
+    return all(fine for fine, _ in stages) and len(kinds) == 1 and ours
+
+
+def adapter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor in CPU memory) of the adapter alone, under the names of a peft checkpoint, on every rank.
+
+    `dtype` casts them (None: as they are).
+    """
     of_stage = {}
     for name, adapter in adapters(model).items():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            of_stage[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).cpu()
+            of_stage[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).to("cpu", dtype)
     for tensors in each_stage(of_stage, mesh=mesh_of(model)):
         yield from tensors.items()
 
@@ -237,24 +257,29 @@ def save_adapter(model: Any, folder: Path | str, *, tokenizer: Any = None) -> Pa
     `peft.AutoPeftModelForCausalLM.from_pretrained(folder)`. A model made in memory has no name: load its adapter by
     `peft.PeftModel.from_pretrained(base, folder)`.
     """
-    from safetensors.torch import save_file
-
-    folder, tensors = Path(folder), {name: x.contiguous() for name, x in adapter_weights(model)}
-    base, config = model.name_or_path, copy.copy(lora_config(model))
-    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
-
-    needed = (1 << 16) + sum(x.numel() * x.element_size() for x in tensors.values())
+    folder, tensors = Path(folder), dict(adapter_weights(model))
+    needed = (1 << 16) + sum(x.nbytes for x in tensors.values())
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with explain_full_disk("the adapter", folder, needed=needed, fix="Free space there and export it again."):
-            config.save_pretrained(folder)
-            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            write_adapter(model, tensors, folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
     on_rank0(write)
     return folder
+
+
+def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the config and the `tensors` of `adapter_weights`, in this process."""
+    from safetensors.torch import save_file
+
+    base, config = model.name_or_path, copy.copy(lora_config(model))
+    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
+    config.save_pretrained(folder)
+    whole = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _full(x: Any) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit import files as _files
-from rlkit.model.lora import Adapter, adapters, merged
+from rlkit.model.lora import Adapter, adapter_weights, adapters, merged, only_adapter_trains
 from rlkit.model.sharding import mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
@@ -28,14 +30,68 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.comp
 _WHAT, _FIX = "the model", "The previous content of the path is untouched. Free space there or give another path."
 
 
-class WeightStream(Iterator[tuple[str, Tensor]]):
-    """The pairs of `stream_weights`, and the `model` they are of: an engine that samples from it leaves them unread."""
+Pairs = Iterator[tuple[str, Tensor]]
 
-    def __init__(self, model: nn.Module, pairs: Iterator[tuple[str, Tensor]]) -> None:
-        self.model, self._pairs = model, pairs
+
+class Form(IntEnum):
+    """What servers need of a LoRA model: a later form is for those that cannot do with an earlier one."""
+
+    ADAPTER = 0  # the adapter alone
+    BASE = 1  # the base weights once, and the adapter
+    MERGED = 2  # the weights with the adapter added
+
+
+class WeightStream(Pairs):
+    """The pairs of `stream_weights`, the `model` they are of, and `num_bytes`, those of the tensors read so far.
+
+    An engine that samples from the model leaves them unread. One whose servers add the adapter themselves reads
+    `in_form` in place of them, if `has_adapter`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+        self.model, self.num_bytes = model, 0
+        self._dtype, self._bucket_bytes = dtype, bucket_bytes
+        self._pairs = self._counted(_pairs(model, dtype, bucket_bytes))
+        self._has_adapter: bool | None = None
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._pairs)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the base weights and the adapter are all there is, and no form is chosen yet. See
+        `rlkit.model.lora.only_adapter_trains`: ask on every rank."""
+        if self._has_adapter is None:
+            self._has_adapter = only_adapter_trains(self.model)
+        return self._has_adapter
+
+    def in_form(self, form: Form) -> WeightStream | AdapterStream:
+        """The weights in this form, unread; choose once, and the same on every rank."""
+        self._has_adapter = False
+        if form is Form.MERGED:
+            return self
+        base = _pairs(self.model, self._dtype, self._bucket_bytes, merge=False) if form is Form.BASE else None
+        adapter = self._counted(adapter_weights(self.model, dtype=self._dtype))
+        return AdapterStream(self.model, None if base is None else self._counted(base), adapter)
+
+    def _counted(self, pairs: Pairs) -> Pairs:
+        for name, x in pairs:
+            self.num_bytes += x.nbytes
+            yield name, x
+
+
+class AdapterStream(Pairs):
+    """A LoRA model's base weights (None: the servers have them), then its adapter, under the names of peft.
+
+    Like a `WeightStream` it must be read to its end on every rank.
+    """
+
+    def __init__(self, model: nn.Module, base: Pairs | None, adapter: Pairs) -> None:
+        self.model, self.base, self.adapter = model, base, adapter
+        self._all = chain(base or (), adapter)
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._all)
 
 
 def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 28) -> WeightStream:
@@ -53,20 +109,22 @@ def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None, bucket
 
     Differs: verl and OpenRLHF gather tensor by tensor, verl's FSDP path after a full state dict; slime also buckets.
     """
-    return WeightStream(model, _pairs(model, dtype, bucket_bytes))
+    return WeightStream(model, dtype, bucket_bytes)
 
 
 @torch.no_grad()
-def _pairs(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes), mesh_of(model)):
+def _pairs(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, *, merge: bool = True) -> Pairs:
+    for bucket in _of_all_stages(_buckets(model, dtype, bucket_bytes, merge), mesh_of(model)):
         while bucket:
             name = next(iter(bucket))
             yield name, bucket.pop(name)
 
 
-def _buckets(model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _buckets(
+    model: nn.Module, dtype: torch.dtype | None, bucket_bytes: int, merge: bool
+) -> Iterator[dict[str, Tensor]]:
     """The full tensors of this pipeline stage, under their checkpoint names."""
-    updates = adapters(model)
+    updates = adapters(model) if merge else {}
     bucket: dict[str, Tensor] = {}
     size = 0
     for full, x in _stage_tensors(model).items():

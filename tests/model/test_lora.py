@@ -18,10 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import checkpoint
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
-from rlkit.model.lora import adapters, add_lora
+from rlkit.model.lora import adapters, add_lora, only_adapter_trains, write_adapter
 from rlkit.model.optim import adamw
 from rlkit.model.small_copy import shrunk
-from rlkit.model.weights import export_hf, stream_weights
+from rlkit.model.weights import Form, export_hf, stream_weights
 from rlkit.scripts.args import Lora
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -204,3 +204,64 @@ def test_a_moving_reference_beside_a_model_with_adapters_is_kept(tmp_path):
     load_checkpoint(path, model=other, optimizer=None)
     for (name, a), b in zip(both.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_base_and_adapter_apart_are_what_peft_merges(tmp_path, dtype):
+    import peft
+
+    model, _ = adapted_model()
+    stream = stream_weights(model, dtype=dtype)
+    assert stream.has_adapter
+    apart = stream.in_form(Form.BASE)
+    assert not stream.has_adapter, "the form is chosen once"
+    base, adapter = dict(apart.base), dict(apart.adapter)
+    original = dict(stream_weights(tiny_model(tiny_tokenizer(), seed=0), dtype=dtype))
+    assert base.keys() == original.keys()
+    assert all(torch.equal(x, original[name]) for name, x in base.items())
+    assert {x.dtype for x in adapter.values()} == {dtype or torch.float32}
+    assert stream.num_bytes == sum(x.nbytes for x in [*base.values(), *adapter.values()])
+    if dtype is None:
+        write_adapter(model, adapter, tmp_path)
+        loaded = peft.PeftModel.from_pretrained(tiny_model(tiny_tokenizer(), seed=0), tmp_path).merge_and_unload()
+        torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
+
+
+def test_the_adapter_alone_and_all_weights_have_their_bytes():
+    model, _ = adapted_model()
+    alone, whole = stream_weights(model), stream_weights(model)
+    rest = alone.in_form(Form.ADAPTER)
+    assert rest.base is None
+    assert len(list(rest)) == 2 * len(adapters(model))
+    assert whole.in_form(Form.MERGED) is whole
+    assert whole.num_bytes == 0
+    list(whole)
+    size = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" not in name)
+    assert whole.num_bytes == size
+    assert alone.num_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad) < size / 4
+
+
+def of_peft(**options):
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options)
+    return peft.inject_adapter_in_model(config, tiny_model(tiny_tokenizer(), seed=0).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({}, True), ({"lora_alpha": 3}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False),
+        ({"use_rslora": True}, False), ({"rank_pattern": {"v_proj": 8}}, False), ({"bias": "none"}, True),
+        ({"alpha_pattern": {"v_proj": 1}}, False), ({"modules_to_save": ["embed_tokens"]}, False),
+    ],
+)  # fmt: skip
+def test_an_adapter_stands_alone_if_nothing_else_trains_and_all_layers_have_one_form(options, alone):
+    assert only_adapter_trains(of_peft(**options)) == alone
+
+
+def test_a_model_without_adapter_and_one_with_a_trained_embedding_have_none_alone():
+    assert not only_adapter_trains(tiny_model(tiny_tokenizer()))
+    model, _ = adapted_model()
+    model.get_input_embeddings().weight.requires_grad_(True)
+    assert not only_adapter_trains(model)
