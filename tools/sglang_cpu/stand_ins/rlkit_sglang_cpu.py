@@ -1,15 +1,21 @@
-"""Run at interpreter start (through a .pth file): lets the CUDA build of torchvision be imported with a CPU torch.
+"""Run at interpreter start (through a .pth file): two things that SGLang takes for granted, and a CPU torch lacks.
 
-Its compiled operators cannot be loaded, and its Python code registers a fake kernel for two of them. So they are
-defined, without a kernel, right before torchvision is imported for the first time.
+The CUDA build of torchvision can be imported. Its compiled operators cannot be loaded, and its Python code registers a
+fake kernel for two of them. So they are defined, without a kernel, right before torchvision is imported for the first
+time.
+
+LoRA asks for pinned memory, also its backend `torch_native`. A CPU torch has no allocator for it, and needs none: in a
+process that imports SGLang's LoRA, tensors that should be pinned are ordinary ones.
 """
 
+import functools
 import importlib.abc
 import sys
 
 
-class _Torchvision(importlib.abc.MetaPathFinder):
+class _Missing(importlib.abc.MetaPathFinder):
     libraries = []  # noqa: RUF012  (a Library that is collected takes its operators with it)
+    pins = True
 
     def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
         if fullname == "torchvision" and not self.libraries:
@@ -19,7 +25,22 @@ class _Torchvision(importlib.abc.MetaPathFinder):
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             self.libraries.append(library)
+        elif fullname == "sglang.srt.lora.lora_manager" and self.pins:
+            import torch
+
+            self.pins = False
+            for name in ("tensor", "empty", "zeros"):
+                setattr(torch, name, _unpinned(getattr(torch, name)))
+            torch.Tensor.pin_memory = lambda self, *_: self
         return
 
 
-sys.meta_path.insert(0, _Torchvision())
+def _unpinned(function):
+    @functools.wraps(function)
+    def call(*args, pin_memory=False, **kwargs):  # noqa: ARG001
+        return function(*args, **kwargs)
+
+    return call
+
+
+sys.meta_path.insert(0, _Missing())
