@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from rlkit.model.weights import Form, WeightStream
 from rlkit.ranks import on_this_device, rank, world_size
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.rollout import Group, Prompt, rollout
 from rlkit.rollout.stream import Counts, GroupStream
 
 X = TypeVar("X")
-Resend = Callable[[], Awaitable[None]]  # publishes the current weights again, on all ranks together
+Resend = Callable[[], Awaitable[object]]  # publishes the current weights again, on all ranks together
 
 
 async def gathered(work: Callable[[], Awaitable[X]], *, samplers: Sequence[int] = (0,)) -> list[X]:
@@ -136,6 +137,11 @@ async def rest(engine: Any) -> None:
         await engine.rest()
 
 
+async def _form(engine: Any, weights: WeightStream) -> Form:
+    """What an engine needs of a LoRA model's weights; all of them where it has no method `form`."""
+    return Form.MERGED if not hasattr(engine, "form") else await engine.form(weights)
+
+
 class SharedEngine:
     """An `rlkit.types.Engine` for all ranks around `engine`: a real one on each of `samplers`, None elsewhere."""
 
@@ -144,7 +150,13 @@ class SharedEngine:
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
-        """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks."""
+        """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks.
+
+        Those with a LoRA adapter are sent in one form on all ranks: the largest that a sampler's servers need.
+        """
+        if isinstance(weights, WeightStream) and weights.has_adapter:
+            forms = await gathered(partial(_form, self.engine, weights), samplers=self.samplers)
+            weights = weights.in_form(max(forms))
 
         async def send() -> None:
             try:

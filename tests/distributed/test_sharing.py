@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model.launch import load_policy
+from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines.sglang import FromDisk, SGLang
 from rlkit.rollout.rollout import rollout
 from rlkit.rollout.shared import Share, SharedEngine, SharedStream, from_first, shared_rollout, state_of
 from rlkit.rollout.stream import GroupStream
+from rlkit.settings import ParallelArgs
 from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[1] / "rollout"))
+from lora_server import LoraServer, serving
 
 PARAMS = SamplingParams(max_new_tokens=5)
 OPTIONS = {"params": PARAMS, "group_size": 2, "seed": 3}
@@ -246,3 +256,50 @@ def first_on_rank(rank, world):
 
 def test_the_first_rank_works_for_all(ranks):
     assert ranks.run(first_on_rank) == ["from rank 0"] * 4
+
+
+WHOLE = ["/pause_generation", "/update_weights_from_disk", "/flush_cache"]
+ADAPTER = ["/load_lora_adapter", "/update_weight_version"]
+AGAIN = ["/unload_lora_adapter", *ADAPTER]
+AGREED = {  # the servers of ranks 0 and 2, and what each of them gets in two updates
+    "adapter": ({}, {}, [*ADAPTER, *AGAIN]),
+    "base": ({}, {"version": "5"}, [*WHOLE, *ADAPTER, *AGAIN]),
+    "merged": ({"version": "5"}, {"rank": 0}, [*WHOLE, *WHOLE]),
+}
+
+
+def adapter_on_rank(rank, world, folder, sizes, fakes):
+    """What the server of this rank, if any, was asked, and the bytes that the rank has read, of two updates."""
+    model = load_policy(folder, ParallelArgs(**sizes), lora_rank=4)
+
+    async def run():
+        fake = LoraServer(str(folder))
+        vars(fake).update(fakes.get(rank, {}))
+        async with serving(fake) as server:
+            transport = FromDisk(folder / f"weights_{rank}")
+            real = SGLang(server.url, transport=transport) if rank in fakes else None
+            engine, num_bytes = SharedEngine(real, samplers=[*fakes]), []
+            for version in (0, 1):
+                weights = stream_weights(model)
+                await engine.update_weights(weights, version=version)
+                num_bytes.append(weights.num_bytes)
+            await engine.close()
+            return server.seen, num_bytes
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 4}, {"pp": 2}])
+@pytest.mark.parametrize("form", AGREED)
+def test_samplers_send_a_lora_model_in_the_form_that_all_their_servers_take(ranks, tmp_path, form, sizes):
+    """And every rank reads all of it: gathering involves all ranks."""
+    pytest.importorskip("peft")
+    first, second, expected = AGREED[form]
+    model = tiny_model(tiny_tokenizer(), hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)
+    model.save_pretrained(tmp_path)
+    found = ranks.run(adapter_on_rank, tmp_path, sizes, {0: first, 2: second})
+    assert [seen for seen, _ in found] == [expected, [], expected, []]
+    whole = sum(x.nbytes for x in model.parameters())
+    adapter = 4 * sum(4 * sum(x.shape) for name, x in model.named_parameters() if "proj" in name)
+    num = {"adapter": [adapter, adapter], "base": [whole + adapter, adapter], "merged": [whole, whole]}[form]
+    assert all(num_bytes == num for _, num_bytes in found)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rlkit.rollout.engines.http import check_prompt, whole_number
+from rlkit.rollout.engines.http import check_prompt, reading, whole_number
 from rlkit.types import Completion, SamplingParams
 
 MAX_VERSION = 2**31 - 1
@@ -22,13 +22,14 @@ class ServerLimits(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a server reports of itself: tensor, pipeline and data parallel sizes, its context and its checkpoint."""
+    """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters."""
 
     num_ranks: int = 1
     num_stages: int = 1
     num_copies: int = 1
     max_len: float = math.inf
     model_path: str | None = None
+    max_lora_rank: int = 0  # 0: it takes no adapter
 
 
 class Api(Protocol):
@@ -38,6 +39,7 @@ class Api(Protocol):
     start: str  # a command that starts one
     generate: str  # path of a completion
     alive: str  # path that a paused server answers too
+    lora: str  # what starts one that takes adapters
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -91,6 +93,30 @@ class Api(Protocol):
         """Load the safetensors of a folder and stamp the version, in one step."""
         ...
 
+    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:
+        """The request to the adapter of that name."""
+        ...
+
+    async def adapters(self, server: Any) -> list[str]:
+        """Names of the adapters that are loaded."""
+        ...
+
+    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:
+        """Load an adapter in peft's layout under a new name."""
+        ...
+
+    async def unload_adapter(self, server: Any, name: str) -> None:
+        """Drop it, once no request uses it."""
+        ...
+
+    async def stamp(self, server: Any, version: int) -> None:
+        """Set the version of what is sampled from here on."""
+        ...
+
+    async def untouched(self, server: Any) -> bool:
+        """Whether it still has the weights that it was started with."""
+        ...
+
     async def waiting(self, server: Any) -> int:
         """Requests that wait in its queue; 0 where it does not say."""
         ...
@@ -124,6 +150,14 @@ def parse_version(told: Any, missing: int) -> int:
         return missing
     served = 0 if told == "default" else int(told) if isinstance(told, str) else told
     return whole_number(served, "weight_version", low=0, high=MAX_VERSION)
+
+
+async def adapters_of(server: Any) -> list[str]:
+    """Names of the adapters that a server lists among its models."""
+    told = await server.get("/v1/models", timeout=60.0)
+    with reading(server.url, "a reply of /v1/models", told):
+        names = [str(model["id"]) for model in told.get("data", []) if model.get("parent") is not None]
+    return names
 
 
 def versions_of(spans: Any, num_tokens: int) -> list[int]:

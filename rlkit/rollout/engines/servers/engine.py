@@ -6,19 +6,22 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
 from rlkit._text import masked
+from rlkit.model.weights import AdapterStream, Form, WeightStream
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
-from rlkit.rollout.engines.http import Busy, Http, ReplicaError, all_done
+from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
+from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CONTROL_TIMEOUT, Replica, Replicas
+from rlkit.rollout.stream import NOTHING, joined, resumable
 from rlkit.types import Completion, Progress, SamplingParams
 
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
@@ -29,7 +32,10 @@ _log = logging.getLogger("rlkit.rollout")
 
 
 class Transport(Protocol):
-    """How weights travel. `sessions`: between `Api.begin` and `end`. `here`: within this machine only."""
+    """How weights travel. `sessions`: between `Api.begin` and `end`. `here`: within this machine only.
+
+    One with an attribute `folder`, which all servers see, also carries LoRA adapters there.
+    """
 
     sessions: bool
     here: bool
@@ -45,12 +51,16 @@ class Transport(Protocol):
 
 @dataclass
 class _Call:
-    """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended."""
+    """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended.
+
+    `again`: it was aborted for an update, and continues from its tokens.
+    """
 
     replica: Replica | None = None
     wire: str = ""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     done: bool = False
+    again: bool = False
 
 
 class ServerEngine:
@@ -66,6 +76,9 @@ class ServerEngine:
         pause: what an update does to requests in flight. "retract": they wait, and continue under the new weights with
             recomputed keys and values. "in_place": they continue with the keys and values they have, which is faster
             and less exact. "abort": they return what they have. In every mode each token has its own version.
+        lora: how weights with a LoRA adapter go to the servers. "adapter": the adapter alone, which they add; requests
+            in flight then continue with recomputed keys and values, also with "in_place". "merged": all weights, with
+            the adapter added. "auto": the adapter where all servers take one, else merged, with the reason in the log.
         release: `rest` frees the servers' GPU memory until the next update, for training on the same GPUs.
         probe: check every update, see `Probe`.
         unsent: prefixes of the names of served tensors that the trainer does not have, such as "mtp." (layers for
@@ -90,6 +103,7 @@ class ServerEngine:
         transport: Transport,
         router: str | None = None,
         pause: PauseMode = "retract",
+        lora: LoraSync = "auto",
         release: bool = False,
         probe: Probe | None = None,
         unsent: Sequence[str] = (),
@@ -113,6 +127,11 @@ class ServerEngine:
         self._serving = Replicas(self._http, routers, api, stall=stall) if routers else self._servers
         self._api, self._transport = api, transport
         self._pause, self._release, self._probe, self._unsent = pause, release, probe, tuple(unsent)
+        never = "they free their weights while the trainer works" if release else None
+        never = "requests go through a router" if routers else never
+        folder = getattr(transport, "folder", None)
+        self._adapters = Adapters(self._servers, mode=lora, folder=folder, never=never)
+        self._gate: asyncio.Event | None = None  # while no request may be in flight: they wait for it
         self._resting: list[tuple[Replica, int]] = []  # with `life`: a restarted server has its memory
         self._timeout, self._tries = timeout, tries
         self._salt: str | None = None
@@ -148,31 +167,63 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
-        end = time.monotonic() + self._wait_s
-        while self._broken is not None and time.monotonic() < end and not self._closed:
-            await asyncio.sleep(LOOK_EVERY)  # the failed update is sent again
-        resting = "the servers' memory is released: call update_weights" if self._resting else None
-        if self._closed or self._broken is not None or resting:
-            raise RuntimeError(self._broken or resting or "the engine is closed")
-        limits = self._servers.limits or await self._servers.learn()
+        limits = await self._usable()
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
             raise ValueError(f"rid {name!r} is already in flight")
-        call = self._calls[name] = _Call()
+        call, done = _Call(), NOTHING
         try:
-            # built again for every attempt: an update in between may have changed the key of the prefix cache
-            attempts = partial(
-                self._attempts, call, lambda: self._api.body(prompt_ids, params, limits, self._salt), limits
-            )
-            out = await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
-            self._num_tokens += len(out.ids)
-            return out
+            while done.finish_reason == "abort":
+                self._calls[name] = call
+                done = joined(done, await self._sampled(call, prompt_ids, done, params, limits))
+                if not call.again or done.finish_reason != "abort":
+                    break
+                done = resumable(done, params)
+                limits = await self._usable()
+                if not call.again:  # aborted while it waited
+                    break
+                call = _Call()
+            self._num_tokens += len(done.ids)
+            return done
         finally:
-            call.done = True
             del self._calls[name]
             if self._calls and time.monotonic() - self._asked > ASK_QUEUES_EVERY:
                 self._asked = time.monotonic()
                 self._spawn(self._count_waiting())
+
+    async def _usable(self) -> ServerLimits:
+        """The servers' limits, as soon as they can sample; RuntimeError if they cannot until the next update."""
+        end = time.monotonic() + self._wait_s
+        while True:
+            if self._gate is not None:
+                await self._gate.wait()
+            elif self._broken is not None and time.monotonic() < end and not self._closed:
+                await asyncio.sleep(LOOK_EVERY)  # the failed update is sent again
+            elif self._closed or self._broken is not None:
+                raise RuntimeError(self._broken or "the engine is closed")
+            elif self._resting:
+                raise RuntimeError("the servers' memory is released: call update_weights")
+            elif self._servers.limits is None:
+                await self._servers.learn()
+            else:
+                return self._servers.limits
+
+    async def _sampled(
+        self, call: _Call, prompt_ids: list[int], done: Completion, params: SamplingParams, limits: ServerLimits
+    ) -> Completion:
+        """What a server samples after the tokens of `done`, until it ends or is aborted."""
+        left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
+
+        def request() -> dict[str, Any]:
+            # built again for every attempt: an update in between may have changed the key of the prefix cache
+            body = self._api.body([*prompt_ids, *done.ids], left, limits, self._salt)
+            return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
+
+        try:
+            attempts = partial(self._attempts, call, request, limits)
+            return await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
+        finally:
+            call.done = True
 
     @property
     def progress(self) -> Progress:
@@ -195,10 +246,22 @@ class ServerEngine:
         """
         calls = list(self._calls.values()) if rid is None else [self._calls[rid]] if rid in self._calls else []
         for call in calls:
-            if not call.aborted.is_set():
-                call.aborted.set()
-                self._spawn(self._abort_until_done(call))
+            self._end(call, again=False)
         return len(calls)
+
+    def _end(self, call: _Call, *, again: bool) -> None:
+        call.again = again and (call.again or not call.aborted.is_set())
+        if not call.aborted.is_set():
+            call.aborted.set()
+            self._spawn(self._abort_until_done(call))
+
+    async def form(self, weights: WeightStream) -> Form:
+        """What the servers need of a LoRA model's weights: where several engines get them, all get the largest form.
+
+        Errors: ValueError where `lora` is "adapter" and they do not take one.
+        """
+        async with self._updating:
+            return await self._adapters.form(await self._revive(), weights.model)
 
     async def update_weights(self, weights: NamedTensors, *, version: int) -> None:
         """Load `weights` into every server and stamp what is sampled from here on with `version`.
@@ -208,6 +271,10 @@ class ServerEngine:
         later requests then get a cache of their own, by a salt. A dead server is left out; one that has come back takes
         part again. An update also ends a `pause`.
 
+        Of a `stream_weights` with a LoRA adapter only the adapter is sent where `lora` and the servers allow it. It has
+        a name of its own at every update, which requests carry: those in flight are interrupted, and continue from
+        their tokens with the new one (pause "abort": they end).
+
         Raises:
             ValueError, TypeError: the tensors are not those of the served checkpoint (names, shapes, one is missing),
             as far as it can be read on this machine; they are sharded; the servers run with `--pp` or `--dp`, to which
@@ -216,6 +283,8 @@ class ServerEngine:
         """
         async with self._updating:
             servers = await self._revive()
+            if isinstance(weights, WeightStream) and weights.has_adapter:
+                weights = weights.in_form(await self._adapters.form(servers, weights.model))
             resting = [server for server, life in self._resting if server.life == life and server in servers]
             probe = self._probe
             if probe is not None and not self._primed:
@@ -223,7 +292,7 @@ class ServerEngine:
                 self._primed = True
             try:
                 await all_done(self._api.take_back(server, ["weights"]) for server in resting)
-                await self._load(servers, weights, version)
+                await self._send(servers, weights, version)
                 await all_done(self._api.take_back(server, ["kv_cache"]) for server in resting)
                 self._resting = []
                 if self._pause == "in_place":
@@ -289,6 +358,7 @@ class ServerEngine:
         try:
             await self._transport.close()
         finally:
+            self._adapters.close()
             await self._http.close()
 
     async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
@@ -304,6 +374,10 @@ class ServerEngine:
                 return self._api.completion(reply, named, limits, url=replica.url, version=version)
             except Busy:
                 raise
+            except Refused:
+                if not await self._servers.lacks_adapter(replica):
+                    raise
+                self._servers.forget(replica)
             except ReplicaError as error:
                 failures += 1
                 deaths += await self._serving.suspect(replica)
@@ -383,6 +457,37 @@ class ServerEngine:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    async def _send(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
+        """The weights in the form that they have: all of them, the adapter, or both."""
+        apart, had = isinstance(weights, AdapterStream), self._servers.adapter is not None
+        whole = weights.base if isinstance(weights, AdapterStream) else weights
+        async with self._interrupted(servers) if apart or had else nullcontext():
+            if whole is not None:
+                for server in servers:
+                    server.base = False
+                await self._load(servers, whole, version)
+                for server in servers:
+                    server.base = apart
+            if isinstance(weights, AdapterStream):
+                await self._adapters.load(servers, weights, version)
+            elif had:
+                await self._adapters.unload(servers)
+
+    @asynccontextmanager
+    async def _interrupted(self, servers: Sequence[Replica]) -> AsyncIterator[None]:
+        """Inside the block no request is in flight; those that were go on after it, with the adapter of then."""
+        self._gate = asyncio.Event()
+        try:
+            await self._set_paused(servers, None)  # an abort that comes while a server is paused is lost
+            for call in self._calls.values():
+                self._end(call, again=self._pause != "abort")
+            while not all(call.done for call in self._calls.values()):
+                await asyncio.sleep(0.02)
+            yield
+        finally:
+            gate, self._gate = self._gate, None
+            gate.set()
+
     async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
         for server in servers:
             if self._transport.here:
@@ -436,6 +541,7 @@ class ServerEngine:
         greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
         limits = self._servers.limits or await self._servers.learn()
         request = self._api.body(probe.prompt_ids, greedy, limits, self._salt)
+        request = request if self._servers.adapter is None else self._api.adapted(request, self._servers.adapter)
         reply = await server.post(self._api.generate, request)
         return self._api.completion(reply, request, limits, url=server.url, version=self.version)
 

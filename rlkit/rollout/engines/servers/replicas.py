@@ -32,12 +32,18 @@ class Replica:
         self.paused, self.has_sessions = False, True
         self.facts = Facts()
         self.outstanding = self.life = 0  # life: how often it has come back
+        self.base: bool | None = None  # whether it has the trainer's weights without the adapter; None: ask it
         self.model_path: str | None = None
         self.last_reply = 0.0
         self.question: asyncio.Task[None] | None = None
         self.silence = Silence(f"the {api.name} server {self.url}")
         self._num_posts = 0
         self._ping: asyncio.Task[None] | None = None
+
+    def reborn(self) -> None:
+        """Note that it was restarted: what it was given is gone."""
+        self.life += 1
+        self.has_sessions, self.base = True, None
 
     async def post(self, path: str, body: Any, *, timeout: float = CONTROL_TIMEOUT) -> Any:
         """The server's reply; see `Http.request`. Repeated while the server is busy."""
@@ -101,6 +107,7 @@ class Replicas:
         self._http, self._api, self.all = http, api, [Replica(http, url, api) for url in urls]
         self.limits: ServerLimits | None = None
         self.version = self._turn = 0
+        self.adapter: str | None = None  # that requests name
         self._vocab_size = vocab_size
         self._stall, self._patience = stall, max(1.0, stall / 4)
 
@@ -165,6 +172,20 @@ class Replicas:
             await self._check(replica, self._api.alive)
         return replica.down is not None
 
+    async def lacks_adapter(self, replica: Replica) -> bool:
+        """Whether requests name an adapter that the server does not have: it was restarted, or is gone."""
+        if self.adapter is None:
+            return False
+        try:
+            return self.adapter not in await self._api.adapters(replica)
+        except (ReplicaError, TimeoutError):
+            return True
+
+    def forget(self, replica: Replica) -> None:
+        """Leave out a server that was restarted, until it is given the weights."""
+        replica.forgot = True
+        self._note(replica, "it was restarted and lacks the adapter: call update_weights")
+
     async def revive(self) -> list[Replica]:
         """The servers that new weights go to: all that answer, including those that have come back."""
         await all_done(map(self._revive, self.all))
@@ -178,8 +199,8 @@ class Replicas:
         was_down = replica.down is not None
         self._note(replica, await self._answers(replica, self._api.alive))
         if was_down and replica.down is None:
-            replica.life += 1
-            replica.has_sessions = replica.forgot = True
+            replica.reborn()
+            replica.forgot = True
             await self._learn(replica)
 
     async def _learn(self, replica: Replica) -> ServerLimits | None:
@@ -196,8 +217,9 @@ class Replicas:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await self._api.version(replica, timeout=self._patience)
-            replica.forgot = served != self.version
-            other = f"it was restarted and serves version {served}, not {self.version}: call update_weights"
+            replica.forgot = served != self.version or await self.lacks_adapter(replica)
+            what = "lacks the adapter" if served == self.version else f"serves version {served}, not {self.version}"
+            other = f"it was restarted and {what}: call update_weights"
             self._note(replica, other if replica.forgot else None)
 
     async def _check(self, replica: Replica, path: str, *, tries: int = 1, then: str = "") -> None:

@@ -87,12 +87,12 @@ class FromDisk:
     here = False
 
     def __init__(self, folder: str | Path, *, file_bytes: int = 4 << 30) -> None:
-        self._folder, self._file_bytes = Path(folder).absolute(), file_bytes
+        self.folder, self._file_bytes = Path(folder).absolute(), file_bytes
         self._written: list[Path] = []
 
     async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
         """Load `named_tensors` into every server and stamp the version."""
-        path = self._folder / str(version)
+        path = self.folder / str(version)
         path.mkdir(parents=True, exist_ok=True)
         for old in path.glob("*.safetensors"):
             old.unlink()

@@ -13,6 +13,7 @@ from rlkit.rollout.engines.servers.api import (
     Facts,
     PauseMode,
     ServerLimits,
+    adapters_of,
     max_new_tokens,
     parse_version,
     versions_of,
@@ -29,6 +30,7 @@ class SGLangApi:
     start = "python -m sglang.launch_server --model-path MODEL --port 30000"
     generate = "/generate"
     alive = "/model_info"  # /health generates a token, which a paused server does not
+    lora = "--enable-lora --max-lora-rank RANK --lora-target-modules all"
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -103,10 +105,12 @@ class SGLangApi:
             )
             told = models["data"][0].get("max_model_len") if models.get("data") else None
             max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
+            rank = info.get("max_lora_rank") if info.get("enable_lora") else 0
+            rank = whole_number(rank or 0, "max_lora_rank", low=0, high=MAX_RANKS)
             path = info.get("model_path")
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
-        return Facts(tp, pp, dp, max_len, path)
+        return Facts(tp, pp, dp, max_len, path, rank)
 
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
         info = await server.get("/model_info", timeout=timeout)
@@ -151,6 +155,25 @@ class SGLangApi:
     async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
         await server.post("/update_weights_from_disk", body)
+
+    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:  # noqa: D102
+        return body | {"lora_path": adapter}
+
+    async def adapters(self, server: Any) -> list[str]:  # noqa: D102
+        return await adapters_of(server)
+
+    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:  # noqa: D102
+        await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    async def unload_adapter(self, server: Any, name: str) -> None:  # noqa: D102
+        await server.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def stamp(self, server: Any, version: int) -> None:  # noqa: D102
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await server.post("/update_weight_version", body)
+
+    async def untouched(self, server: Any) -> bool:  # noqa: D102
+        return (await server.get("/model_info", timeout=60.0)).get("weight_version") == "default"
 
     async def waiting(self, server: Any) -> int:  # noqa: D102
         reply = await server.get("/v1/loads?include=core", timeout=5.0)

@@ -10,7 +10,7 @@ from rlkit.rollout.engines.servers.process import Server, start_server
 
 CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--sleep-on-idle", "--grammar-backend", "none"),
+    *("--disable-cuda-graph", "--sleep-on-idle", "--grammar-backend", "none", "--lora-backend", "torch_native"),
 )
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -58,7 +58,7 @@ def launch(
     Raises:
         RuntimeError: this is not Linux. ValueError: `port` is taken. RuntimeError, TimeoutError: see `Server.wait`.
     """
-    options = ["-m", "sglang.launch_server", "--model-path", str(model_path), "--weight-version", "0"]
+    options = ["-m", "sglang.launch_server", "--model-path", str(model_path)]
     options += CPU_ARGS if device == "cpu" else ()
     ours = {**(CPU_ENV if device == "cpu" else {}), **(env or {})}
     where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}

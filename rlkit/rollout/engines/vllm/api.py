@@ -13,6 +13,7 @@ from rlkit.rollout.engines.servers.api import (
     Facts,
     PauseMode,
     ServerLimits,
+    adapters_of,
     max_new_tokens,
     parse_version,
     versions_of,
@@ -32,6 +33,7 @@ class VLLMApi:
     start = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
     generate = "/inference/v1/generate"
     alive = "/health"
+    lora = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora --max-lora-rank RANK"
 
     def __init__(self) -> None:
         self._processed = True  # what the servers' log-probs describe
@@ -114,12 +116,15 @@ class VLLMApi:
             max_len = math.inf if max_len is None else whole_number(max_len, "max_model_len", low=1, high=math.inf)
             if not isinstance(path, str | None):
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
+            lora = told["vllm_config"].get("lora_config") or {}
+            rank = whole_number(lora.get("max_lora_rank") or 0, "max_lora_rank", low=0, high=MAX_RANKS)
+            loads = (told.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
             extended = parallel.get("worker_extension_cls") == RELOAD
             on_cpu = told["vllm_config"].get("device_config", {}).get("device") == "cpu"
             self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
             self._seeds = not on_cpu
-        return Facts(tp, pp, dp, max_len, path)
+        return Facts(tp, pp, dp, max_len, path, rank if loads else 0)
 
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
         told = await server.get("/weight_info", timeout=timeout)
@@ -153,6 +158,24 @@ class VLLMApi:
         body = {"method": self._reload, "kwargs": {"weights_path": str(folder)}}
         await server.post("/collective_rpc", body)
         await stamp(server, version)
+
+    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:  # noqa: D102
+        return body | {"model": adapter}
+
+    async def adapters(self, server: Any) -> list[str]:  # noqa: D102
+        return await adapters_of(server)
+
+    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:  # noqa: D102
+        await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    async def unload_adapter(self, server: Any, name: str) -> None:  # noqa: D102
+        await server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def stamp(self, server: Any, version: int) -> None:  # noqa: D102
+        await stamp(server, version)
+
+    async def untouched(self, server: Any) -> bool:  # noqa: D102
+        return (await server.get("/weight_info", timeout=60.0)).get("weight_version") == "default"
 
     async def waiting(self, server: Any) -> int:  # noqa: ARG002, D102
         return 0
