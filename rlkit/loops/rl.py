@@ -162,13 +162,17 @@ async def rl(
                 state={"controllers": coefficients.to_save(controllers, now)},
             )  # fmt: skip
 
-        async def send(version: int) -> None:
+        async def send(version: int) -> int:
+            """Publish the weights; returns the bytes that the engine has read of them."""
             for left in reversed(range(SEND_TRIES)):  # a server may die under it: then to those that are up
+                weights = publish()
                 try:
-                    return await engine.update_weights(publish(), version=version)
+                    await engine.update_weights(weights, version=version)
+                    break
                 except EngineError:
                     if not left or not hasattr(engine, "lost"):
                         raise
+            return weights.num_bytes
 
         async def held_out(done: int) -> dict[str, float]:
             if not task.eval_prompts or not is_due(done, schedule):
@@ -221,8 +225,9 @@ async def rl(
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
                     state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
-                await in_time(send(done), None)
+                sent = await in_time(send(done), None)
                 line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
+                line |= {"sync/bytes": sent} if sent else {}
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)

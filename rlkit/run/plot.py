@@ -139,6 +139,7 @@ PANELS = (
         ),
         picture=False,
     ),
+    Panel("Weights sent to the engine", "bytes per step", (Curve("sync/bytes", "read by the engine"),), picture=False),
     Panel("Time per step", "seconds", (Curve("time/step", "step"),), picture=False),
     Panel("Throughput", "tokens per second", (Curve("time/tokens_per_s", "training"),), picture=False),
     Panel("GPU memory", "GiB", (Curve("memory/peak", "peak", raw=True),), picture=False),

@@ -105,6 +105,8 @@ def test_grpo_samples_and_logs_the_same_and_resumes_on_another_layout(files, tmp
         assert done.returncode == 0, done.stderr[-4000:]
     found, true = numbers(tmp_path / "run"), numbers(tmp_path / "alone")
     assert [line["step"] for line in found] == [line["step"] for line in true] == [0, 1, 2, 3, 4]
+    sent = [line.pop("sync/bytes", 0) for line in found]  # ranks sample from a copy
+    assert all(sent[1:])
     for a, b in zip(found, true, strict=True):
         rounding = {k for k in b if k.startswith(("mismatch/", "kl/"))}  # of the order of 1e-7 themselves
         exact = {k for k in b if k == "ratio/ratio_is_one"}  # counts differences of exactly 0: of 32 tokens, 15 or 16

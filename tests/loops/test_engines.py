@@ -81,9 +81,11 @@ def run_on(make_engine, loop, output):
 
 
 def test_a_local_engine_on_a_copy_samples_from_the_weights_that_train(tmp_path):
-    truth, _, _ = run_on(LocalEngine, grpo, tmp_path / "shared")
+    truth, _, in_place = run_on(LocalEngine, grpo, tmp_path / "shared")
+    assert not any("sync/bytes" in line for line in in_place), "nothing is sent"
     model, engine, lines = run_on(lambda m: LocalEngine(copy.deepcopy(m)), grpo, tmp_path / "copy")
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
+    assert [line["sync/bytes"] for line in lines] == [sum(x.nbytes for x in model.parameters())] * 3
     for x, y, z in zip(model.parameters(), engine.model.parameters(), truth.parameters(), strict=True):
         assert torch.equal(x, y)
         assert torch.equal(x, z)

@@ -52,9 +52,11 @@ def test_it_exports_policy_and_critic_and_two_ranks_log_the_same(task, tmp_path)
     assert [line["step"] for line in alone] == [1, 2]
     assert "entropy" not in alone[0], "the critic learns alone"
     assert alone[1]["entropy"] > 1
-    AutoModelForCausalLM.from_pretrained(tmp_path / "alone/model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "alone/model")
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "alone/critic")
     assert critic.score.weight.abs().sum() > 0
     again = run(task, tmp_path / "ranks", "--parallel.shard", "2", ranks=2)
+    sent = [line.pop("sync/bytes") for line in again]  # ranks sample from a copy
+    assert sent == [sum(x.nbytes for x in policy.parameters())] * 2
     for a, b in zip(alone, again, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5, nan_ok=True)
