@@ -485,6 +485,9 @@ class Engines:
     are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
     weight_sync_folder: Path | None = None
     """folder for --weight-sync disk, which trainer and servers see under the same name; none: OUTPUT/weights"""
+    weight_sync_lora: Literal["auto", "adapter", "merged"] = "auto"
+    """what a LoRA run sends to servers: adapter, the adapter alone, which they add; merged, all weights with the
+    adapter added. auto: the adapter where the servers take one, else merged"""
     max_batch: Count = 64
     """sequences that the local engine decodes at once"""
     compile: bool = False
@@ -517,6 +520,12 @@ class Engines:
         )
         folder, sync = self.weight_sync_folder, self.weight_sync
         refuse_if(folder and sync in ("ipc", "group"), f"`weight_sync_folder` is for `weight_sync` disk, not {sync}")
+        alone = self.weight_sync_lora == "adapter"
+        refuse_if(
+            alone and (self.engine_release or self.engine_router),
+            "`weight_sync_lora` adapter is not for `engine_release`, which frees the servers' weights, nor for "
+            "`engine_router`: use merged",
+        )
         other = self.engine != "local"
         refuse_if(
             other and not (is_default(self, "compile") and is_default(self, "max_batch")),
@@ -541,4 +550,5 @@ class Engines:
 
 
 _OF_STARTED = ("engine_gpus", "engine_tp", "engine_memory", "engine_args")
-_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "engine_release", "weight_sync", "weight_sync_folder")
+_OF_SYNC = ("weight_sync", "weight_sync_folder", "weight_sync_lora")
+_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "engine_release", *_OF_SYNC)

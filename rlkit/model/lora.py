@@ -3,7 +3,7 @@
     model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as usual
     model = load_parallel(path, mesh, lora_rank=16)          # on many ranks
     reference = without_adapter(policy, model)               # the base model, in the same memory
-    await engine.update_weights(stream_weights(model), ...)  # merged weights under their checkpoint names
+    await engine.update_weights(stream_weights(model), ...)  # merged weights, or for servers the adapter alone
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
 
 `stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold base weights and

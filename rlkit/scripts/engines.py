@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import socket
@@ -11,13 +12,19 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, nullconte
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isawaitable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit._extras import interpreter, lacks
 from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, own_address, rank, world_size
 from rlkit.scripts.start import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
 
+_log = logging.getLogger("rlkit.rollout")
+SGLANG_LAYERS = {  # values of --lora-target-modules
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj",
+}  # fmt: skip
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 SERVER_BACK_S = 900.0  # wait for a server where none is up: as long as one may take to start
 
 
@@ -36,6 +43,9 @@ def check_engine(args: Any) -> None:
     refuse_if(
         how.engine_release and (args.model.device == "cpu" or args.rollouts.overlap),
         "`engine_release` frees GPU memory while no engine samples: drop it with `device` cpu and with `overlap`",
+    )
+    refuse_if(
+        how.weight_sync_lora == "adapter" and not args.lora.lora_rank, "`weight_sync_lora` adapter needs `lora_rank`"
     )
     if is_first():
         _check_answers(how)
@@ -126,7 +136,7 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         options = _local_options(args, max_len)
         yield LocalEngine(model, tokenizer=tokenizer, **options)
         return
-    with _servers(args) as urls:
+    with _servers(args, model) as urls:
         if world_size() == 1:
             async with _own_engine(args, max_len, urls) as engine:
                 yield engine
@@ -145,7 +155,7 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _servers(args: Any) -> Iterator[Sequence[str]]:
+def _servers(args: Any, model: Any) -> Iterator[Sequence[str]]:
     """The addresses of this sampler's servers: given, or started here, on this machine, until the block ends.
 
     All ranks call it together. It returns when every server is healthy.
@@ -155,14 +165,53 @@ def _servers(args: Any) -> Iterator[Sequence[str]]:
         yield _given_urls(how)
         return
     with ExitStack() as stack:
-        yield on_all_ranks(lambda: _start(args, stack) if rank() in _samplers(how) else [])[rank()]
+        lora = _lora_of(how, model)
+        yield on_all_ranks(lambda: _start(args, lora, stack) if rank() in _samplers(how) else [])[rank()]
 
 
-def _start(args: Any, stack: ExitStack) -> list[str]:
-    """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`."""
-    import torch
+class _Lora(NamedTuple):
+    """The adapters that servers are started for: their rank, and the names of their layers."""
 
+    rank: int
+    layers: list[str]
+
+
+def _lora_of(how: Engines, model: Any) -> _Lora | None:
+    """Those of the model, on all ranks together; None where the servers get merged weights."""
+    from rlkit.model.lora import adapters, lora_config, only_adapter_trains
+
+    if how.weight_sync_lora == "merged" or how.engine_release or not only_adapter_trains(model):
+        return None
+    found = on_all_ranks(lambda: [(lora_config(model).r, name.split(".")[-2]) for name in adapters(model)])
+    ranks, layers = zip(*{pair for of_rank in found for pair in of_rank}, strict=True)  # pipeline stages have their own
+    return _Lora(max(ranks), sorted(layers))
+
+
+def _start(args: Any, lora: _Lora | None, stack: ExitStack) -> list[str]:
+    """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`.
+
+    Where they do not start with support of adapters, they start without it, unless --weight-sync-lora asks for it.
+    """
+    from rlkit.rollout.engines import EngineError
     from rlkit.rollout.engines.servers.process import kept_running
+
+    with ExitStack() as own:
+        try:
+            servers = _launched(args, lora, own)
+        except EngineError as error:
+            if lora is None or args.engine.weight_sync_lora == "adapter":
+                raise
+            why = str(error).partition(" ends:")[0]
+            _log.warning("the servers are started without LoRA, and get merged weights: %s", why)
+            own.close()
+            servers = _launched(args, None, own)
+        stack.enter_context(own.pop_all())
+    stack.enter_context(kept_running(servers))
+    return [server.url for server in servers]
+
+
+def _launched(args: Any, lora: _Lora | None, stack: ExitStack) -> list[Any]:
+    import torch
 
     how, model = args.engine, args.model
     launch, on_cpu = _package(how).launch, model.device == "cpu"
@@ -172,20 +221,23 @@ def _start(args: Any, stack: ExitStack) -> list[str]:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
-        given, env = (_sglang_options if how.engine == "sglang" else _vllm_options)(args, gpus[first : first + size])
+        options = _sglang_options if how.engine == "sglang" else _vllm_options
+        given, env = options(args, gpus[first : first + size], lora)
         log = args.schedule.output / f"{how.engine}_{rank()}_{number}.log"
         given += shlex.split(how.engine_args)
         launched = launch(model.model, device=model.device, args=given, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
-    urls = [server.wait().url for server in servers]
-    stack.enter_context(kept_running(servers))
-    return urls
+    return [server.wait() for server in servers]
 
 
-def _sglang_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of an SGLang server on these GPUs."""
     how, model = args.engine, args.model
     given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
+    if lora is not None:
+        layers = lora.layers if {*lora.layers} <= SGLANG_LAYERS else ["all"]
+        given += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
+        given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
     if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
         given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
         given += ["--enable-deterministic-inference"] if model.deterministic else []
@@ -193,10 +245,13 @@ def _sglang_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str
     return given, {}
 
 
-def _vllm_options(args: Any, gpus: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+def _vllm_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a vLLM server on these GPUs."""
     how, model, env = args.engine, args.model, dict[str, str]()
     given = ["--tensor-parallel-size", str(how.engine_tp)] if how.engine_tp > 1 else []
+    if lora is not None and (most := next((rank for rank in VLLM_RANKS if rank >= lora.rank), None)):
+        given += ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "1", "--max-cpu-loras", "1"]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     longest = args.episodes.max_len(args.rollouts)
     given += [] if longest is None else ["--max-model-len", str(longest)]
     if model.device != "cpu":
@@ -244,6 +299,7 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
 
     size = load_config(model.model).get_text_config().vocab_size
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
+    routing["lora"] = how.weight_sync_lora
     routing |= {"transport": _transport(args), "wait_s": SERVER_BACK_S}
     package = _package(how)
     kind = package.SGLang if how.engine == "sglang" else package.VLLM

@@ -165,11 +165,19 @@ def test_flags_of_the_engines_exclude_each_other():
         ({"engine_memory": 1.0}, "`engine_memory` must be above 0 and below 1"),
         ({"engine_gpus": (0, 1, 2), "engine_tp": 2}, "`engine_gpus` are 3: give a multiple of `engine_tp` 2"),
         ({"weight_sync": "ipc", "weight_sync_folder": Path("x")}, "`weight_sync_folder` is for `weight_sync` disk"),
+        ({"engine": "local", "weight_sync_lora": "merged"}, "`weight_sync_lora` is for servers: add `engine` sglang"),
+        ({"weight_sync_lora": "adapter", "engine_release": True}, "`weight_sync_lora` adapter is not for `engine_rel"),
     ],
 )
 def test_flags_of_servers_that_cannot_act_are_refused(given, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Engines(**{"engine": "sglang", **given})
+
+
+def test_an_adapter_alone_needs_an_adapter():
+    args = SimpleNamespace(engine=Engines("sglang", weight_sync_lora="adapter"), lora=SimpleNamespace(lora_rank=0))
+    with pytest.raises(ValueError, match=r"^`weight_sync_lora` adapter needs `lora_rank`"):
+        check_engine(args)
 
 
 def test_weights_do_not_go_to_another_machine_through_memory():
