@@ -14,6 +14,7 @@ Reference: arXiv:2510.11370. Differs: slime, verl and prime-rl replay by code fo
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, cast
@@ -31,23 +32,25 @@ _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The modules that choose experts, in the order of the layers; [] for a dense model."""
-    if num_experts(model) < 2:
+    if num_experts(model.config) < 2:
         return []
     found = [module for module in model.modules() if _chooses(cast(Any, type(module)))]
     return [m for m in found if not any(other is not m and other in {*m.modules()} for other in found)]
 
 
-def num_experts(model: Any) -> int:
+def num_experts(config: Any) -> int:
     """The number of routed experts of each layer; 0 for a dense model."""
-    config = model.config.get_text_config()
-    return max((getattr(config, name, None) or 0 for name in _COUNTS), default=0)
+    text = config.get_text_config()
+    return max((getattr(text, name, None) or 0 for name in _COUNTS), default=0)
 
 
 def wrap_routers(model: nn.Module) -> None:
     """Let the routers replay the experts of a packed forward's batch, in place; elsewhere they are as before."""
-    for i, router in enumerate(routers(model)):
+    found, names = routers(model), {module: name for name, module in model.named_modules()}
+    for i, router in enumerate(found):
+        layer = next(map(int, re.findall(r"\.(\d+)\.", names[router])), i)
         if not _is_wrapped(router):
-            router.forward = partial(_route, router.forward, i, num_experts(model))
+            router.forward = partial(_route, router.forward, (i, layer, len(found)), num_experts(model.config))
 
 
 def unwrap_routers(model: nn.Module) -> None:
@@ -90,11 +93,14 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 @uncompiled  # a function mode is a graph break
-def _route(router: Any, index: int, num_experts: int, *args: Any, **options: Any) -> Any:
+def _route(router: Any, place: tuple[int, int, int], num_experts: int, *args: Any, **options: Any) -> Any:
+    """`place`: the router's among the routers, its layer's among all layers, and the number of routers."""
     plan = current_plan()
     if plan is None or plan.experts is None:
         return router(*args, **options)
-    with Chosen(num_experts, plan.experts[:, index].long()):
+    index, layer, count = place
+    column = index if plan.experts.shape[1] == count else layer  # an engine may report dense layers, too
+    with Chosen(num_experts, plan.experts[:, column].long()):
         return router(*args, **options)
 
 

@@ -232,12 +232,17 @@ def _launched(args: Any, lora: _Lora | None, stack: ExitStack) -> list[Any]:
 
 def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of an SGLang server on these GPUs."""
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.routing import num_experts
+
     how, model = args.engine, args.model
     given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
     if lora is not None:
         layers = lora.layers if {*lora.layers} <= SGLANG_LAYERS else ["all"]
         given += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
         given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
+    if num_experts(load_config(model.model)) > 1:  # the trainer replays them
+        given += ["--enable-return-routed-experts"]
     if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
         given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
         given += ["--enable-deterministic-inference"] if model.deterministic else []

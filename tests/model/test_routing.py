@@ -43,7 +43,7 @@ def own_experts(model, ids):
 
     def noted(router, own):
         def forward(*args, **options):
-            with Chosen(num_experts(model)) as chosen:
+            with Chosen(num_experts(model.config)) as chosen:
                 out = own(*args, **options)
             found.append(chosen.indices.view(len(ids), -1))
             return out
@@ -65,7 +65,7 @@ def own_experts(model, ids):
 def drawn(model, *, experts=True):
     """Groups with random tokens and random experts, those of a prompt equal for all its samples."""
     rng = np.random.default_rng(0)
-    layers, count = len(routers(model)), num_experts(model)
+    layers, count = len(routers(model)), num_experts(model.config)
     choices = lambda n: np.stack([rng.permutation(count)[:2] for _ in range(n * layers)]).reshape(n, layers, 2)
     groups = []
     for prompt_len, lens in ((6, (4, 9)), (1, (5,)), (3, (2, 7))):
@@ -123,7 +123,7 @@ def test_the_weights_are_the_trainers_scores_of_the_given_experts():
     router = routers(model)[0]
     hidden = torch.randn(5, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
     given, own = torch.tensor([[3, 0], [1, 2], [2, 3], [-1, -1], [0, 1]]), router(hidden)[2]
-    with Chosen(num_experts(model), given):
+    with Chosen(num_experts(model.config), given):
         _, weights, indices = router(hidden)
     want = torch.where(given < 0, own, given)
     assert torch.equal(indices, want)
@@ -171,6 +171,16 @@ def test_what_is_not_known_is_left_to_the_trainer():
     other = Trajectory([3, 4], [5], [True], [0.0], [0], experts=np.zeros((2, 1, 2), np.int16))
     with pytest.raises(ValueError, match=r"experts of \[layers, k\] \[1, 2\] and \[2, 2\]"):
         pack([known[0], [other]])
+
+
+def test_experts_of_all_layers_may_be_given_where_some_are_dense():
+    """As SGLang reports them: DeepSeek's first layer is dense."""
+    model = prepare_model(built("deepseek_v3"))
+    assert len(routers(model)) == 1 < len(model.model.layers) == 2
+    batch = pack(drawn(model))
+    pad = lambda x: torch.cat((torch.zeros_like(x), x), 1)
+    wide = replace(batch, experts=pad(batch.experts), prefix_experts=pad(batch.prefix_experts))
+    assert torch.equal(forward(model, wide).logp, forward(model, batch).logp)
 
 
 def numbered(n, start=0):

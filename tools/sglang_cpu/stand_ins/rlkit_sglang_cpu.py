@@ -1,4 +1,4 @@
-"""Run at interpreter start (through a .pth file): two things that SGLang takes for granted, and a CPU torch lacks.
+"""Run at interpreter start (through a .pth file): what SGLang takes for granted, and a CPU torch lacks.
 
 The CUDA build of torchvision can be imported. Its compiled operators cannot be loaded, and its Python code registers a
 fake kernel for two of them. So they are defined, without a kernel, right before torchvision is imported for the first
@@ -6,6 +6,8 @@ time.
 
 LoRA asks for pinned memory, also its backend `torch_native`. A CPU torch has no allocator for it, and needs none: in a
 process that imports SGLang's LoRA, tensors that should be pinned are ordinary ones.
+
+The buffer of the experts that tokens went to is registered with CUDA, which then does nothing.
 """
 
 import functools
@@ -32,7 +34,15 @@ class _Missing(importlib.abc.MetaPathFinder):
             for name in ("tensor", "empty", "zeros"):
                 setattr(torch, name, _unpinned(getattr(torch, name)))
             torch.Tensor.pin_memory = lambda self, *_: self
+        elif fullname == "sglang.srt.state_capturer.base":
+            import torch
+
+            torch.cuda.cudart = _NoCuda
         return
+
+
+class _NoCuda:
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
 
 
 def _unpinned(function):

@@ -52,7 +52,7 @@ class CachedForward:
         self._states: dict[nn.Module, States] = {}
         self._recurrent = dict(recurrent_layers(model))
         self.keeps_states = bool(self._recurrent)
-        self._routers, self._num_experts = routers(model), num_experts(model)
+        self._routers, self._num_experts = routers(model), num_experts(model.config)
         self._shape = (0, 0)
 
     def refresh(self) -> None:

@@ -15,14 +15,19 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class ServerLimits(NamedTuple):
-    """Context length and vocabulary size of the served model, in tokens; infinite where unknown."""
+    """Context length and vocabulary size of the served model, in tokens; infinite where unknown.
+
+    `experts`: how many experts a token goes to, where servers report which ones (`Completion.experts`); 0: they do not.
+    """
 
     max_len: float
     vocab_size: float
+    experts: int = 0
 
 
 class Facts(NamedTuple):
-    """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters."""
+    """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters, and
+    whether it reports the experts of each token."""
 
     num_ranks: int = 1
     num_stages: int = 1
@@ -30,6 +35,7 @@ class Facts(NamedTuple):
     max_len: float = math.inf
     model_path: str | None = None
     max_lora_rank: int = 0  # 0: it takes no adapter
+    experts: bool = False
 
 
 class Api(Protocol):

@@ -51,6 +51,13 @@ def vocab_size(model_path: str | None) -> int | None:
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
+def experts_of(model_path: str | None) -> int:
+    """How many experts a token of the served model goes to; 0: it is dense, or its config is not on this machine."""
+    config = config_of(model_path)
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+    return max(part.get(name) or 0 for part in (config, config.get("text_config") or {}) for name in names)
+
+
 @lru_cache(maxsize=4)
 def shapes(model_path: str | None) -> Shapes:
     """Name and shape of every weight, from the safetensors headers; empty where they are not on this machine."""

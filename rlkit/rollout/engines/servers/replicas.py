@@ -14,7 +14,7 @@ from typing import Any
 from rlkit._text import masked
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading
 from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits
-from rlkit.rollout.engines.servers.checks import vocab_size
+from rlkit.rollout.engines.servers.checks import experts_of, vocab_size
 from rlkit.rollout.engines.silence import Silence
 
 CONTROL_TIMEOUT = 600.0
@@ -120,7 +120,7 @@ class Replicas:
         known = [limits for limits in await asyncio.gather(*map(self._learn, self.up())) if limits is not None]
         if not known:
             raise self._none_left()
-        self.limits = ServerLimits(min(a.max_len for a in known), min(a.vocab_size for a in known))
+        self.limits = ServerLimits(*(min(values) for values in zip(*known, strict=True)))
         return self.limits
 
     async def pick(self) -> Replica:
@@ -208,7 +208,8 @@ class Replicas:
             facts = await self._http.patient(partial(self._api.learn, replica, timeout=self._patience))
             replica.facts = facts
             replica.model_path = replica.model_path or facts.model_path  # that of an update from disk, later on
-            return ServerLimits(facts.max_len, self._vocab_size or vocab_size(replica.model_path) or math.inf)
+            size = self._vocab_size or vocab_size(replica.model_path) or math.inf
+            return ServerLimits(facts.max_len, size, experts_of(replica.model_path) if facts.experts else 0)
         except (ReplicaError, TimeoutError) as error:
             self._note(replica, str(error))
             return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
+
+import numpy as np
+from jaxtyping import Int
 
 from rlkit._retrying import BUSY
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
@@ -21,6 +25,13 @@ from rlkit.rollout.engines.servers.api import (
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 MAX_RANKS = 1 << 16
+
+
+def _experts(text: str | None, size: int, k: int) -> Int[np.ndarray, "size layers k"] | None:
+    """The experts of the tokens that were read, from base64 of int32; None where an aborted request has none."""
+    if not text:
+        return None
+    return np.frombuffer(base64.b64decode(text), np.int32).reshape(size, -1, k).astype(np.int16)
 
 
 class SGLangApi:
@@ -49,8 +60,9 @@ class SGLangApi:
         }  # fmt: skip
         if params.seed is not None:
             sampling["sampling_seed"] = params.seed & (2**63 - 1)
-        salted = {} if salt is None else {"extra_key": salt}
-        return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **salted}
+        more: dict[str, Any] = {} if salt is None else {"extra_key": salt}
+        more |= {"return_routed_experts": True} if limits.experts else {}
+        return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **more}
 
     def completion(
         self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
@@ -82,13 +94,15 @@ class SGLangApi:
             spans = meta.get("weight_versions")
             one = parse_version(meta.get("weight_version"), version)
             versions = versions_of(spans, len(ids)) if spans else [one] * len(ids)
+            size = len(request["input_ids"]) + len(ids) - 1
+            experts = _experts(meta.get("routed_experts"), size, limits.experts) if limits.experts else None
             reported = {
                 "id": (meta.get("id"), request.get("rid")),
                 "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
             }
         limit = request["sampling_params"]["max_new_tokens"]
         return check_reply(
-            Completion(ids, logp, versions, reason), url=url, request=str(request.get("rid", "of the probe")),
+            Completion(ids, logp, versions, reason, experts), url=url, request=str(request.get("rid", "of the probe")),
             max_new_tokens=limit, vocab_size=limits.vocab_size, reported=reported,
         )  # fmt: skip
 
@@ -110,7 +124,8 @@ class SGLangApi:
             path = info.get("model_path")
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
-        return Facts(tp, pp, dp, max_len, path, rank)
+            experts = bool(info.get("enable_return_routed_experts"))
+        return Facts(tp, pp, dp, max_len, path, rank, experts)
 
     async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
         info = await server.get("/model_info", timeout=timeout)
