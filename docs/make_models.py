@@ -46,8 +46,8 @@ Recurrent layers call the kernels that transformers finds on a GPU (flash-linear
 There a small copy on the GPU is compared with the CPU, too, and the model runs unpacked where they differ by 1e-3. That
 path, sinks and latent attention by FlashAttention, and Gemma 4's heads of 512 dimensions have not run on a GPU.
 
-A forward and backward of eight answers of 30 to 90 tokens to one prompt of 1,000, random models of four layers, two cores
-(`benchmarks/sharing.py`; ratios within a round):
+A forward and backward of eight answers of 30 to 90 tokens to one prompt of 1,000, with random models of four layers on
+two cores (`benchmarks/sharing.py`; ratios within a round):
 
 | | shared prompt | packed, each with its prompt | unpacked |
 |---|---|---|---|

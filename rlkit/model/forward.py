@@ -37,7 +37,7 @@ from rlkit.model.recurrent import plan_rows
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
-from rlkit.parallel.attention import attending, has_flash, to_device
+from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -226,6 +226,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
+    _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         padded = to_device(plan_rows(model, some), device)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=padded is None)
@@ -238,6 +239,19 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         hidden = layout.head_rows(out.last_hidden_state[0])
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
+
+
+def _check_recomputed(model: Any) -> None:
+    """Refuse transformers' activation checkpointing where it would recompute the layers of a pack without its plan."""
+    if not (model.training and getattr(model, "is_gradient_checkpointing", False)):
+        return
+    found = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    if any(getattr(f, "keywords", {}).get("context_fn") is not recomputing for f in found if f is not None):
+        fix = '{"use_reentrant": False, "context_fn": rlkit.parallel.attention.recomputing}'
+        raise ValueError(
+            "gradient checkpointing would recompute layers without the plan of the pack: call "
+            f"model.gradient_checkpointing_enable({fix})"
+        )
 
 
 def _check_length(config: Any, positions: Tensor) -> None:

@@ -15,6 +15,7 @@ from rlkit.model.families import Verdict, runs_packed
 from rlkit.model.forward import forward, prepare_model
 from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
+from rlkit.parallel.attention import recomputing
 from rlkit.types import Trajectory
 
 PACKED = [
@@ -102,6 +103,23 @@ def test_rarer_types(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")
     compare(built(model_type), groups(), packed=model_type != "xlstm")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
+def test_gradient_checkpointing_of_transformers_has_the_plan_or_is_refused(model_type):
+    model, batch = prepare_model(built(model_type)), pack(groups())
+    forward(model, batch).logp.sum().backward()
+    true = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="would recompute layers without the plan of the pack"):
+        forward(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputing})
+    forward(model, batch).logp.sum().backward()
+    for p, grad in zip(model.parameters(), true, strict=True):
+        assert (p.grad is None) == (grad is None)
+        assert grad is None or torch.allclose(p.grad, grad, atol=1e-4, rtol=1e-3)
 
 
 def test_kernels_of_a_device_that_differ_leave_the_model_unpacked(monkeypatch):
