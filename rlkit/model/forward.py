@@ -243,7 +243,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
 
 def _check_recomputed(model: Any) -> None:
     """Refuse transformers' activation checkpointing where it would recompute the layers of a pack without its plan."""
-    if not (model.training and getattr(model, "is_gradient_checkpointing", False)):
+    if not (model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())):
         return
     found = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     if any(getattr(f, "keywords", {}).get("context_fn") is not recomputing for f in found if f is not None):

@@ -44,7 +44,7 @@ def forest(batch: Batch) -> Forest | None:
     num_prefix = batch.prefix_tokens.numel()
     if not num_prefix or not batch.num_tokens:
         return None
-    stream = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
+    stream = _stream(batch)
     prefix_cu, cu = batch.prefix_cu.tolist(), (batch.cu_seqlens + num_prefix).tolist()
     rows = [np.r_[prefix_cu[p] : prefix_cu[p + 1], cu[i] : cu[i + 1]] for i, p in enumerate(batch.prefix_ids.tolist())]
     order = sorted(range(len(rows)), key=lambda i: stream[rows[i]].astype(">u8").tobytes())  # in order of the tokens
@@ -57,6 +57,17 @@ def forest(batch: Batch) -> Forest | None:
     places = [places[k] for k in np.argsort(order)]
     tokens = [place[len(place) - n :] for place, n in zip(places, np.diff(cu))]
     return Forest(spans, torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(tokens)))
+
+
+def _stream(batch: Batch) -> Int[np.ndarray, "S"]:
+    """What must be equal for two rows to be one: the token, and where they are given, its experts."""
+    tokens = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
+    given = [x.cpu().flatten(1) for x in (batch.prefix_experts, batch.experts) if x is not None]
+    if not given:
+        return tokens
+    known: dict[bytes, int] = {}
+    rows = np.concatenate((tokens[:, None], torch.cat(given).numpy()), 1)
+    return np.array([known.setdefault(row.tobytes(), len(known)) for row in rows])
 
 
 def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:

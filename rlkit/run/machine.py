@@ -55,11 +55,11 @@ def _cpu() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if re.match(r"model name\s*:", line):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return platform.machine()
 
 
 def _versions() -> dict[str, str]:
-    found = {"rlkit": import_module("rlkit").__version__, "python": platform.python_version()}
+    found = {"rlkit": import_module("rlkit").__version__, "python": sys.version.partition(" ")[0]}
     for name in _PACKAGES:
         if name in sys.modules:
             with suppress(PackageNotFoundError):

@@ -105,6 +105,16 @@ def test_a_tree_of_turns_forwards_each_of_them_once():
     assert counts == (1030, 2168, 5600)
 
 
+def test_equal_tokens_with_other_experts_are_other_rows():
+    groups = tree(3, 2, 8, np.random.default_rng(0))
+    flat = forest(pack(groups))
+    rows = [np.full((len(t.prompt_ids) + len(t.ids) - 1, 1, 2), i % 2, np.int16) for i, t in enumerate(groups[0])]
+    mixed = forest(pack([[replace(t, experts=x) for t, x in zip(groups[0], rows, strict=True)]]))
+    same = forest(pack([[replace(t, experts=np.zeros_like(x)) for t, x in zip(groups[0], rows, strict=True)]]))
+    assert len(same.source) == len(flat.source)
+    assert mixed is None or len(mixed.source) > len(flat.source)
+
+
 def test_a_group_of_samples_that_differ_is_left_to_its_prompt():
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 60, 9).tolist()

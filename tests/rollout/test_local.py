@@ -44,6 +44,11 @@ def model():
 class Counting:
     """A decoder whose greedy continuation counts up from the last token read, modulo the vocabulary."""
 
+    keeps_states = False
+
+    def experts(self, slot, length):
+        return None
+
     def __init__(self):
         self.sizes = list(range(1, 65))
         self.prefilled, self.steps, self.error = [], 0, None
