@@ -86,6 +86,7 @@ def test_a_server_that_reports_none_is_not_asked() -> None:
         assert ("return_routed_experts" in SGLangApi().body([3], params, limits, None)) == asked
 
 
+@pytest.mark.slow
 def test_a_run_starts_its_server_so(moe: Path, sglang_python: str, tmp_path: Path) -> None:
     check_trained(tmp_path, train("sglang", tmp_path, moe, sglang_python))
     (log,) = (tmp_path / "run").glob("sglang_*.log")
