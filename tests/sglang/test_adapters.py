@@ -67,7 +67,8 @@ async def test_a_server_without_lora_gets_merged_weights(
     assert f"the servers get merged weights: {server.url} was started without LoRA" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["auto", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["auto", "merged"])
 def test_a_run_starts_its_server_for_the_adapter(
     how: str, tmp_path: Path, checkpoints: list[Path], sglang_python: str
 ) -> None:
