@@ -144,8 +144,8 @@ def parallelize(
     sizes do not divide, and for `compile` with tensor parallelism.
     """
     sizes = mesh.sizes
-    if not hasattr(model.base_model, "layers") or not hasattr(model.base_model, "embed_tokens"):
-        raise ValueError(f"model type {model.config.model_type!r} has no `layers` and `embed_tokens` to cut over ranks")
+    if _layers(model) is None:
+        raise ValueError(f"model type {model.config.model_type!r} has no list of layers to cut over ranks")
     if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in COVERED:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
@@ -160,7 +160,7 @@ def parallelize(
     if sizes.tp > 1:
         split_tensors(model, mesh)
     copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
-    for layer in filter(_holds_any, model.base_model.layers):
+    for layer in filter(_holds_any, _layers(model)):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
@@ -210,13 +210,14 @@ def shard(
     if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
         split_experts(model, mesh, **options)
     unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
-    for layer in filter(_holds_any, model.base_model.layers):
+    for layer in filter(_holds_any, _layers(model)):
         unit(layer)
     whole_embedding = (
         not is_tied(model) and mesh.sizes.tp == 1
     )  # (torch warns about the view that a sharded one returns)
-    if whole_embedding and _holds_any(model.base_model.embed_tokens):
-        unit(model.base_model.embed_tokens)
+    embedding = model.get_input_embeddings()
+    if whole_embedding and _holds_any(embedding):
+        unit(embedding)
     unit(model)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
@@ -347,6 +348,13 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 __getattr__ = moved(__name__, {"in rlkit.model.sharding": "mesh_of dtype_of inside sync_gradients"})
+
+
+def _layers(model: Any) -> Any:
+    """The decoder's layers: the list of as many modules as the config has layers; None without one."""
+    base, count = model.base_model, getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    return base.layers if hasattr(base, "layers") else next(lists, None)
 
 
 def _holds_any(module: nn.Module) -> bool:
