@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any, NamedTuple
 
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlkit.model.families import check_architecture, check_causal_lm
 from rlkit.model.forward import forward
+from rlkit.model.small_copy import shrunk
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _GRANITE = {
@@ -87,3 +91,15 @@ def verdict(model_type: str) -> Found:
     if checked is None:
         return Found("not built", "no small model from the default config")
     return Found("packed" if checked.packed else "unpacked", re.sub(r" by \S+ nats", "", checked.reason))
+
+
+def filled(model_type: str, *, seed: int, std: float = 0.1) -> Any:
+    """A small copy of the default config with random weights, matrices of this standard deviation."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(shrunk(config_of(model_type)), dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=std) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+    return model.eval()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import transformers as hf
-from model_types import config_of
+from model_types import config_of, filled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import families, recurrent
@@ -38,14 +36,7 @@ def groups():
 
 
 def built(model_type):
-    torch.manual_seed(5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = hf.AutoModelForCausalLM.from_config(shrunk(config_of(model_type)), dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.1) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
-    return model.eval()
+    return filled(model_type, seed=5)
 
 
 def coefficients(batch):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from model_types import config_of
+from model_types import filled
+from routed import own_experts
 
 from rlkit.losses.kl import k3
 from rlkit.model.forward import forward, prepare_model
 from rlkit.model.routing import Chosen, num_experts, routers
-from rlkit.model.small_copy import shrunk
 from rlkit.packing import microbatches, pack, select
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.turns import Turns
@@ -27,39 +25,7 @@ FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3
 
 
 def built(model_type, std=0.1):
-    torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = hf.AutoModelForCausalLM.from_config(shrunk(config_of(model_type)), dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=std) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
-    return model.eval()
-
-
-def own_experts(model, ids):
-    """[len(ids), layers, k] by the model's own forward."""
-    found = []
-
-    def noted(router, own):
-        def forward(*args, **options):
-            with Chosen(num_experts(model.config)) as chosen:
-                out = own(*args, **options)
-            found.append(chosen.indices.view(len(ids), -1))
-            return out
-
-        router.forward = forward
-
-    before = {router: vars(router).get("forward") for router in routers(model)}
-    for router in before:
-        noted(router, router.forward)
-    with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), use_cache=False)
-    for router, forward_before in before.items():
-        del router.forward
-        if forward_before is not None:
-            router.forward = forward_before
-    return torch.stack(found, 1).to(torch.int16).numpy()
+    return filled(model_type, seed=1, std=std)
 
 
 def drawn(model, *, experts=True):

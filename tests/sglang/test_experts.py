@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from routed import own_experts
 from served import check_trained, train
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.model.forward import forward, prepare_model
-from rlkit.model.routing import Chosen, num_experts, routers
 from rlkit.packing import pack
 from rlkit.rollout.engines.servers.api import ServerLimits
 from rlkit.rollout.engines.sglang import SGLang, launch
@@ -38,25 +37,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def own_experts(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
-    """[len(ids), layers, k], by the model's own forward."""
-    found: list[np.ndarray] = []
-
-    def noted(own, *args):
-        with Chosen(num_experts(model.config)) as chosen:
-            result = own(*args)
-        found.append(chosen.indices.numpy())
-        return result
-
-    for router in routers(model):
-        router.forward = partial(noted, router.forward)
-    with torch.no_grad():
-        model(torch.tensor([ids]), use_cache=False)
-    for router in routers(model):
-        del router.forward
-    return np.stack(found, 1)
 
 
 async def test_a_server_reports_the_experts_that_its_tokens_went_to(moe: Path, sglang_python: str, tmp_path: Path):
