@@ -152,16 +152,14 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
     return found
 
 
-def _verdict(model: Any, groups: Sequence[Sequence[Trajectory]], forward: PackedForward, *, of: Any) -> Verdict:
-    """Compare the packed log-probs, then the unpacked ones, with the model's own; the attention stays as it was.
+def _verdict(
+    model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor, forward: PackedForward, *, of: Any
+) -> Verdict:
+    """Compare the packed log-probs, then the unpacked ones, with the model's `own`; the attention stays as it was.
 
     Errors: ValueError that names the config `of` where neither are right.
     """
     before, kind = model.config.get_text_config()._attn_implementation, type(model.base_model)
-    try:
-        own = own_log_probs(model, groups)
-    except Exception as error:
-        raise _refusal(of, f"its own forward fails on plain text: {_first_line(error)}") from error
     reason, had = None, dict(_unpacked)
     _unpacked.pop(kind, None)
     try:
@@ -216,7 +214,12 @@ def check_loaded(model: Any, forward: PackedForward) -> Verdict:
         warn_full_size(model.config)
         found = Verdict(True)
         if has_head and model.device.type != "meta":  # `rlkit.model.heads` checks heads; meta has no weights
-            found = _verdict(model, probe(model.config.get_text_config().vocab_size), forward, of=model.config)
+            groups = probe(model.config.get_text_config().vocab_size)
+            try:
+                own = own_log_probs(model, groups)
+            except Exception as error:
+                raise _refusal(model.config, f"its own forward fails on plain text: {_first_line(error)}") from error
+            found = _verdict(model, groups, own, forward, of=model.config)
     elif found.packed and model.device.type == "cuda" and recurrent_layers(model):
         found = verdict_on(model.device, model.config, found, forward)
     if not found.packed:
@@ -245,8 +248,7 @@ def verdict_on(device: torch.device, config: Any, found: Verdict, forward: Packe
         built = _built(shrunk(config), None)
         if built is None:
             return found
-        model, groups = built
-        own = own_log_probs(model, groups)
+        model, groups, own = built
         set_packed(model.to(device), replay=found.replay)
         reason = _difference(model, pack(groups), own.to(device), forward, tolerance=1e-3)
     return found if reason is None else Verdict(False, f"on {device.type}, {reason}")
@@ -425,8 +427,8 @@ def _refusal(config: Any, reason: str) -> ValueError:
 
 
 @torch.no_grad()
-def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]]] | None:
-    """A model of this config with random weights that runs, and the test sequences."""
+def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], Tensor] | None:
+    """A model of this config with random weights, the test sequences, and its own log-probs of them."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     from_config: Any = AutoModelForCausalLM.from_config
@@ -442,8 +444,7 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]]] 
             model = make(config, dtype=torch.float32).eval()
             for p in model.parameters():
                 p.normal_(std=0.2) if p.ndim > 1 else p.add_(0.2 * torch.randn_like(p))
-            own_log_probs(model, groups)
-            return model, groups
+            return model, groups, own_log_probs(model, groups)
     except Exception as error:
         logger.debug("no small copy of %s: %r", config.model_type, error)
         return None

@@ -140,8 +140,8 @@ def parallelize(
         compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
 
-    Errors: ValueError for a model type that cannot be trained packed or is not covered over ranks, for heads that the
-    sizes do not divide, and for `compile` with tensor parallelism.
+    Errors: ValueError for a model type that is not causal, or not covered by the sizes, for heads that the sizes do not
+    divide, and for `compile` with tensor parallelism.
     """
     sizes = mesh.sizes
     if _layers(model) is None:
@@ -247,13 +247,13 @@ def load_parallel(
     new: str = "",
     **options: Any,
 ) -> ShardedModel:
-    """A causal LM from a folder or hub id, cut over the mesh; no rank ever holds the whole model.
+    """A causal LM from a folder or hub id, cut over the mesh; no rank holds the whole model of a type in `COVERED`.
 
-    It is built on the meta device and cut; then each rank reads its shards from the safetensors files. `options` are
-    those of `parallelize`. A hub id is downloaded once per node. A model type outside `COVERED`, whose files may have
-    other names than its weights, is read by transformers: each rank holds the whole model on its CPU (by `whole(path)`)
-    until it is cut. With `lora_rank` only adapters of that rank train, on
-    the modules `lora_targets` (see `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
+    It is built on the meta device and cut; then each rank reads its shards from the safetensors files. A model type
+    outside `COVERED`, whose files may have other names than its weights, is read by transformers: each rank holds the
+    whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
+    downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
+    `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.

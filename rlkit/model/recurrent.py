@@ -18,7 +18,7 @@ initial states and without `cu_seqlens`, which its implementations in torch igno
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -46,12 +46,14 @@ class States:
 
     def of_rows(self, index: Tensor) -> States:
         """The states of these rows."""
-        return States(*({i: rows(x, index) for i, x in held.items()} for held in (self.conv, self.recurrent)))
+        return self._mapped(lambda x: rows(x, index))
 
     def cleared(self, where: Tensor) -> States:
         """These states, and 0 in rows `where`."""
-        clear = lambda x: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0)  # noqa: E731
-        return States(*({i: clear(x) for i, x in held.items()} for held in (self.conv, self.recurrent)))
+        return self._mapped(lambda x: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> States:
+        return States(*({i: change(x) for i, x in held.items()} for held in (self.conv, self.recurrent)))
 
     def write(self, others: States, index: Tensor) -> None:
         """Replace these rows, in place."""

@@ -1,7 +1,7 @@
 """Common beginnings of documents as a forest of segments, each forwarded once.
 
 Samples share the prompt of their group, but often more: pieces of one episode repeat its earlier turns, branches of an
-agent begin with the same turns, samples may begin alike. In a forest each segment has a parent:
+agent begin with the same turns, samples may have equal first tokens. In a forest each segment has a parent:
 
     attention of a segment = causal, to the keys of its ancestors, then to its own
 

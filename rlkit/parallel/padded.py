@@ -38,14 +38,12 @@ class PaddedRows(NamedTuple):
 
 def by_sequence(batch: Batch) -> PaddedRows:
     """A row for each sample, with its whole prompt, padded on the right; `back` has the batch's tokens."""
-    blocks, stream, place, _ = _padded(segments(batch)[len(batch.prefix_cu) - 1 :])
-    return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]))
+    return _laid(*_padded(segments(batch)[len(batch.prefix_cu) - 1 :])[:3])
 
 
 def by_document(batch: Batch) -> PaddedRows:
     """A row for each prompt and one for each sample with its whole prompt, padded on the right."""
-    blocks, stream, place, _ = _padded(segments(batch))
-    return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]))
+    return _laid(*_padded(segments(batch))[:3])
 
 
 def by_segment(batch: Batch) -> PaddedRows:
@@ -54,13 +52,17 @@ def by_segment(batch: Batch) -> PaddedRows:
     num_prompts = len(batch.prefix_cu) - 1
     blocks, stream, place, order = _padded(spans[num_prompts:])
     if not batch.prefix_tokens.numel():
-        return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]))
+        return _laid(blocks, stream, place)
     first, stream_before, place_before, prompts = _padded(spans[:num_prompts], left=True)
     parents = torch.from_numpy(prompts.argsort()[batch.prefix_ids.cpu().numpy()[order]])
     parts = parents.split([len(b.rows) for b in blocks])
     blocks = [*first, *(b._replace(parents=p) for b, p in zip(blocks, parts, strict=True))]
     stream = np.concatenate([stream_before, stream])
     place = np.concatenate([place_before, place + sum(b.rows.numel() for b in first)])
+    return _laid(blocks, stream, place)
+
+
+def _laid(blocks: Sequence[Block], stream: Int[np.ndarray, "R"], place: Int[np.ndarray, "R"]) -> PaddedRows:
     return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]))
 
 
