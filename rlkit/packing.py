@@ -66,41 +66,46 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     prefixes: dict[tuple[int, bytes], int] = {}
     prefix_ids = []
     for g, x in zip(group_ids, streams, strict=True):
-        key = (g, x.prompt_ids[:-1].tobytes() if share_prompts else b"")
+        key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes() if share_prompts else b"")
         prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
     heads = [x.prompt_ids[-1:] if share_prompts else x.prompt_ids for x in streams]
     lens = [len(h) - 1 + len(x.ids) + t.truncated for h, x, t in zip(heads, streams, samples, strict=True)]
-
-    def stream(values: Iterable[np.ndarray], dtype: type, fill: float = 0) -> Tensor:
-        """One `[T]` stream: `fill` over the prompt, the sample's values, `fill` at the input after a truncation."""
-        out: np.ndarray = np.full(sum(lens), fill, dtype)
-        start = 0
-        for head, x, n in zip(heads, values, lens, strict=True):
-            out[start + len(head) - 1 : start + len(head) - 1 + len(x)] = x
-            start += n
-        return torch.from_numpy(out)
-
-    whole = [np.concatenate([h, x.ids, [0]]) for h, x in zip(heads, streams, strict=True)]
-    mask = stream((x.mask for x in streams), np.bool_)
     prompts = [np.frombuffer(p, np.int64) for _, p in prefixes]
     return Batch(
-        tokens=_flat([x[:n] for x, n in zip(whole, lens, strict=True)]),
-        targets=_flat([x[1 : n + 1] for x, n in zip(whole, lens, strict=True)]),
-        mask=mask,
+        **_token_streams(streams, samples, heads, lens),
         cu_seqlens=cumulative(torch.tensor(lens, dtype=torch.long)),
-        prefix_tokens=_flat(prompts),
+        prefix_tokens=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *prompts])),
         prefix_cu=cumulative(torch.tensor([len(p) for p in prompts], dtype=torch.long)),
         prefix_ids=torch.tensor(prefix_ids, dtype=torch.long),
         group_ids=torch.tensor(group_ids, dtype=torch.long),
         episode_ids=torch.tensor([not t.continues for t in samples], dtype=torch.long).cumsum(0) - 1,
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
-        token_rewards=stream(map(_token_rewards, streams, samples), np.float32),
-        rollout_logp=stream((x.logp for x in streams), np.float32).where(mask, 0.0),
-        versions=stream((x.versions for x in streams), np.int64, fill=-1).where(mask, -1),
         temperature=temperatures[0] if temperatures else None,
         **_experts(samples, [len(x.prompt_ids) - len(h) for x, h in zip(streams, heads)], lens, prefix_ids),
     )
+
+
+def _token_streams(
+    streams: Sequence[_Streams], samples: Sequence[Trajectory], heads: Sequence[np.ndarray], lens: Sequence[int]
+) -> dict[str, Tensor]:
+    """The `[T]` streams; each sequence is written in its place, so that nothing but they grows with T."""
+    num = sum(lens)
+    tokens, targets, versions = np.empty(num, np.int64), np.zeros(num, np.int64), np.full(num, -1, np.int32)
+    mask, rewards, logp = np.zeros(num, np.bool_), np.zeros(num, np.float32), np.zeros(num, np.float32)
+    start = 0
+    for x, t, head, n in zip(streams, samples, heads, lens, strict=True):
+        first, end = start + len(head) - 1, start + n  # of the targets that are in `ids`; a truncated one has one more
+        ids = slice(first, first + len(x.ids))
+        tokens[start : first + 1] = head
+        tokens[first + 1 : end] = x.ids[: end - first - 1]
+        targets[start:first] = head[1:]
+        targets[ids], mask[ids], rewards[ids] = x.ids, x.mask, _token_rewards(x, t)
+        np.copyto(logp[ids], x.logp, where=x.mask, casting="same_kind")
+        np.copyto(versions[ids], x.versions, where=x.mask, casting="same_kind")
+        start = end
+    found = {"tokens": tokens, "targets": targets, "mask": mask, "token_rewards": rewards, "rollout_logp": logp}
+    return {name: torch.from_numpy(x) for name, x in {**found, "versions": versions}.items()}
 
 
 def _experts(
@@ -140,11 +145,6 @@ def _lists(groups: Any) -> list[list[Trajectory]]:
             raise TypeError(f"groups[{g}] must be a list of trajectories, one list per prompt, got a {kind}")
         out.append(list(group))
     return out
-
-
-def _flat(parts: Sequence[np.ndarray]) -> Tensor:
-    """The ids of all parts in one tensor."""
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
@@ -402,9 +402,9 @@ _KINDS = {
 
 
 def _numbers(x: Any, kind: type, name: str) -> np.ndarray:
-    """A sequence of integers or of real numbers, Python's or numpy's, as an array: of int64, or of the floats given."""
+    """A sequence of integers or of real numbers, Python's or numpy's, as an array; one of `array` is not copied."""
     if isinstance(x, array) and (kind is Real or x.typecode not in "fdu"):
-        return np.asarray(x, np.int64 if kind is Integral else None)
+        return np.asarray(x)
     if isinstance(x, str) or not isinstance(x, Sequence):
         shape = getattr(x, "shape", None)
         fix = "" if shape is None else f" of shape {list(shape)}; use {name.split()[-1]}.tolist()"
@@ -439,7 +439,8 @@ def _checked(t: Trajectory, where: str) -> _Streams:
             raise ValueError(f"{where}: {name} has {len(x)} entries for {num} ids")
     if not ((streams.mask == 0) | (streams.mask == 1)).all():
         raise ValueError(f"{where}: mask must hold bools; use [label != -100 for label in labels]")
-    streams = streams._replace(mask=streams.mask.astype(np.bool_))
+    small = streams.mask.dtype == np.int8  # of `compact`: read where it is
+    streams = streams._replace(mask=streams.mask.view(np.bool_) if small else streams.mask.astype(np.bool_))
     if not isinstance(t.reward, Real) and getattr(t.reward, "shape", None) != ():
         raise TypeError(f"{where}: reward must be a number, got {show(t.reward)}")
     if not math.isfinite(t.reward):

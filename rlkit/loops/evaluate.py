@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlkit.losses import k3
-from rlkit.metrics import Metrics, largest, mean, merge
+from rlkit.metrics import Mean, Metrics, largest, mean, merge
 from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
@@ -58,16 +58,17 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     scores = [("score/mean", t.score) for t in ends if t.score is not None]
     rewards = torch.tensor([t.reward for t in ends])
     lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
-    sampled = [np.asarray(t.versions, np.int64)[np.asarray(t.mask, bool)] for t in samples]
-    ages = version - torch.from_numpy(np.concatenate([np.empty(0, np.int64), *sampled]))
+    sampled = [np.asarray(t.versions)[np.asarray(t.mask, bool)] for t in samples]  # from arrays: 4 bytes a token
+    ages = torch.tensor([len(x) * version - int(x.sum(dtype=np.int64)) for x in sampled])
+    oldest = torch.tensor([version - int(x.min()) for x in sampled if len(x)])
     return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
         "reward/mean": mean(rewards),
         "reward/std": mean(rewards.std(correction=0) if ends else torch.zeros(())),
         "length/mean": mean(lengths),
         "length/max": largest(lengths),
         "truncated": mean(torch.tensor([t.truncated for t in ends])),
-        "staleness/mean": mean(ages),
-        "staleness/max": largest(ages),
+        "staleness/mean": Mean(ages.double().sum(), lengths.double().sum()),
+        "staleness/max": largest(oldest),
     }
 
 

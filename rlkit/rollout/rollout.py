@@ -174,7 +174,7 @@ def _array(code: str, dtype: type, values: Any) -> Any:
     if not isinstance(values, list):
         return values
     try:
-        if values and values.count(values[0]) == len(values):  # most masks and versions
+        if values and values[0] == values[-1] and values.count(values[0]) == len(values):  # most masks and versions
             return array(code, values[:1]) * len(values)
         if not set(map(type, values)) <= ({int, float, bool} if code in "fd" else {int, bool}):
             return values

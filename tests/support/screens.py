@@ -231,7 +231,7 @@ def _shown(data: bytes, columns: int) -> str:
     pyte.ByteStream(screen).feed(data)
     for row in screen.wrapped:
         cut = screen.display[row].split(" ")[-1] + screen.display[row + 1].split(" ")[0]
-        assert len(cut) > columns - len("error: ") or " " in (screen.display[row][-1], screen.display[row + 1][0]), (
+        assert len(cut) > columns - len("exported ") or " " in (screen.display[row][-1], screen.display[row + 1][0]), (
             f"cut within a word at {columns} columns: {screen.display[row]!r}"
         )
     return screen.text
