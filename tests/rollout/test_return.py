@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from lora_server import LoraServer, serving
 from ticking import small_model
 
 from rlkit.data.prompts import Prompt
@@ -149,6 +150,42 @@ async def test_an_update_waits_for_a_server(tmp_path: Path) -> None:
         await asyncio.wait_for(update, 20)
         assert (await engine.generate([1], params=PARAMS)).versions == [2, 2, 2]
     await server.stop()
+
+
+class FailsOnce(LoraServer):
+    """Its second update of the weights fails."""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        out = await super().answer(request)
+        fails = self.seen.count("/update_weights_from_disk") == 2 and "update" in request.path
+        return web.json_response({"message": "it died"}, status=500) if fails else out
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+@pytest.mark.parametrize(("pause", "wait_s"), [("retract", 30.0), ("in_place", 30.0), ("abort", 30.0), ("retract", 0)])
+async def test_samples_in_flight_survive_an_update_that_is_sent_again(tmp_path: Path, pause: Any, wait_s: float) -> None:
+    """They go on from their tokens under the weights that came at last, unless the engine does not wait for those."""
+    params = SamplingParams(max_new_tokens=4000, seed=1)
+    async with serving(FailsOnce("owner/model", rank=0)) as server:
+        truth = await server.engine.generate([1, 2], params=params)
+        options: Any = {"transport": FromDisk(tmp_path), "pause": pause, "wait_s": wait_s}
+        async with SGLang(server.url, **options) as engine:
+            await engine.update_weights(iter(WEIGHTS), version=1)
+            call = asyncio.ensure_future(engine.generate([1, 2], params=params))
+            while len(server.named) < 1:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match="it died"):
+                await engine.update_weights(iter(WEIGHTS), version=2)
+            await asyncio.sleep(0.1)
+            assert call.done() == (pause == "abort" or not wait_s)
+            await engine.update_weights(iter(WEIGHTS), version=2)
+            out = await asyncio.wait_for(call, 30)
+            if pause == "abort" or not wait_s:
+                assert out.finish_reason == "abort"
+            else:
+                assert (out.ids, out.finish_reason) == (truth.ids, truth.finish_reason)
+                assert sorted(set(out.versions)) == out.versions[:: len(out.versions) - 1] == [1, 2]
 
 
 @pytest.mark.usefixtures("soon")

@@ -53,7 +53,7 @@ class Transport(Protocol):
 class _Call:
     """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended.
 
-    `again`: it was aborted for an update, and continues from its tokens.
+    `again`: it was aborted for an update, finished or not, and continues from its tokens after one.
     """
 
     replica: Replica | None = None
@@ -279,7 +279,8 @@ class ServerEngine:
             ValueError, TypeError: the tensors are not those of the served checkpoint (names, shapes, one is missing),
             as far as it can be read on this machine; they are sharded; the servers run with `--pp` or `--dp`, to which
             only `FromDisk` sends. WeightMismatch: see `Probe`. ReplicaError.
-            After any failure the servers may hold mixed weights: `generate` raises until an update succeeds.
+            After any failure the servers may hold mixed weights: `generate` raises until an update succeeds, or with
+            `wait_s` waits for it, also what was in flight.
         """
         async with self._updating:
             servers = await self._revive()
@@ -520,7 +521,8 @@ class ServerEngine:
                     await all_done(map(self._api.end, servers))
         except BaseException:
             self._broken = UNFINISHED.format(version)
-            await self.abort()  # what is in flight must not continue under mixed weights
+            for call in self._calls.values():  # what is in flight must not continue under mixed weights
+                self._end(call, again=self._wait_s > 0 and self._pause != "abort")  # but under those sent again
             everything = (self._api.abort(server, None, timeout=CONTROL_TIMEOUT) for server in servers)
             await asyncio.gather(*everything, return_exceptions=True)
             raise
