@@ -3,8 +3,8 @@
     python benchmarks/sync_nodes.py --model FOLDER --url http://node-1:30000 --host node-0
 
 `ours` is `update_weights`: it pauses, opens the server's session, gathers and checks the tensors, sends them in buckets
-and resumes. `plain` is one request with all names and one broadcast for each tensor, in a session, through the same group. A ratio is
-of two updates that follow one another. `--host` is this machine's address as the server sees it.
+and resumes. `plain` is one request with all names and one broadcast for each tensor, in a session, through the same
+group. A ratio is of two updates that follow one another. `--host` is this machine's address as the server sees it.
 """
 
 from __future__ import annotations

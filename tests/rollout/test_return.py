@@ -164,7 +164,7 @@ class FailsOnce(LoraServer):
 @pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize(("pause", "wait_s"), [("retract", 30.0), ("in_place", 30.0), ("abort", 30.0), ("retract", 0)])
-async def test_samples_in_flight_survive_an_update_that_is_sent_again(tmp_path: Path, pause: Any, wait_s: float) -> None:
+async def test_samples_in_flight_survive_a_failed_update(tmp_path: Path, pause: Any, wait_s: float) -> None:
     """They go on from their tokens under the weights that came at last, unless the engine does not wait for those."""
     params = SamplingParams(max_new_tokens=4000, seed=1)
     async with serving(FailsOnce("owner/model", rank=0)) as server:
