@@ -26,7 +26,7 @@ from rlkit._numbers import show
 from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked
 from rlkit.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
-from rlkit.types import Batch, Trajectory
+from rlkit.types import Batch, Picture, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts")
@@ -63,14 +63,15 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
             "one temperature, which is the policy's"
         )
     group_ids = [g for g, group in enumerate(groups) for _ in group]
-    prefixes: dict[tuple[int, bytes], int] = {}
+    prefixes: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
     prefix_ids = []
-    for g, x in zip(group_ids, streams, strict=True):
-        key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes() if share_prompts else b"")
+    for g, x, t in zip(group_ids, streams, samples, strict=True):
+        shown = tuple(image.digest for image in t.images)
+        key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes(), shown) if share_prompts else (g, b"", ())
         prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
     heads = [x.prompt_ids[-1:] if share_prompts else x.prompt_ids for x in streams]
     lens = [len(h) - 1 + len(x.ids) + t.truncated for h, x, t in zip(heads, streams, samples, strict=True)]
-    prompts = [np.frombuffer(p, np.int64) for _, p in prefixes]
+    prompts = [np.frombuffer(p, np.int64) for _, p, _ in prefixes]
     return Batch(
         **_token_streams(streams, samples, heads, lens),
         cu_seqlens=cumulative(torch.tensor(lens, dtype=torch.long)),
@@ -82,6 +83,7 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
         temperature=temperatures[0] if temperatures else None,
+        images=_images(samples, prefix_ids, len(prefixes), shared=share_prompts),
         **_experts(samples, [len(x.prompt_ids) - len(h) for x, h in zip(streams, heads)], lens, prefix_ids),
     )
 
@@ -106,6 +108,20 @@ def _token_streams(
         start = end
     found = {"tokens": tokens, "targets": targets, "mask": mask, "token_rewards": rewards, "rollout_logp": logp}
     return {name: torch.from_numpy(x) for name, x in {**found, "versions": versions}.items()}
+
+
+def _images(
+    samples: Sequence[Trajectory], prefix_ids: Sequence[int], num_prefixes: int, *, shared: bool
+) -> tuple[tuple[Picture, ...], ...] | None:
+    """The pictures of each prefix and of each sequence; those of a prompt are in its prefix where prompts are shared."""
+    if not any(t.images for t in samples):
+        return None
+    of_prefix: list[tuple[Picture, ...]] = [()] * num_prefixes
+    if not shared:
+        return (*of_prefix, *(tuple(t.images) for t in samples))
+    for i, t in zip(prefix_ids, samples, strict=True):
+        of_prefix[i] = tuple(t.images)
+    return (*of_prefix, *[()] * len(samples))
 
 
 def _experts(
@@ -162,6 +178,7 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
     ]
     groups: list[list[Trajectory]] = [[] for _ in range(int(batch.group_ids.max()) + 1 if lens else 0)]
     last_episode = [-1] * len(groups)
+    images = [()] * (len(prefixes) + len(lens)) if batch.images is None else batch.images
     for i, (tokens, targets, mask, logp, versions, token_rewards) in enumerate(zip(*streams, strict=True)):
         truncated, reward = bool(batch.truncated[i]), float(batch.rewards[i])
         n = len(tokens) - truncated
@@ -182,6 +199,7 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
                 truncated=truncated,
                 continues=continues,
                 temperature=batch.temperature,
+                images=(*images[int(batch.prefix_ids[i])], *images[len(prefixes) + i]),
             )
         )
     return groups
@@ -235,6 +253,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
     index = torch.as_tensor(index, dtype=torch.long, device=batch.tokens.device)
     tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
     used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
+    shown, num = batch.images, batch.prefix_cu.numel() - 1
     prefix_tokens, prefix_cu = _rows(batch.prefix_cu, used)
     per_token = {k: x[tokens] for k in _PER_TOKEN if (x := getattr(batch, k)) is not None}
     return Batch(
@@ -247,6 +266,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
         prefix_cu=prefix_cu,
         prefix_ids=prefix_ids,
         temperature=batch.temperature,
+        images=None if shown is None else tuple(shown[i] for i in [*used.tolist(), *(index + num).tolist()]),
     )
 
 

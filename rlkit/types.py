@@ -46,6 +46,20 @@ class Controller(NamedTuple):
     update: Callable[[Any, float], Any]
 
 
+class Picture(Protocol):
+    """An image that a prompt shows. Two with one `digest` are the same image."""
+
+    @property
+    def digest(self) -> str:
+        """A name of the image's content."""
+        ...
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model reads of it, by the names of its forward's arguments, with the image's rows first:
+        `pixel_values`, `image_grid_thw`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Completion:
     """The tokens that an engine sampled after a prompt, with the log-prob and the weight version of each.
@@ -79,7 +93,8 @@ class Generate(Protocol):
     """
 
     async def __call__(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
-        """Sample one completion of `prompt_ids`.
+        """Sample one completion of `prompt_ids`. Where a prompt shows images there is also `images`, a list of
+        `Picture` in the order of their placeholders.
 
         The model reads exactly `prompt_ids` and the completion holds exactly the ids it sampled: nothing is
         re-tokenised, and the stop token is included. Each id has its log-prob at `params.temperature` before top-p and
@@ -160,6 +175,8 @@ class Trajectory:
 
     `experts` are those of `Completion`, of all tokens but the last.
 
+    `images` are the pictures that the prompt shows, in the order of their placeholders in `prompt_ids`.
+
     The streams are lists, or after `rlkit.rollout.rollout.compact` arrays (of Python's `array`, an eighth of the
     memory): the loops' `prepare` gets those. Both are indexed, sliced and iterated alike; `list(t.ids)` is a list.
     """
@@ -177,6 +194,7 @@ class Trajectory:
     continues: bool = False
     temperature: float | None = None
     experts: Any = field(default=None, compare=False, repr=False)
+    images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +209,8 @@ class Batch:
     matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
     are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`). `temperature` is that of `rollout_logp`
     (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts` are the experts
-    that the engine chose for each token (`Completion.experts`; -1: unknown), or None.
+    that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the pictures of each
+    prefix, then of each sequence, in the order of their placeholders; None: there are none.
     """
 
     tokens: Int[Tensor, "T"]
@@ -217,6 +236,7 @@ class Batch:
     temperature: float | None = None
     experts: Int[Tensor, "T layers k"] | None = None
     prefix_experts: Int[Tensor, "P layers k"] | None = None
+    images: tuple[tuple[Picture, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:

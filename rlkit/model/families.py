@@ -17,6 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from inspect import signature
@@ -33,9 +34,11 @@ from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
 from rlkit.model.recurrent import recurrent_layers, unwrap, wrap
 from rlkit.model.routing import unwrap_routers, wrap_routers
+from rlkit.model.sharding import mesh_of
 from rlkit.model.small_copy import VOCAB, shrunk
+from rlkit.model.vision import Noise, auto_class, image_inputs, reads_images, token_types
 from rlkit.packing import pack
-from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register
+from rlkit.parallel.attention import IMPLEMENTATION, as_inference, register, set_attention
 from rlkit.types import Batch, LogProbs, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ _SCALES = (
     r"(_scale_inv|(weight|input)_(scale|zero_point|packed)|[._](scales|qweight|qzeros|g_idx|blocks)|absmax|quant_map)$"
 )
 _proven: dict[str, Verdict] = {}
+_no_images: dict[type, str] = {}  # classes of decoders -> why they are not trained on images
 _unpacked: dict[type, bool] = {}  # classes of decoders that run unpacked -> whether only their model's logits are right
 
 
@@ -72,12 +76,14 @@ class Verdict(NamedTuple):
     Attributes:
         packed: whether it is packed, with recurrent layers that `replay` prompts where they ignore a given state.
         reason: why it is not, and whether its log-probs come from its `logits`, which are not one head's.
+        images: why it is not trained on images, "" where it is or reads none.
     """
 
     packed: bool
     reason: str = ""
     logits: bool = False
     replay: bool = False
+    images: str = ""
 
 
 def check_causal_lm(config: Any) -> None:
@@ -88,6 +94,9 @@ def check_causal_lm(config: Any) -> None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if reads_images(config):
+        check_unquantized(config)
+        return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(config, "transformers has no causal language model of this type")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -148,6 +157,8 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
         if built is None:
             return None
         found = _verdict(*built, forward, of=config)
+        if reads_images(config):
+            found = found._replace(images=_why_no_images(built[0], found, forward))
     _remember(key, config, found)
     return found
 
@@ -179,6 +190,36 @@ def _verdict(
     with suppress(Exception):
         reason = reason if is_causal(model) else NOT_CAUSAL
     raise _refusal(of, str(reason))
+
+
+def _why_no_images(model: Any, found: Verdict, forward: PackedForward) -> str:
+    """Compare log-probs after prompts with images; "" where they are the model's own."""
+    one, two = Noise(model.config), Noise(model.config, seed=1)
+    groups = probe(VOCAB)
+    for prompt, group, images in (([5, *one.ids, 6, *two.ids, 7], 0, (one, two)), ([*two.ids, 8, 9], 2, (two,))):
+        groups[group] = [replace(t, prompt_ids=prompt, images=images) for t in groups[group]]
+    try:
+        own = own_log_probs(model, groups)
+    except Exception as error:
+        return f"its own forward fails on an image: {_first_line(error)}"
+    before = model.config.get_text_config()._attn_implementation
+    try:
+        if found.packed:
+            set_packed(model, replay=found.replay)
+        reasons = (_difference(model, pack(groups, share_prompts=share), own, forward) for share in (True, False))
+        return next(filter(None, reasons), "")
+    finally:
+        set_plain(model, before)
+
+
+def check_images(model: Any) -> None:
+    """Refuse images for a model that reads none, or not as its own forward does: ValueError."""
+    if not reads_images(model.config):
+        raise ValueError(f"the prompts show images, and model type {model.config.model_type!r} is not trained on any")
+    if reason := _no_images.get(type(model.base_model)):
+        raise _refusal(model.config, f"on images {reason}")
+    if (mesh := mesh_of(model)) is not None and max(mesh.sizes.cp, mesh.sizes.tp, mesh.sizes.pp, mesh.sizes.ep) > 1:
+        raise ValueError("images are not trained under cp, tp, pp or ep: use --parallel.shard or replicate")
 
 
 def check_is_model(model: Any, name: str = "model") -> None:
@@ -224,19 +265,20 @@ def check_loaded(model: Any, forward: PackedForward) -> Verdict:
         found = verdict_on(model.device, model.config, found, forward)
     if not found.packed:
         runs_unpacked(model, found)
+    _no_images[type(model.base_model)] = found.images
     return found
 
 
 def set_packed(model: Any, *, replay: bool = False) -> None:
     """Set the attention and the recurrent layers up for packed streams, in place."""
-    model.set_attn_implementation(register())
+    set_attention(model, register())
     wrap(model, replay=replay)
     wrap_routers(model)
 
 
 def set_plain(model: Any, implementation: str) -> None:
     """Undo `set_packed`, with transformers' attention of this name."""
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     unwrap(model)
     unwrap_routers(model)
 
@@ -398,7 +440,9 @@ def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
     with as_inference(model, always=True):
         for t in (t for group in groups for t in group):
             ids = torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device)
-            logp = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+            pictures = image_inputs(t.images, model.device)
+            pictures |= token_types(model, ids) if t.images else {}
+            logp = model(input_ids=ids, use_cache=False, **pictures).logits[0].float().log_softmax(-1)
             places = slice(len(t.prompt_ids) - 1, ids.shape[1] - 1)
             out.append(logp[places].gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0])
     return torch.cat(out)
@@ -429,9 +473,7 @@ def _refusal(config: Any, reason: str) -> ValueError:
 @torch.no_grad()
 def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], Tensor] | None:
     """A model of this config with random weights, the test sequences, and its own log-probs of them."""
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    from_config: Any = AutoModelForCausalLM.from_config
+    from_config: Any = auto_class(config).from_config
     make = partial(from_config, **NO_CODE) if model_class is None else model_class._from_config
     groups = probe(VOCAB)
     try:

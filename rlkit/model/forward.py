@@ -18,9 +18,11 @@ from rlkit._moved import moved
 from rlkit.files import no_code
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
+from rlkit.model import vision
 from rlkit.model.families import (
     check_architecture,
     check_causal_lm,
+    check_images,
     check_is_model,
     check_leftover,
     check_loaded,
@@ -88,20 +90,19 @@ def default_dtype(device: torch.device | str) -> str:
 def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
-    The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
+    A vision tower is frozen: `requires_grad_` of its parameters trains it, too. The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
 
     Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
     """
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
     config = load_config(path)
     check_causal_lm(config)
     check_architecture(config, forward)
-    model, missing = read_pretrained(AutoModelForCausalLM, path)
+    model, missing = read_pretrained(vision.auto_class(config), path)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
+    vision.freeze_tower(model)
     return prepare_model(model.to(device))
 
 
@@ -222,19 +223,27 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     joined = join(some)
     check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
     _check_length(model.config, joined[1])
-    if not packed:
+    shown = vision.has_images(some)
+    if shown:
+        check_images(model)
+    if not packed or (shown and not vision.packs_images(model)):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         padded = to_device(plan_rows(model, some), device)
-        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=padded is None)
-        ids, positions = (layout.local(move(x))[None] for x in joined)
+        tree = padded is None and not shown
+        layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=tree)
+        ids, positions = layout.local(move(joined[0]))[None], layout.local(move(joined[1]))[None]
+        pictures: dict[str, Tensor] = {}
+        if shown:
+            positions = move(vision.rotary_positions(model, some, joined[1]))[..., None, :]
+            pictures = vision.image_inputs([x for of in some.images or () for x in of], device)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
         experts = layout.local(move(torch.cat(both))) if both else None
         with attending(layout.plan._replace(rows=padded, experts=experts)):
-            out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+            out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])
     rows = head(hidden, lambda x: layout.spread(move(x)))

@@ -352,7 +352,8 @@ __getattr__ = moved(__name__, {"in rlkit.model.sharding": "mesh_of dtype_of insi
 
 def _layers(model: Any) -> Any:
     """The decoder's layers: the list of as many modules as the config has layers; None without one."""
-    base, count = model.base_model, getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    base: Any = getattr(model.base_model, "language_model", model.base_model)  # not those of a vision tower
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return base.layers if hasattr(base, "layers") else next(lists, None)
 

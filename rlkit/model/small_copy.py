@@ -69,7 +69,25 @@ def _shrunk(old: dict[str, Any]) -> dict[str, Any]:
         else:
             for cap in (cap for pattern, cap in _CAPS.items() if re.fullmatch(pattern, name)):
                 new[name] = [_capped(y, cap) for y in x] if isinstance(x, list) else _capped(x, cap)
+    if isinstance(new.get("vision_config"), dict) and isinstance(new.get("text_config"), dict):
+        _narrow_vision(new, new["vision_config"])
     return new
+
+
+def _narrow_vision(config: dict[str, Any], vision: dict[str, Any]) -> None:
+    """Shrink a vision tower to two layers that fit the language model, and place its tokens before those of text."""
+    sizes: dict[str, Any] = {"depth": 2, "patch_size": 4, "num_position_embeddings": 16, "image_size": 16}
+    sizes |= {"window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": config["text_config"]["hidden_size"]}
+    sizes["deepstack_visual_indexes"] = [0, 1]
+    if "embed_dim" in vision:  # its `hidden_size` is that of its output
+        sizes["hidden_size"] = config["text_config"]["hidden_size"]
+    vision |= {name: x for name, x in sizes.items() if vision.get(name)}
+    tokens = {"vision_start_token_id": 0, "vision_end_token_id": 0, "image_token_id": 1, "video_token_id": 2}
+    tokens |= {"mm_tokens_per_image": 4, "boi_token_index": 0, "eoi_token_index": 0, "image_token_index": 1}
+    config |= {name: x for name, x in tokens.items() if name in config}
+    rope = config["text_config"].get("rope_parameters")
+    if "spatial_merge_size" in vision and isinstance(rope, dict):
+        rope.setdefault("mrope_section", [2, 3, 3])
 
 
 def _capped(x: Any, cap: float) -> Any:

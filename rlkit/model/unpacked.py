@@ -7,6 +7,7 @@ streams are those of the packed forward; the cost is a prompt per sample in plac
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit.model.vision import image_inputs, own_attention, token_types
 from rlkit.parallel.attention import rows, to_device
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.padded import by_sequence
-from rlkit.types import Batch
+from rlkit.types import Batch, Picture
 
 
 def unpacked_outputs(
@@ -25,22 +27,34 @@ def unpacked_outputs(
 ) -> Float[Tensor, "T D"]:
     """The last hidden states at the batch's tokens, from the model's own forward; with `logits`, the model's logits.
 
-    `stream` are the joined ids, on the device that computes. Under a mesh all ranks run equally many forwards, because
+    `stream` are the joined ids, on the device that computes. A row has its images again. Under a mesh all ranks run equally many forwards, because
     FSDP gathers the weights for each: a rank with fewer blocks of rows runs some on one token, whose gradient is 0.
     """
-    blocks, back = to_device(by_sequence(batch), stream.device)
-    others = _most(len(blocks), mesh) - len(blocks)
-    out = [_run(model, stream[block.rows], logits).flatten(0, 1) for block in blocks]
-    found = rows(torch.cat(out), back)
-    for _ in range(others):
-        found = found + 0 * _run(model, stream[:1, None], logits).sum()
+    blocks, back, order = to_device(by_sequence(batch), stream.device)
+    others, images = _most(len(blocks), mesh) - len(blocks), iter(_pictures(batch, order))
+    out = []
+    with own_attention(model):
+        for block in blocks:
+            ids = stream[block.rows]
+            out.append(_run(model, ids, logits, [x for _, of in zip(ids, images) for x in of]).flatten(0, 1))
+        found = rows(torch.cat(out), back)
+        for _ in range(others):
+            found = found + 0 * _run(model, stream[:1, None], logits).sum()
     return found
 
 
-def _run(model: Any, ids: Int[Tensor, "B L"], logits: bool) -> Float[Tensor, "B L D"]:
-    if logits:
-        return model(input_ids=ids, use_cache=False).logits
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+def _pictures(batch: Batch, order: Int[Tensor, "N"]) -> Iterator[tuple[Picture, ...]]:
+    """The images of each sequence, its prompt's first, in the order of the rows; () for all without any."""
+    num, shown = batch.prefix_cu.numel() - 1, batch.images
+    for i in order.tolist():
+        yield () if shown is None else (*shown[int(batch.prefix_ids[i])], *shown[num + i])
+
+
+def _run(model: Any, ids: Int[Tensor, "B L"], logits: bool, images: Sequence[Picture] = ()) -> Float[Tensor, "B L D"]:
+    options: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if images:
+        options |= image_inputs(images, ids.device) | token_types(model, ids)
+    return model(**options).logits if logits else model.base_model(**options).last_hidden_state
 
 
 def _most(count: int, mesh: Mesh | None) -> int:

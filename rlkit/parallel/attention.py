@@ -613,6 +613,11 @@ def register() -> str:
     return IMPLEMENTATION
 
 
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of the language model; a vision tower keeps its own, in which images are segments."""
+    model.set_attn_implementation({"text_config": name} if getattr(model.config, "vision_config", None) else name)
+
+
 @contextmanager
 def as_inference(model: Any, *, always: bool = False) -> Iterator[None]:
     """Context manager in which `model(input_ids, attention_mask=...)` works as in transformers, in eval mode.
@@ -622,14 +627,14 @@ def as_inference(model: Any, *, always: bool = False) -> Iterator[None]:
     training, before = model.training, model.config.get_text_config()._attn_implementation
     eager = always or before == IMPLEMENTATION
     if eager:
-        model.set_attn_implementation("eager")
+        set_attention(model, "eager")
     model.eval()
     try:
         yield
     finally:
         model.train(training)
         if eager:
-            model.set_attn_implementation(before)
+            set_attention(model, before)
 
 
 def _windowed(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:

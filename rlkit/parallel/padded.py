@@ -30,20 +30,22 @@ class Block(NamedTuple):
 
 
 class PaddedRows(NamedTuple):
-    """Blocks, and the place of each row of the stream that they compute in their flattened outputs."""
+    """Blocks, the place of each row of the stream that they compute in their flattened outputs, and the segments in the
+    order of the blocks' rows."""
 
     blocks: tuple[Block, ...]
     back: Int[Tensor, "S"]
+    order: Int[Tensor, "N"]
 
 
 def by_sequence(batch: Batch) -> PaddedRows:
     """A row for each sample, with its whole prompt, padded on the right; `back` has the batch's tokens."""
-    return _laid(*_padded(segments(batch)[len(batch.prefix_cu) - 1 :])[:3])
+    return _laid(*_padded(segments(batch)[len(batch.prefix_cu) - 1 :]))
 
 
 def by_document(batch: Batch) -> PaddedRows:
     """A row for each prompt and one for each sample with its whole prompt, padded on the right."""
-    return _laid(*_padded(segments(batch))[:3])
+    return _laid(*_padded(segments(batch)))
 
 
 def by_segment(batch: Batch) -> PaddedRows:
@@ -52,18 +54,20 @@ def by_segment(batch: Batch) -> PaddedRows:
     num_prompts = len(batch.prefix_cu) - 1
     blocks, stream, place, order = _padded(spans[num_prompts:])
     if not batch.prefix_tokens.numel():
-        return _laid(blocks, stream, place)
+        return _laid(blocks, stream, place, order)
     first, stream_before, place_before, prompts = _padded(spans[:num_prompts], left=True)
     parents = torch.from_numpy(prompts.argsort()[batch.prefix_ids.cpu().numpy()[order]])
     parts = parents.split([len(b.rows) for b in blocks])
     blocks = [*first, *(b._replace(parents=p) for b, p in zip(blocks, parts, strict=True))]
     stream = np.concatenate([stream_before, stream])
     place = np.concatenate([place_before, place + sum(b.rows.numel() for b in first)])
-    return _laid(blocks, stream, place)
+    return _laid(blocks, stream, place, np.concatenate([prompts, num_prompts + order]))
 
 
-def _laid(blocks: Sequence[Block], stream: Int[np.ndarray, "R"], place: Int[np.ndarray, "R"]) -> PaddedRows:
-    return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]))
+def _laid(
+    blocks: Sequence[Block], stream: Int[np.ndarray, "R"], place: Int[np.ndarray, "R"], order: Int[np.ndarray, "N"]
+) -> PaddedRows:
+    return PaddedRows(tuple(blocks), torch.from_numpy(place[stream.argsort()]), torch.from_numpy(order))
 
 
 def _padded(

@@ -1,0 +1,149 @@
+"""Vision-language models: what an image adds to the forward of a batch, and the classes that read images.
+
+An image stands in the token ids as a run of placeholders, which the model replaces by its vision tower's features. In a
+packed stream a prompt's images are encoded once per group. Where rotary positions have three axes (M-RoPE), those of an
+image are its grid's, and text goes on from the largest of them. Gemma 3 lets the tokens of an image see one another in
+both directions: its batches with images run unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from inspect import signature
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from rlkit.packing import join
+from rlkit.parallel.attention import IMPLEMENTATION
+from rlkit.types import Batch, Picture
+
+TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
+
+
+def reads_images(config: Any) -> bool:
+    """Whether models of this config are trained on images."""
+    return config.model_type in TYPES and getattr(config, "vision_config", None) is not None
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a model of this config: with its vision tower where images are trained."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto.AutoModelForImageTextToText if reads_images(config) else modeling_auto.AutoModelForCausalLM
+
+
+def has_images(batch: Batch) -> bool:
+    """Whether a prompt of the batch shows an image."""
+    return batch.images is not None and any(batch.images)
+
+
+def packs_images(model: Any) -> bool:
+    """Whether a batch with images runs packed: attention between the tokens of an image is causal."""
+    return hasattr(model.base_model, "get_rope_index")
+
+
+def image_inputs(images: Iterable[Picture], device: torch.device) -> dict[str, Tensor]:
+    """The arguments of the model's forward for these images, in the order of their placeholders; {} for none."""
+    found = [image.inputs() for image in images]
+    return {name: torch.cat([x[name] for x in found]).to(device) for name in (found[0] if found else ())}
+
+
+def token_types(model: Any, ids: Int[Tensor, "*shape"]) -> dict[str, Tensor]:
+    """The argument that marks placeholders by 1, under the name that the model gives it."""
+    takes = signature(type(model.base_model).forward).parameters
+    name = next((x for x in ("mm_token_type_ids", "token_type_ids") if x in takes), None)
+    return {} if name is None else {name: (ids == model.config.image_token_id).int()}
+
+
+def rotary_positions(model: Any, batch: Batch, positions: Int[Tensor, "S"]) -> Int[Tensor, "S"] | Int[Tensor, "3 S"]:
+    """The positions of the joined stream; of a batch with images under M-RoPE those of its three axes."""
+    if not has_images(batch) or not packs_images(model):
+        return positions
+    tokens, num = join(batch)[0], batch.prefix_cu.numel() - 1
+    ends = [*batch.prefix_cu.tolist(), *(batch.cu_seqlens[1:] + batch.prefix_cu[-1]).tolist()]
+    out = positions.repeat(3, 1)
+    shift = [0] * num  # of what follows a prefix: images take fewer positions than tokens
+    for i, (images, start, end) in enumerate(zip(batch.images or (), ends, ends[1:])):
+        before = 0 if i < num else shift[int(batch.prefix_ids[i - num])]
+        out[:, start:end] += before
+        if images:
+            own = document_positions(model, tokens[start:end], images)
+            out[:, start:end] = own + int(out[0, start])
+            if i < num:
+                shift[i] = int(own.max()) + 1 - (end - start)
+    return out
+
+
+def document_positions(model: Any, ids: Int[Tensor, "L"], images: Sequence[Picture]) -> Int[Tensor, "3 L"]:
+    """The positions of a document that begins at 0."""
+    grids = torch.cat([image.inputs()["image_grid_thw"] for image in images])
+    types = (ids == model.config.image_token_id).int()[None]
+    found, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=grids)
+    return found[:, 0].to(ids)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Inside the block a packed model has transformers' attention, which differentiates, too."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa" if before == IMPLEMENTATION else before
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def freeze_tower(model: nn.Module) -> None:
+    """Do not train the vision tower and its projector: everything but the language model and the head."""
+    if not reads_images(model.config):
+        return
+    body: Any = model.base_model
+    for name, module in body.named_children():
+        if name != "language_model":
+            module.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A picture of random numbers with the smallest grid, for checks of a model. `ids` are its placeholders."""
+
+    config: Any
+    seed: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Its seed."""
+        return sha256(str(self.seed).encode()).hexdigest()
+
+    @property
+    def ids(self) -> list[int]:
+        """Its placeholders, in the marks that M-RoPE looks for."""
+        config = self.config
+        num = getattr(config, "mm_tokens_per_image", None) or self._grid.prod().item() // _merge(config) ** 2
+        return [config.image_token_id] * int(num)
+
+    @property
+    def _grid(self) -> Tensor:
+        side = _merge(self.config)
+        return torch.tensor([[1, side, (2 + self.seed % 2) * side]])
+
+    def inputs(self) -> dict[str, Tensor]:
+        """See `rlkit.types.Picture`."""
+        vision, generator = self.config.vision_config, torch.Generator().manual_seed(self.seed)
+        if hasattr(vision, "image_size"):
+            size = (1, 3, vision.image_size, vision.image_size)
+            return {"pixel_values": torch.randn(size, generator=generator)}
+        width = 3 * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.randn((int(self._grid.prod()), width), generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": self._grid}
+
+
+def _merge(config: Any) -> int:
+    return getattr(config.vision_config, "spatial_merge_size", 1)

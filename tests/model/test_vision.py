@@ -1,0 +1,103 @@
+"""Images in the forward: log-probs and gradients against the model's own forward, one document at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlkit.model import vision
+from rlkit.model.families import own_log_probs, set_packed
+from rlkit.model.forward import forward, prepare_model
+from rlkit.model.small_copy import shrunk
+from rlkit.packing import microbatches, pack, select, unpack
+from rlkit.types import Trajectory
+
+
+def small(kind: str) -> Any:
+    """A small model of this type, with large random weights."""
+    config = shrunk(CONFIG_MAPPING[kind]())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = vision.auto_class(config).from_config(config).eval()
+        for p in model.parameters():
+            p.data.normal_(std=0.2) if p.ndim > 1 else p.data.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def shown(config: Any) -> list[list[Trajectory]]:
+    """Three groups: with two images, with another one, and with none."""
+    a, b = vision.Noise(config), vision.Noise(config, seed=1)
+    drawn = torch.Generator().manual_seed(1)
+
+    def group(prompt: list[int], images: tuple[Any, ...], *lens: int) -> list[Trajectory]:
+        ids = [torch.randint(3, 60, (n,), generator=drawn).tolist() for n in lens]
+        return [Trajectory(prompt, x, [True] * len(x), [0.0] * len(x), [0] * len(x), images=images) for x in ids]
+
+    return [
+        group([5, *a.ids, 6, *b.ids, 7], (a, b), 7, 1, 3), group([9, 10, 11], (), 4, 2), group([*b.ids, 8], (b,), 5, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", vision.TYPES)
+def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
+    model = small(kind)
+    groups = shown(model.config)
+    own = own_log_probs(model, groups)
+    slope = torch.randn(len(own), generator=torch.Generator().manual_seed(2))
+    model.set_attn_implementation("eager")
+    expected = gradients(model, lambda: (slope * true_logp(model, groups)).sum())
+    model = prepare_model(model)
+    for shared in (True, False):
+        batch = pack(groups, share_prompts=shared)
+        logp = forward(model, batch).logp[batch.mask]
+        assert (logp - own).abs().max() < 1e-4
+        found = gradients(model, lambda: (slope * forward(model, batch).logp[batch.mask]).sum())  # noqa: B023
+        assert found.keys() == expected.keys()
+        assert any("visual" in name or "vision" in name for name in found)
+        largest = max(float(x.abs().max()) for x in expected.values())
+        assert max(float((found[name] - x).abs().max()) for name, x in expected.items()) < 2e-3 * largest
+
+
+def true_logp(model: Any, groups: list[list[Trajectory]]) -> torch.Tensor:
+    """As `own_log_probs`, with a gradient."""
+    out = []
+    for t in (t for group in groups for t in group):
+        ids = torch.tensor([[*t.prompt_ids, *t.ids]])
+        options = vision.image_inputs(t.images, torch.device("cpu")) | (vision.token_types(model, ids) if t.images else {})
+        logp = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
+        out.append(logp[len(t.prompt_ids) - 1 : -1].gather(1, torch.tensor(t.ids)[:, None])[:, 0])
+    return torch.cat(out)
+
+
+def gradients(model: Any, loss: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_an_image_changes_what_follows_it():
+    model = prepare_model(small("qwen3_vl"))
+    groups = shown(model.config)
+    other = [[Trajectory(**{**vars(t), "images": tuple(vision.Noise(model.config, x.seed + 2) for x in t.images)})
+              for t in group] for group in groups]  # fmt: skip
+    a, b = (pack(x) for x in (groups, other))
+    differ = (forward(model, a).logp - forward(model, b).logp).abs() > 1e-3
+    with_images = a.group_ids.repeat_interleave(a.cu_seqlens.diff()) != 1
+    assert torch.equal(differ[a.mask], with_images[a.mask])
+
+
+def test_a_batch_keeps_the_images_of_its_prompts():
+    model = prepare_model(small("qwen3_vl"))
+    groups = shown(model.config)
+    batch = pack(groups)
+    whole = forward(model, batch).logp
+    assert unpack(batch) == groups
+    parts = list(microbatches((batch, torch.arange(batch.num_tokens)), max_tokens=20))
+    assert len(parts) > 1
+    for micro, rows in parts:
+        assert (forward(model, micro).logp - whole[rows]).abs().max() < 1e-5
+    last = select(batch, [5, 0])
+    assert [len(group[0].images) for group in unpack(last)] == [2, 1]
