@@ -113,15 +113,17 @@ def _token_streams(
 def _images(
     samples: Sequence[Trajectory], prefix_ids: Sequence[int], num_prefixes: int, *, shared: bool
 ) -> tuple[tuple[Picture, ...], ...] | None:
-    """The pictures of each prefix and of each sequence; those of a prompt are in its prefix where prompts are shared."""
+    """The pictures of each prefix and of each sequence: those of a prompt are in its prefix, if it has one."""
     if not any(t.images for t in samples):
         return None
     of_prefix: list[tuple[Picture, ...]] = [()] * num_prefixes
-    if not shared:
-        return (*of_prefix, *(tuple(t.images) for t in samples))
-    for i, t in zip(prefix_ids, samples, strict=True):
-        of_prefix[i] = tuple(t.images)
-    return (*of_prefix, *[()] * len(samples))
+    own: list[tuple[Picture, ...]] = [()] * len(samples)
+    for i, (prefix, t) in enumerate(zip(prefix_ids, samples, strict=True)):
+        if shared and len(t.prompt_ids) > 1:
+            of_prefix[prefix] = tuple(t.images)
+        else:
+            own[i] = tuple(t.images)
+    return (*of_prefix, *own)
 
 
 def _experts(

@@ -215,14 +215,18 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 
         stop_token_ids(tokenizer, model.config, model.generation_config)
 
-    The union of the tokenizer's eos, the `eos_token_id` (an int or a list) of each config, and the chat template's end
-    of turn. The union matters: base models are often published with an eos that their template never writes, and a
-    rollout without the template's token samples up to its length limit. Raises ValueError if the union is empty.
+    The union of the tokenizer's eos, the `eos_token_id` (an int or a list) of each config, the placeholders of a vision
+    model's images, and the chat template's end of turn. The union matters: base models are often published with an eos
+    that their template never writes, and a rollout without the template's token samples up to its length limit. Raises
+    ValueError if the union is empty.
     """
+    from rlkit.model.vision import placeholder_ids
+
     ids = {end_of_turn_id(tokenizer), tokenizer.eos_token_id}
     for config in configs:
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [eos])
+        ids.update(placeholder_ids(config) if hasattr(config, "model_type") else ())
     ids.discard(None)
     if not ids:
         raise ValueError(

@@ -14,8 +14,8 @@ from typing import Any
 from rlkit.data.load import Row, Rows, column_error, place_of
 
 MEDIA = (
-    "images", "image", "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values",
-    "multi_modal_data", "multi_modal_inputs",
+    "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values", "multi_modal_data",
+    "multi_modal_inputs",
 )  # fmt: skip
 FLAGS = ("step_loss_mask", "weight", "train", "training", "loss", "loss_mask")  # slime, OpenAI, axolotl, ms-swift
 ROW_ARGS = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "enable_thinking")
@@ -70,10 +70,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def refuse_media(row: Row, place: str) -> None:
-    """ValueError for a row, or a message, with images, audio or video."""
+    """ValueError for a row with audio or video, or with images in a column that is not read."""
     for name in MEDIA:
         if not is_empty(row.get(name)) and row[name] is not False:
-            found = f"column {name!r} holds media, and rlkit trains on text only"
+            found = f"column {name!r} holds media, and rlkit trains on text and on images in a column 'images'"
             raise column_error(place, found, row, f"; drop the row, or train on its text with --rename {name} OTHER")
 
 

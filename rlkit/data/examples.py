@@ -8,6 +8,7 @@ from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
+from rlkit.data.images import ImageReader
 from rlkit.data.rows import (
     LABELLED,
     PAIR,
@@ -24,6 +25,8 @@ from rlkit.data.rows import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlkit.types import Picture
+
 
 @dataclass(frozen=True)
 class Example:
@@ -31,6 +34,7 @@ class Example:
 
     ids: list[int]
     mask: list[bool]
+    images: tuple[Picture, ...] = ()
 
 
 def sft_examples(
@@ -42,6 +46,7 @@ def sft_examples(
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[list[Example], int]:
     """`(examples, num_dropped)` from rows of `{prompt, response}` or `{messages}`; only assistant tokens are trained.
 
@@ -77,7 +82,7 @@ def sft_examples(
     renders message by message. Neither splits a conversation whose history is rewritten.
     """
     check_dicts(rows)
-    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
+    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     text = len(rows) > 0 and is_text(rows[0])
     if text:
         template = replace(template, apply=False)
@@ -121,6 +126,7 @@ class Pair:
     chosen: list[int]
     rejected: list[int]
     ref_logp: tuple[Sequence[float], Sequence[float]] | None = None
+    images: tuple[Picture, ...] = ()
 
 
 def preference_pairs(
@@ -132,6 +138,7 @@ def preference_pairs(
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[list[Pair], int]:
     """`(pairs, num_dropped)` from rows of `{prompt or messages, chosen, rejected}`; responses are strings or messages.
 
@@ -156,7 +163,7 @@ def preference_pairs(
     common prefix for the prompt.
     """
     check_dicts(rows)
-    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
+    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     return _pairs(rows, template, max_example_tokens)
 
 
@@ -164,7 +171,7 @@ def _pairs(rows: Sequence[dict[str, Any]], template: Template, max_example_token
     turns = read_rows(rows, template, PAIR, max_example_tokens=max_example_tokens)
     tokens = _tokenized([[turn] for of_row in turns for turn in of_row], template)
     pairs = [
-        (i, (Pair(*_split(a), _split(b)[1]), chosen.empty, rejected.empty))
+        (i, (Pair(*_split(a), _split(b)[1], images=chosen.images), chosen.empty, rejected.empty))
         for i, ((chosen, rejected), (a,), (b,)) in enumerate(zip(turns, tokens[::2], tokens[1::2], strict=True))
     ]
     pairs = drop(rows, pairs, lambda p: p[1], what="pairs", why="have an empty chosen response")
@@ -183,6 +190,7 @@ class Labelled:
     prompt: list[int]
     response: list[int]
     desirable: bool
+    images: tuple[Picture, ...] = ()
 
 
 def labelled_examples(
@@ -194,6 +202,7 @@ def labelled_examples(
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[list[Labelled], int]:
     """`(examples, num_dropped)` from rows of `{prompt or messages, completion or response, label}`, or from pairs.
 
@@ -213,11 +222,11 @@ def labelled_examples(
     Differs: TRL cuts long examples, and takes the columns `prompt`, `completion` and `label` only.
     """
     check_dicts(rows)
-    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args)
+    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     if rows and "chosen" in rows[0]:
         pairs, num_dropped = _pairs(rows, template, max_example_tokens)
-        both = [(Labelled(p.prompt, p.chosen, True), Labelled(p.prompt, p.rejected, False)) for p in pairs]
-        return [example for two in both for example in two], num_dropped
+        two = [Labelled(p.prompt, x, x is p.chosen, p.images) for p in pairs for x in (p.chosen, p.rejected)]
+        return two, num_dropped
     read = read_rows(rows, template, LABELLED, max_example_tokens=max_example_tokens)
     turns, why = [(i, turn) for i, (turn,) in enumerate(read)], "have an empty response"
     if all(turn.empty for _, turn in turns):
@@ -227,7 +236,8 @@ def labelled_examples(
     why = "hold several assistant messages, of which only the last is trained"
     drop(rows, left, lambda t: t.untrained, what="examples", why=why, keep=True)
     tokens = _tokenized([[turn] for _, turn in left], template)
-    examples = [(i, Labelled(*_split(e), bool(turn.label))) for (i, turn), (e,) in zip(left, tokens, strict=True)]
+    made = zip(left, tokens, strict=True)
+    examples = [(i, Labelled(*_split(e), bool(turn.label), turn.images)) for (i, turn), (e,) in made]
     examples = drop_long(rows, examples, _length, what="examples", max_example_tokens=max_example_tokens)
     return [example for _, example in examples], len(rows) - len(examples)
 
@@ -269,7 +279,7 @@ def _masked(
     mask = _to_end_of_turn(whole, mask, end)
     if not any(mask):
         raise ValueError(f"{turn.place}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
-    return Example(whole, mask)
+    return Example(whole, mask, turn.images)
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int], whole: list[int]) -> list[int]:
@@ -306,7 +316,7 @@ def _joined(turns: Sequence[Example]) -> list[Example]:
     for turn in turns:
         if joined and turn.ids[: len(joined[-1].ids)] == joined[-1].ids:
             before = joined.pop().mask
-            turn = Example(turn.ids, [a or b for a, b in zip_longest(before, turn.mask, fillvalue=False)])
+            turn = replace(turn, mask=[a or b for a, b in zip_longest(before, turn.mask, fillvalue=False)])
         joined.append(turn)
     ends = [max(t for t, on in enumerate(example.mask) if on) + 1 for example in joined]
-    return [Example(example.ids[:end], example.mask[:end]) for example, end in zip(joined, ends, strict=True)]
+    return [replace(e, ids=e.ids[:end], mask=e.mask[:end]) for e, end in zip(joined, ends, strict=True)]

@@ -8,22 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
+from rlkit.data.images import ImageReader
 from rlkit.data.messages import decoded
 from rlkit.data.rows import PROMPT, Template, drop, drop_long, prompt_messages, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlkit.types import Picture
+
 __all__ = ["Prompt", "joined_parts", "prompt_messages", "rl_prompts"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt, the row it came from, and the index of that row."""
+    """A rendered prompt, the row it came from, the index of that row, and the images that the prompt shows."""
 
     ids: list[int]
     row: dict[str, Any]
     index: int
+    images: tuple[Picture, ...] = ()
 
 
 def rl_prompts(
@@ -35,6 +39,7 @@ def rl_prompts(
     apply_chat_template: bool = True,
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[list[Prompt], int]:
     """`(prompts, num_dropped)` from rows that have `messages` or `prompt`; all columns stay in `row`.
 
@@ -44,6 +49,8 @@ def rl_prompts(
     `prompt` is tokenised as it is, with the tokenizer's own special tokens such as a leading bos; of messages, the
     contents are joined without a separator. A row's `tools` (JSON schemas) go to the template unless `tools` is given.
 
+    `images` reads the images of rows for a vision model (`rlkit.data.images`); without it they are refused.
+
     A prompt of more than `max_prompt_tokens` is dropped, never cut, and so is one without any text. Both are logged
     with the first rows, and counted together. Raises ValueError, with the row (see `place_of`), for a row without
     `messages` and `prompt`, a conversation that is malformed (see `prompt_messages`), empty or ends with the
@@ -51,13 +58,13 @@ def rl_prompts(
 
     Differs: verl `rollout.prompt_length` cuts a longer prompt on the left, so training sees the end of a question only.
     """
-    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, of_run=True)
+    template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, of_run=True, images=images)
     turns = read_rows(rows, template, PROMPT, max_prompt_tokens=max_prompt_tokens)
     left = drop(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, _row(rows[i]), i)) for (i, _), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, _row(rows[i]), i, t.images)) for (i, t), ids in zip(left, encoded, strict=True)]
     prompts = drop_long(rows, prompts, lambda p: len(p.ids), what="prompts", max_prompt_tokens=max_prompt_tokens)
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
 

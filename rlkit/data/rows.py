@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 from rlkit.data import columns
 from rlkit.data import messages as of_row
 from rlkit.data.chat import TURN_TEXTS, Message
+from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
+from rlkit.data.images import MARK, Image, gathered
 from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template
@@ -68,6 +70,7 @@ class Turn(NamedTuple):
     literal: bool = True
     blocks: list[int] | None = None
     untrained: bool = False
+    images: tuple[Image, ...] = ()
 
 
 class Form(NamedTuple):
@@ -133,12 +136,13 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
-        turns.append(form.read(row, place, own))
+        turns.append(_with_images(form.read(row, place, own), row, rows, template, place))
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         for turn in turns[-1] if template.apply else ():
             if turn.whole and turn.literal:
                 own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
         used = _used(row, form, plain=not template.apply)
+        used |= {*IMAGE_COLUMNS} if row.get("images") else set()
         if form is PROMPT:
             used |= {*columns.FOR_REWARDS}
         unused.add(index, row, used, *_said(row, form), own.lost)
@@ -150,6 +154,28 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     unused.report(template.not_read, where=where)
     _name_oddities(rows, found)
     return turns
+
+
+def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:
+    """The turns of a row with its images in the places of their marks."""
+    if not row.get("images"):
+        return turns
+    reader = template.images
+    if reader is None:
+        own: Row = getattr(row, "own", row)
+        column = next((name for name in IMAGE_COLUMNS if not columns.is_empty(own.get(name))), None)
+        found = "its messages show images" if column is None else f"column {column!r} holds images"
+        fix = "drop the row" if column is None else f"train on its text with --rename {column} OTHER"
+        fix = f"; take a model that reads images (docs/models.md), or {fix}"
+        raise column_error(place, f"{found}, and the model reads text only", row, fix)
+    images = reader.read(row, rows, place)
+    shown = [t._replace(
+        prompt=reader.placed(t.prompt, images, place), whole=reader.placed(t.whole, images, place), blocks=None,
+        images=images[: (t.whole or t.prompt).count(MARK)],
+    ) for t in turns]  # fmt: skip
+    if (num := max(len(t.images) for t in shown)) < len(images):
+        raise column_error(place, f"{len(images)} images, of which the text that is read shows {num}", row)
+    return shown
 
 
 def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> None:
@@ -214,7 +240,10 @@ def _decoded(row: Row, place: str) -> Row:
     """The row with lists of messages for their JSON text, for one message, and for turns of `from` and `value`."""
     try:
         new = decoded(row)
+        new |= gathered({**row, **new}, place)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if str(error).startswith(place):
+            raise
         raise column_error(place, f"cannot be read: {error}", row) from None
     row = Converted(row, new)
     for name in (*PROMPT_COLUMNS, *_RESPONSE, *PAIR_COLUMNS):
@@ -281,7 +310,7 @@ def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
 
 
 def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
-    """ValueError for a row with images, or with text that cannot be tokenized."""
+    """ValueError for a row with audio or video, or with text that cannot be tokenized."""
     own = getattr(row, "own", row)
     columns.refuse_media(own, place)
     if form is not PROMPT:
@@ -454,9 +483,9 @@ def drop_long(
 def _with_text(message: Message, place: str) -> dict[str, Any]:
     """The message with text as its content. A template would write anything else as Python does: "None", "[{...}]"."""
     content = message.get("content")
-    for name in columns.MEDIA:
+    for name in (*IMAGE_COLUMNS, *columns.MEDIA):
         if not columns.is_empty(message.get(name)):
-            raise ValueError(f"{place} holds {name!r}, and rlkit trains on text only: drop the row or the key")
+            raise ValueError(f"{place} holds {name!r}, which is not read: images go into a column 'images' of the row")
     if isinstance(content, str):
         return dict(message)
     if content is None and message["role"] == "assistant":

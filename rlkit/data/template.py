@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, check_arguments, end_of_turn_id, render_text
+from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
 from rlkit.data.messages import row_template_args, row_tools
 
@@ -38,6 +39,7 @@ class Template:
     """whether the tools are those of an RL run: its environment checks them, and a system prompt may list them"""
     seen: dict[Any, Any] = field(default_factory=dict, compare=False)
     """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
+    images: ImageReader | None = None
     lost: dict[Any, None] = field(default_factory=dict, compare=False)
     """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 

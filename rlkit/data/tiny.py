@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -84,3 +86,43 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Qwen3ForCausalLM(config)
+
+
+def tiny_vision_model(folder: Path, *, hidden: int = 96, layers: int = 3, seed: int = 0) -> None:
+    """Write a random Qwen3-VL of half a million weights, with its tokenizer and image processor, to a folder.
+
+    Pictures keep their size, in multiples of 8 pixels; 8 x 8 pixels are one token.
+    """
+    import torch
+    from tokenizers import AddedToken
+    from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    tokenizer = tiny_tokenizer()
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, marks)
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 4 * hidden, "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    seen = {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 4,
+        "out_hidden_size": hidden, "num_position_embeddings": 256, "deepstack_visual_indexes": [1],
+    }  # fmt: skip
+    ids: dict[str, Any] = {
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=seen, **ids))
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+        tokenizer.eos_token_id, tokenizer.pad_token_id,
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=65536).save_pretrained(folder)

@@ -151,7 +151,10 @@ def pair_metrics(numbers: Tensor) -> Metrics:
 def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
     """One group per pair, chosen before rejected, so that its prompt is stored and forwarded once."""
     return [
-        [response(p.prompt, ids, logp=logp) for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))]
+        [
+            response(p.prompt, ids, logp=logp, images=p.images)
+            for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))
+        ]
         for p in pairs
     ]
 
@@ -204,16 +207,19 @@ def kto(
     ref_policy = reference_policy(policy, reference)
 
     def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
-        matched = [response(e.prompt, e.response, reward=float(e.desirable)) for e in some]  # the reward is the label
+        matched = [  # the reward is the label
+            response(e.prompt, e.response, reward=float(e.desirable), images=e.images) for e in some
+        ]
         if reference_point is None:
             batch = with_ref_logp(ref_policy, pack([[t] for t in matched]), **scoring)
             return batch, partial(response_losses, kl=torch.zeros(()))
-        mismatched = [response(e.prompt, before.response) for before, e in zip([some[-1], *some], some)]
+        others = zip([some[-1], *some], some)
+        mismatched = [response(e.prompt, before.response, images=e.images) for before, e in others]
         both = pack([*zip(matched, mismatched, strict=True)])  # forwards a prompt once for its two responses
         both = with_ref_logp(ref_policy, both, **scoring)
-        batch, others = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
-        logp = compute_log_probs(policy, others, **scoring)
-        kl = reference_point(sum_per_seq(logp - others.ref_logp, cu_seqlens=others.cu_seqlens))
+        batch, crossed = (select(both, range(i, both.num_seqs, 2)) for i in (0, 1))
+        logp = compute_log_probs(policy, crossed, **scoring)
+        kl = reference_point(sum_per_seq(logp - crossed.ref_logp, cu_seqlens=crossed.cu_seqlens))
         return batch, partial(response_losses, kl=kl)
 
     def response_losses(micro: Batch, *, kl: Tensor) -> tuple[Tensor, Metrics]:

@@ -34,7 +34,9 @@ class Example(Protocol):
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
     """Pack examples: every token after the first is a target, and the mask selects those that train."""
-    return pack([[replace(response(e.ids[:1], e.ids[1:]), mask=e.mask[1:])] for e in examples])
+    shown = [getattr(e, "images", ()) for e in examples]
+    made = [response(e.ids[:1], e.ids[1:], images=images) for e, images in zip(examples, shown, strict=True)]
+    return pack([[replace(t, mask=e.mask[1:])] for e, t in zip(examples, made, strict=True)])
 
 
 def sft(

@@ -20,7 +20,7 @@ from rlkit.run import saving
 from rlkit.run.plot import draw
 from rlkit.run.report import report
 from rlkit.settings import Optim, Schedule
-from rlkit.types import Batch, Trajectory
+from rlkit.types import Batch, Picture, Trajectory
 
 X = TypeVar("X")
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
@@ -48,10 +48,16 @@ def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
 
 
 def response(
-    prompt: list[int], ids: list[int], *, reward: float = 0.0, logp: Sequence[float] | None = None
+    prompt: list[int],
+    ids: list[int],
+    *,
+    reward: float = 0.0,
+    logp: Sequence[float] | None = None,
+    images: Sequence[Picture] = (),
 ) -> Trajectory:
     """A response of the data as a trajectory, with every token trained on."""
-    return Trajectory(prompt, ids, [True] * len(ids), list(logp or [0.0] * len(ids)), [-1] * len(ids), reward)
+    mask, numbers = [True] * len(ids), list(logp or [0.0] * len(ids))
+    return Trajectory(prompt, ids, mask, numbers, [-1] * len(ids), reward, images=tuple(images))
 
 
 def train_examples(

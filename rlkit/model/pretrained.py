@@ -32,7 +32,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
     if (Path(path) / "adapter_config.json").is_file():  # transformers would load both into one model
         fix = "merge them (peft's merge_and_unload), and save the result"
         raise ValueError(f"model {str(path)!r} has an adapter beside its weights (adapter_config.json): {fix}")
-    with _explained(path, "config"):
+    with explained(path, "config"):
         config = AutoConfig.from_pretrained(str(path), **NO_CODE)
     for name in ("_attn_implementation", "_experts_implementation"):
         kernel = next((k for c in _configs(config) if "/" in str(k := getattr(c, name, None))), None)
@@ -49,7 +49,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     check_model_path(path)
-    with _explained(path, "tokenizer"):
+    with explained(path, "tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
     if len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False):
         what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
@@ -60,7 +60,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 
 @contextmanager
-def _explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """One line with the folder, and where it is damaged JSON with the file, for the errors of transformers."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level

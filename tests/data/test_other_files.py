@@ -485,7 +485,9 @@ BOTH = ", and sft trains on every row; columns found: "
 KTO = "; rlkit kto reads it, or --rename {} OTHER trains all of them"
 EXCLUDES = ", which excludes a row or a turn from the loss; columns found: "
 WRITES = ", which the chat template writes itself; ready-made prompts and responses are strings for --no-chat-template"
-WITHOUT = "holds media, and rlkit trains on text only; columns found: "
+WITHOUT = "holds media, and rlkit trains on text and on images in a column 'images'; columns found: "
+SHOWN = "holds images, and the model reads text only; columns found: "
+TEXT_OF = "; take a model that reads images (docs/models.md), or train on its text with --rename {} OTHER"
 UNWRITTEN = (
     "the chat template does not write {!r} of the message {}; write it into 'content' as the model would, drop it, or "
     "use a model whose template has it"
@@ -498,29 +500,28 @@ REFUSED = {  # script, row, the message after the file and the place
                                     ": column 'chosen' holds 'a', the name of another column; columns found: ['a', "
                                     "'b', 'chosen', 'prompt', 'rejected']; write the text of that column there"),
     "LLaMA-Factory images": ("sft", {"messages": WHO, "images": ["1.jpg"]},
-                             f": column 'images' {WITHOUT}['images', 'messages']; drop the row, or train on its text "
-                             "with --rename images OTHER"),
+                             f": column 'images' {SHOWN}['images', 'messages']{TEXT_OF.format('images')}"),
     "LLaMA-Factory audios": ("sft", {"conversations": [human("hi"), gpt("yo")], "audios": ["1.wav"]},
                              f": column 'audios' {WITHOUT}['audios', 'conversations']; drop the row, or train on its "
                              "text with --rename audios OTHER"),
     "TRL image": ("sft", {"prompt": "hi", "completion": "yo", "image": "1.jpg"},
-                  f": column 'image' {WITHOUT}['completion', 'image', 'prompt']; drop the row, or train on its text "
-                  "with --rename image OTHER"),
+                  f": column 'image' {SHOWN}['completion', 'image', 'prompt']{TEXT_OF.format('image')}"),
     "TRL images of a pair": ("dpo", {"prompt": "hi", "chosen": "yo", "rejected": "no", "images": ["1.jpg"]},
-                             f": column 'images' {WITHOUT}['chosen', 'images', 'prompt', 'rejected']; drop the row, or "
-                             "train on its text with --rename images OTHER"),
+                             f": column 'images' {SHOWN}['chosen', 'images', 'prompt', 'rejected']"
+                             f"{TEXT_OF.format('images')}"),
     "TRL video of a labelled response": ("kto", {"prompt": "hi", "completion": "yo", "label": True, "video": "1.mp4"},
                                          f": column 'video' {WITHOUT}['completion', 'label', 'prompt', 'video']; drop "
                                          "the row, or train on its text with --rename video OTHER"),
     "verl geo3k": ("grpo", {"data_source": "geo3k", "prompt": [user("<image>area?")], "images": [{"path": "1.png"}],
                             "reward_model": {"ground_truth": "3"}},
-                   f": column 'images' {WITHOUT}['data_source', 'images', 'prompt', 'reward_model']; drop the row, or "
-                   "train on its text with --rename images OTHER"),
+                   f": column 'images' {SHOWN}['data_source', 'images', 'prompt', 'reward_model']"
+                   f"{TEXT_OF.format('images')}"),
     "OpenAI image_url": ("grpo", {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
-                         ": messages[0].content[0] is 'image_url': rlkit reads text only, as a string or as parts "
-                         "{'type': 'text', 'text': '...'}; drop the row or the part"),
+                         ": its messages show images, and the model reads text only; columns found: ['messages']; take "
+                         "a model that reads images (docs/models.md), or drop the row"),
     "images of a message": ("grpo", {"prompt": [user("hi", images=["x"])]},
-                            ": prompt[0] holds 'images', and rlkit trains on text only: drop the row or the key"),
+                            ": prompt[0] holds 'images', which is not read: images go into a column 'images' of the "
+                            "row"),
     "axolotl train_detail": (
         "sft", {"messages": [user("hi"), answer("yo", train_detail=[{"begin_offset": 0, "end_offset": 1,
                                                                      "train": False}])]},

@@ -104,7 +104,7 @@ def test_many_rows_keep_their_order():
         ({"prompt": [{"role": "asistant", "content": "a"}]}, "row 2: unknown role 'asistant'; roles are system, user,"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
-            r"row 2: prompt\[0\].content\[1\] is 'image': rlkit reads text only",
+            "row 2: its messages show images, and the model reads text only; columns found",
         ),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, r"row 2: prompt\[0\].content\[0\] is 'a': rlkit reads text"),
     ],

@@ -1,0 +1,241 @@
+"""Images of rows: gathered from columns and messages, checked, and turned into placeholders and the model's inputs.
+
+A row has images as TRL, verl and OpenAI have them:
+
+    {"images": ["a.png", ...], "messages": [...]}       a column `images` or `image`: files, bytes, {"bytes": ...}, PIL
+    {"type": "image", "image": "a.png"}                 a part of a message's content; without a source, of the column
+    {"type": "image_url", "image_url": {"url": ...}}    a data: URL, or a file
+
+`<image>` in a text places an image of the column. Images that nothing places stand before the first user message.
+Files are relative to the working directory, or to the folder of the data file. Nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlkit.data.columns import is_empty
+from rlkit.data.load import Row, Rows, column_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MARK = "<image>"
+COLUMNS = ("images", "image")
+_PARTS = ("image", "image_url", "input_image")
+_TEXTS = ("messages", "prompt", "chosen", "rejected")
+_KEPT = 256  # images whose pixels a process keeps
+
+
+@dataclass(frozen=True)
+class Image:
+    """An `rlkit.types.Picture`: the bytes of a file, and the model whose image processor reads them."""
+
+    digest: str
+    processor: str
+    content: bytes = field(compare=False, repr=False)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """`pixel_values`, and `image_grid_thw` where the model takes images of any size."""
+        return _inputs(self)
+
+
+@lru_cache(maxsize=_KEPT)
+def _inputs(image: Image) -> dict[str, Any]:
+    found = processor_of(image.processor)(images=[_opened(image.content)], return_tensors="pt")
+    return {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
+
+
+@lru_cache
+def processor_of(path: str) -> Any:
+    """The image processor of a model's folder or hub id; on Pillow where torchvision is not installed."""
+    from transformers import AutoImageProcessor
+
+    from rlkit.model.pretrained import NO_CODE, explained
+
+    if find_spec("PIL") is None:
+        raise ImportError("images need Pillow: pip install pillow", name="PIL")
+    backend = "torchvision" if find_spec("torchvision") else "pil"
+    with explained(path, "image processor"):
+        return AutoImageProcessor.from_pretrained(path, backend=backend, **NO_CODE)
+
+
+def _opened(content: bytes) -> Any:
+    from PIL import Image as Pillow
+
+    return Pillow.open(io.BytesIO(content)).convert("RGB")
+
+
+class ImageReader:
+    """Reads the images of rows for the model at `path`, whose config has a vision tower.
+
+    An image becomes the text that the model's own processor writes for it: placeholders between two marks.
+    """
+
+    def __init__(self, path: str, tokenizer: Any, config: Any) -> None:
+        self._path, self._config = path, config
+
+        def text(*names: str) -> str:
+            ids = [i for name in names if (i := getattr(config, name, None)) is not None]
+            return str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
+
+        self._placeholder = text("image_token_id")
+        self._start = text("vision_start_token_id", "boi_token_id", "boi_token_index")
+        self._end = text("vision_end_token_id", "eoi_token_id", "eoi_token_index")
+        self._fixed = getattr(config, "mm_tokens_per_image", None)
+        self._num_tokens: dict[str, int] = {}
+
+    def read(self, row: Row, rows: Sequence[Row], place: str) -> tuple[Image, ...]:
+        """The images of a row (see `gathered`). ValueError, with the row, for one that cannot be read."""
+        folder = Path(rows.source).parent if isinstance(rows, Rows) and rows.source else Path()
+        found = []
+        for number, source in enumerate(row["images"]):
+            try:
+                content = _content(source, folder)
+                image = Image(sha256(content).hexdigest(), self._path, content)
+                self._num_tokens.setdefault(image.digest, self._count(content))
+            except ImportError:
+                raise
+            except FileNotFoundError as error:
+                raise ValueError(f"{place}: image {number + 1} is not there: {error.filename}") from None
+            except Exception as error:  # of Pillow: any, of a damaged file
+                raise ValueError(f"{place}: image {number + 1} cannot be read: {_short(error)}") from None
+            found.append(image)
+        return tuple(found)
+
+    def _count(self, content: bytes) -> int:
+        """The placeholders of an image."""
+        picture = _opened(content)
+        if self._fixed:
+            return int(self._fixed)
+        processor = processor_of(self._path)
+        num = processor.get_number_of_image_patches(picture.height, picture.width)
+        return int(num) // processor.merge_size**2
+
+    def placed(self, text: str, images: Sequence[Image], place: str) -> str:
+        """The text with the placeholders of an image for each mark: of the first ones, where it has fewer marks."""
+        first, *rest = text.split(MARK)
+        if len(rest) > len(images):
+            raise ValueError(f"{place}: {len(rest)} places for images ({MARK}), and {len(images)} images")
+        if self._placeholder in text:
+            raise ValueError(f"{place}: the text holds {self._placeholder!r}, which stands for an image: write {MARK}")
+        return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
+
+    def _text(self, image: Image) -> str:
+        inner = f"{self._start}{self._placeholder * self._num_tokens[image.digest]}{self._end}"
+        return f"\n\n{inner}\n\n" if self._fixed else inner
+
+
+def gathered(row: Row, place: str) -> Row:
+    """The columns of a row with images: texts with a mark for each, and their sources in `images`, in that order.
+
+    {} for a row without images. ValueError, with the row, for more places than images, or more images than places.
+    """
+    given = [x for name in COLUMNS for x in _several(row.get(name))]
+    new: Row = {}
+    sources: list[Any] = []
+    for column in _TEXTS:
+        texts, found = _marked(row.get(column))
+        if texts is not None:
+            new[column] = texts
+        sources = sources or found
+    if not given and all(source is None for source in sources):
+        if sources and new:
+            what = f"{len(sources)} parts of its messages are images without a source, and no column 'images' has them"
+            raise column_error(place, what, row)
+        return {}
+    if not sources:
+        first = next((column for column in _TEXTS if row.get(column)), None)
+        for column in ("chosen", "rejected") if first == "chosen" else (first,) if first else ():
+            new[column] = _before(new.get(column, row.get(column)), MARK * len(given))
+        sources = [None] * len(given)
+    left = iter(given)
+    images = [next(left, None) if source is None else source for source in sources]
+    if None in images or next(left, None) is not None:
+        what = f"has {len(sources)} places for images ({MARK}, or parts of the messages) and {len(given)} images"
+        raise column_error(place, what, row)
+    return {**new, "images": images, "image": None}
+
+
+def _several(value: Any) -> list[Any]:
+    """The images in a column: one, or a list of them."""
+    if is_empty(value) or value is False:
+        return []
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
+def _marked(value: Any) -> tuple[Any, list[Any]]:
+    """(texts with marks, or None if nothing changes; the source at each mark, None for one of the column)."""
+    if isinstance(value, str):
+        return None, [None] * value.count(MARK)
+    found: list[Any] = []
+    changed, out = False, []
+    for message in value if isinstance(value, list | tuple) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else [content]
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
+            out.append(message)
+            continue
+        texts = []
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("type") in _PARTS:
+                found.append(_source(part))
+                texts.append(MARK)
+            elif isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
+                found += [None] * text.count(MARK)
+                texts.append(text)
+        whole = len(texts) == len(parts)  # else `joined_parts` says which part is not read
+        has = any(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts)
+        changed = changed or (has and whole)
+        out.append({**message, "content": "".join(texts)} if has and whole else message)
+    return (out if changed else None), found
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    value = next((part[name] for name in ("image", "image_url", "url", "path") if not is_empty(part.get(name))), None)
+    return value.get("url") if isinstance(value, Mapping) and "url" in value else value
+
+
+def _before(value: Any, marks: str) -> Any:
+    """The marks at the beginning of a text, or of the first message of the user."""
+    if isinstance(value, str):
+        return marks + value
+    if not isinstance(value, list | tuple):
+        return value
+    roles = [message.get("role", message.get("from")) for message in value]
+    at = next((i for i, role in enumerate(roles) if role in ("user", "human")), 0)
+    key = "content" if "content" in value[at] else "value"
+    return [{**m, key: f"{marks}{m.get(key) or ''}"} if i == at else m for i, m in enumerate(value)]
+
+
+def _content(source: Any, folder: Path) -> bytes:
+    """The bytes of an image: of a file, a data: URL, `{"bytes": ..., "path": ...}`, or a picture of Pillow."""
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path") or source.get("url")
+    if isinstance(source, bytes | bytearray):
+        return bytes(source)
+    if hasattr(source, "save"):
+        out = io.BytesIO()
+        source.convert("RGB").save(out, "PNG")
+        return out.getvalue()
+    if not isinstance(source, str):
+        raise TypeError(f"{repr(source)[:60]} is no file, bytes or picture")
+    if source.startswith("data:"):
+        return base64.b64decode(source.partition(",")[2], validate=True)
+    if "://" in source and not source.startswith("file://"):
+        raise ValueError(f"{source[:60]} is on a network: download it and give the file")
+    path = Path(source.removeprefix("file://"))
+    return (path if path.is_absolute() or path.is_file() else folder / path).read_bytes()
+
+
+def _short(error: Exception) -> str:
+    text = str(error).partition("\n")[0].replace("<_io.BytesIO object", "the file").partition(" at 0x")[0]
+    return text or type(error).__name__
