@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
+from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlkit.packing import join
 from rlkit.parallel.attention import IMPLEMENTATION
@@ -29,6 +31,13 @@ TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 def reads_images(config: Any) -> bool:
     """Whether models of this config are trained on images."""
     return config.model_type in TYPES and getattr(config, "vision_config", None) is not None
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Tokens that stand for an image or a video. A sampled one must end its completion: as an input it would ask the
+    model for an image."""
+    names = ("image_token_id", "video_token_id") if reads_images(config) else ()
+    return tuple(i for name in names if isinstance(i := getattr(config, name, None), int))
 
 
 def auto_class(config: Any) -> Any:
@@ -100,14 +109,32 @@ def own_attention(model: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def freeze_tower(model: nn.Module) -> None:
-    """Do not train the vision tower and its projector: everything but the language model and the head."""
+def tower_parts(model: Any) -> list[str]:
+    """The parts of the base model beside its language model: the vision tower and its projector."""
+    if not reads_images(model.config):
+        return []
+    return [name for name, _ in model.base_model.named_children() if name != "language_model"]
+
+
+def freeze_tower(model: Any) -> None:
+    """Do not train the vision tower and its projector."""
+    for name in tower_parts(model):
+        model.base_model.get_submodule(name).requires_grad_(False)
+
+
+def copy_processor(model: Any, folder: Path) -> None:
+    """Put the files of the model's own image processor beside an export."""
     if not reads_images(model.config):
         return
-    body: Any = model.base_model
-    for name, module in body.named_children():
-        if name != "language_model":
-            module.requires_grad_(False)
+    from transformers.utils.hub import cached_file
+
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        found = cached_file(
+            model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if found is not None:
+            copyfile(found, folder / name)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlkit._numbers import is_number, show
 from rlkit._tensors import check_call
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import Watched, report_absent, report_once
-from rlkit.types import Completion, Generate, SamplingParams, Trajectory
+from rlkit.types import Completion, Generate, Picture, SamplingParams, Trajectory
 
 X = TypeVar("X")
 IDLE_S = 60.0  # seconds without a turn after which an environment is named
@@ -70,7 +70,7 @@ async def rollout(
     """
 
     async def one_group(index: int, prompt: Prompt) -> Group:
-        samplers = [sampler(generate, params, (seed, index, i)) for i in range(group_size)]
+        samplers = [sampler(generate, params, (seed, index, i), prompt.images) for i in range(group_size)]
         group = sampled_at(params, await sample_group(prompt, samplers, env=env, score=score))
         if on_group is not None:
             on_group(prompt, group)
@@ -208,15 +208,18 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
-def sampler(generate: Generate, params: SamplingParams, key: tuple[int, ...]) -> Sampler:
-    """A `Sampler` on `generate`; each turn gets its own seed, derived from `key`."""
+def sampler(
+    generate: Generate, params: SamplingParams, key: tuple[int, ...], images: Sequence[Picture] = ()
+) -> Sampler:
+    """A `Sampler` on `generate`; each turn gets its own seed, derived from `key`, and the prompt's `images`."""
     turn = 0
+    shown: dict[str, Any] = {"images": [*images]} if images else {}
 
     async def sample(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
         nonlocal turn
         turn += 1
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
-        return await generate(prompt_ids, params=replace(params, seed=mix(*key, turn), max_new_tokens=limit))
+        return await generate(prompt_ids, params=replace(params, seed=mix(*key, turn), max_new_tokens=limit), **shown)
 
     return sample
 
@@ -292,7 +295,16 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     finally:
         idle.end()
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
-    return [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(pieces)]
+    pieces = [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(pieces)]
+    return [_showing(t, prompt) for t in pieces] if prompt.images else pieces
+
+
+def _showing(trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+    """The trajectory with the images of its prompt, which it must begin with."""
+    if list(trajectory.prompt_ids[: len(prompt.ids)]) != list(prompt.ids):
+        what = "its chat template rewrites past turns, or the environment renders the prompt again"
+        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {what}")
+    return replace(trajectory, images=prompt.images)
 
 
 def pieces_of(returned: Any, place: str = "") -> Group:

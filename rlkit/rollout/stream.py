@@ -83,14 +83,16 @@ class Pausable:
         self._pauses = 0
         self.num_running = 0
 
-    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+    ) -> Completion:
         """See `rlkit.types.Generate`. "abort" is returned only if the call was not aborted by `pause`."""
         done = NOTHING
         while True:
             while not self._open.is_set():  # the stream may be paused again before this task runs
                 await self._open.wait()
             pauses = self._pauses
-            out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid))
+            out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid, **shown))
             done = joined(done, out)
             if out.finish_reason != "abort" or pauses == self._pauses:
                 return done
@@ -125,11 +127,12 @@ class Pausable:
 
 
 async def continued(
-    generate: Generate, prompt_ids: list[int], done: Completion, *, params: SamplingParams, rid: str | None = None
-) -> Completion:
+    generate: Generate, prompt_ids: list[int], done: Completion, *, params: SamplingParams, rid: str | None = None,
+    **shown: Any,
+) -> Completion:  # fmt: skip
     """Continue after the tokens of `done`, within the rest of `max_new_tokens`."""
     left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
-    return await generate([*prompt_ids, *done.ids], params=left, rid=rid)
+    return await generate([*prompt_ids, *done.ids], params=left, rid=rid, **shown)
 
 
 def joined(first: Completion, second: Completion) -> Completion:
@@ -183,7 +186,9 @@ class Journal:
             else:
                 self._read(path)
 
-    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+    ) -> Completion:
         """See `rlkit.types.Generate`."""
         done = NOTHING
         while (known := self._known.pop(_key(params.seed, prompt_ids, done), None)) is not None:
@@ -191,7 +196,7 @@ class Journal:
             done = resumable(done, params) if done.finish_reason == "abort" else done
             if done.finish_reason != "abort":
                 return done
-        out = await continued(self._generate, prompt_ids, done, params=params, rid=rid)
+        out = await continued(self._generate, prompt_ids, done, params=params, rid=rid, **shown)
         if out.ids:
             self._write(_key(params.seed, prompt_ids, done), out)
         return joined(done, out)
@@ -421,7 +426,7 @@ class GroupStream:
         try:
             prompt = self._prompt_at(entry.index)
             keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
-            samplers = [sampler(self._pausable.generate, self._params, key) for key in keys]
+            samplers = [sampler(self._pausable.generate, self._params, key, prompt.images) for key in keys]
             group = sampled_at(self._params, await sample_group(prompt, samplers, env=self._env, score=self._score))
             self._finish(entry, prompt, group)
         except Exception as error:

@@ -130,9 +130,11 @@ class ProcessEngine:
         """Seconds for which calls have been in flight without any sign of life; 0 if there are none."""
         return self._silence.seconds
 
-    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+    ) -> Completion:
         """See `LocalEngine.generate`. EngineError, a RuntimeError, in every call when the process has died."""
-        return await self._ask("generate", list(prompt_ids), params=params, rid=rid)
+        return await self._ask("generate", list(prompt_ids), params=params, rid=rid, **shown)
 
     async def abort(self, rid: str | None = None) -> int:
         """See `LocalEngine.abort`."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.images import gathered
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.envs.turns import Turns
@@ -55,9 +56,11 @@ class Chat:
         place = f"row {prompt.index + 1}"
         self._tokenizer, self._tools = tokenizer, tools
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place)}
-        start = {"messages": list(messages)} if messages is not None else prompt.row
+        shown = messages is None and prompt.images  # whose placeholders the template does not write
+        own = {**prompt.row, **gathered(prompt.row, place)} if shown else prompt.row
+        start = {"messages": list(messages)} if messages is not None else own
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
-        ids = self._render()
+        ids = list(prompt.ids) if shown else self._render()
         if messages is None and ids != list(prompt.ids):
             raise ValueError(f"{place}: {self._difference(list(prompt.ids), ids, system_prompt)}")
         self.turns = Turns(ids, sample)

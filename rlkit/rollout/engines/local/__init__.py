@@ -27,10 +27,11 @@ import torch
 
 from rlkit.model.families import check_is_model, check_prompt_ids
 from rlkit.model.sharding import mesh_of
+from rlkit.model.vision import placeholder_ids
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
-from rlkit.types import Completion, Progress, SamplingParams
+from rlkit.types import Completion, Picture, Progress, SamplingParams
 
 _U64 = 2**64 - 1
 
@@ -78,7 +79,7 @@ class LocalEngine:
             )
         self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
-        self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
+        self._eos = (*(model_eos(model) if eos_token_ids is None else eos_token_ids), *placeholder_ids(model.config))
         self._device, self._tokenizer = model.device, tokenizer
         self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
         self._seeds, self._keep_turns = random.Random(seed), keep_turns
@@ -98,7 +99,14 @@ class LocalEngine:
         """Requests running and waiting, and tokens generated so far."""
         return Progress(len(self._rows), len(self._waiting), self._num_tokens)
 
-    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        params: SamplingParams,
+        rid: str | None = None,
+        images: Sequence[Picture] = (),
+    ) -> Completion:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
         Noise is a function of (seed, position), the position counted from the start of the prompt. A cancelled call
@@ -109,7 +117,7 @@ class LocalEngine:
             `stop` without a tokenizer; `rid` is in use. RuntimeError: the engine is closed, or serves another running
             event loop. Whatever a step raised, in every call that was in flight.
         """
-        request = self._request(prompt_ids, params, rid)
+        request = self._request(prompt_ids, params, rid, tuple(images))
         self._ensure_driver()
         self._rids[request.rid] = request
         (self._waiting.append if request.held is None else self._waiting.appendleft)(request)
@@ -177,7 +185,9 @@ class LocalEngine:
             self._rids.pop(request.rid, None)
         return len(requests)
 
-    def _request(self, prompt_ids: list[int], params: SamplingParams, rid: str | None) -> Request:
+    def _request(
+        self, prompt_ids: list[int], params: SamplingParams, rid: str | None, images: tuple[Picture, ...]
+    ) -> Request:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not 0 < len(prompt_ids) < self.max_len:
@@ -190,12 +200,15 @@ class LocalEngine:
             raise ValueError("stop strings need LocalEngine(..., tokenizer=...); use stop_token_ids without one")
         if rid is not None and rid in self._rids:
             raise ValueError(f"rid {rid!r} is already in flight")
+        if images and not self._decoder.reads_images:
+            raise ValueError(f"{type(self.model).__name__} cannot sample after images in LocalEngine")
         self._num_calls += 1
-        start, held = self._turn_before(prompt_ids)
+        start, held = self._turn_before(prompt_ids) if not images else (0, None)
         return Request(
             rid=rid if rid is not None else f"local-{self._num_calls}",
             prompt=list(prompt_ids),
-            key=np.asarray(prompt_ids, np.int64).tobytes(),
+            key=np.asarray(prompt_ids, np.int64).tobytes() + "".join(x.digest for x in images).encode(),
+            images=images,
             params=params,
             stop_token_ids=frozenset((*params.stop_token_ids, *self._eos)),
             seed=(self._seeds.getrandbits(64) if params.seed is None else params.seed) & _U64,
@@ -308,7 +321,8 @@ class LocalEngine:
             self._rows.add(twin)
         self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
         for chunk in runs([r for r in new if not r.start]):
-            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk])
+            shown: dict[str, Any] = {"images": [r.images for r in chunk]} if any(r.images for r in chunk) else {}
+            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk], **shown)
         for request in (r for r in new if r.start):
             self._decoder.restore(request.held, request.slot)
             request.held = None
@@ -325,7 +339,7 @@ class LocalEngine:
             return
         for slot, reason in finished:
             request = self._rows.requests[slot]
-            if self._keep_turns and reason == "stop" and request.epoch == self._epoch:
+            if self._keep_turns and not request.images and reason == "stop" and request.epoch == self._epoch:
                 self._keep(request)
             self._rids.pop(request.rid, None)
             request.finish(reason, self._decoder.experts(slot, len(request.prompt) + len(request.ids) - 1))

@@ -18,11 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rlkit._tensors import upcast
+from rlkit.model import vision
 from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.model.recurrent import States, recurrent_layers
 from rlkit.model.routing import Chosen, num_experts, routers
 from rlkit.parallel.attention import as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
+from rlkit.types import Picture
 
 logger = logging.getLogger(__name__)
 IMPLEMENTATION = "rlkit_slots"
@@ -54,6 +56,8 @@ class CachedForward:
         self.keeps_states = bool(self._recurrent)
         self._routers, self._num_experts = routers(model), num_experts(model.config)
         self._shape = (0, 0)
+        self.reads_images = vision.reads_images(model.config) and vision.packs_images(model)
+        self._shift = torch.zeros(max_batch, dtype=torch.long, device=model.device)  # of rotary positions, by images
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
@@ -81,10 +85,13 @@ class CachedForward:
                 states.resize(rows)
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-        """Write the keys and values of each prompt into its slot."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Sequence[Picture]] = ()
+    ) -> None:
+        """Write the keys and values of each prompt, with its images, into its slot."""
+        images = images or [()] * len(prompts)
         for some in self._together(prompts):
-            self._prefill([prompts[i] for i in some], [slots[i] for i in some])
+            self._prefill([prompts[i] for i in some], [slots[i] for i in some], [images[i] for i in some])
 
     def _together(self, tokens: Sequence[Sequence[int]]) -> list[list[int]]:
         """Which of these are read in one call: all, or those of one length, where padding would change a state."""
@@ -93,12 +100,29 @@ class CachedForward:
         lens = [*map(len, tokens)]
         return [[i for i, n in enumerate(lens) if n == length] for length in sorted(set(lens))]
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
+    def _prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Sequence[Picture]]
+    ) -> None:
         device, longest = self._model.device, max(map(len, prompts))
         ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         positions = torch.arange(longest, device=device).expand(len(prompts), -1)
-        with self._attending(torch.tensor(slots, device=device), positions):
-            self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        index = torch.tensor(slots, device=device)
+        self._shift[index] = 0
+        rotary = self._rotary(index, positions)
+        for i, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
+            if pictures:
+                rotary = rotary.clone() if rotary.ndim == 3 else rotary.repeat(3, 1, 1)
+                own = vision.document_positions(self._model, ids[i, : len(prompt)], pictures)
+                rotary[:, i, : len(prompt)] = own
+                self._shift[slots[i]] = own.max() + 1 - len(prompt)
+        shown = vision.image_inputs([x for of in images for x in of], device)
+        with self._attending(index, positions):
+            self._model.base_model(input_ids=ids, position_ids=rotary, use_cache=False, **shown)
+
+    def _rotary(self, slots: Int[Tensor, "B"], positions: Int[Tensor, "B L"]) -> Tensor:
+        """The rotary positions of places in slots: on three axes, shifted, where a slot has images."""
+        shift = self._shift[slots] if self.reads_images else None
+        return positions if shift is None or not shift.any() else (positions + shift[:, None]).expand(3, -1, -1)
 
     @torch.no_grad()
     def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
@@ -106,8 +130,9 @@ class CachedForward:
         device = self._model.device
         for some in self._together(tokens):
             ids, positions = (x.to(device) for x in padded_turns([tokens[i] for i in some], [starts[i] for i in some]))
-            with self._attending(torch.tensor([slots[i] for i in some], device=device), positions):
-                self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+            index = torch.tensor([slots[i] for i in some], device=device)
+            with self._attending(index, positions):
+                self._model.base_model(input_ids=ids, position_ids=self._rotary(index, positions), use_cache=False)
 
     def hold(self, slot: int, length: int) -> tuple[dict[int, list[Tensor]], dict[nn.Module, States]]:
         """A copy of the first `length` positions of a slot, which are all that it has read, for `restore`."""
@@ -117,6 +142,7 @@ class CachedForward:
 
     def restore(self, held: tuple[dict[int, list[Tensor]], dict[nn.Module, States]], slot: int) -> None:
         """Write what `hold` has copied into a slot."""
+        self._shift[slot] = 0
         keys, states = held
         for layer, blocks in keys.items():
             for block, x in zip(self._blocks(layer, *blocks), blocks, strict=True):
@@ -135,6 +161,7 @@ class CachedForward:
     @torch.no_grad()
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of each source slot into its target slot."""
+        self._shift[torch.tensor(targets)] = self._shift[torch.tensor(sources)]
         for cached in self._layers.values():
             for block in cached:
                 block[torch.tensor(targets), :, :length] = block[torch.tensor(sources), :, :length]
@@ -146,7 +173,8 @@ class CachedForward:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
         rows = torch.arange(tokens.shape[0], device=tokens.device)
         with self._attending(rows, positions[:, None]):
-            out = self._model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
+            rotary = self._rotary(rows, positions[:, None])
+            out = self._model(input_ids=tokens[:, None], position_ids=rotary, use_cache=False)
         return upcast(out.logits[:, -1])
 
     @contextmanager
@@ -273,6 +301,7 @@ class Recompute:
         self._model, self._max_len = model, max_len
         self.sizes = list(range(1, max_batch + 1))
         self._ids = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        self.reads_images, self._images = vision.reads_images(model.config), dict[int, Sequence[Picture]]()
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
@@ -287,10 +316,13 @@ class Recompute:
             self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
             self._ids[:keep, : old.shape[1]] = old[:keep]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-        """Store each prompt in its slot."""
-        for prompt, slot in zip(prompts, slots, strict=True):
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Sequence[Picture]] = ()
+    ) -> None:
+        """Store each prompt, and its images, in its slot."""
+        for prompt, slot, pictures in zip(prompts, slots, images or [()] * len(prompts), strict=True):
             self._ids[slot, : len(prompt)] = torch.tensor(prompt, device=self._ids.device)
+            self._images[slot] = pictures
 
     def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
         """Store further tokens of slots that hold `starts` tokens."""
@@ -304,10 +336,12 @@ class Recompute:
     def restore(self, held: Tensor, slot: int) -> None:
         """Write what `hold` has copied into a slot."""
         self._ids[slot, : len(held)] = held
+        self._images[slot] = ()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of each source slot into its target slot."""
         self._ids[torch.tensor(targets), :length] = self._ids[torch.tensor(sources), :length]
+        self._images |= {target: self._images.get(slot, ()) for slot, target in zip(sources, targets, strict=True)}
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
@@ -316,8 +350,10 @@ class Recompute:
         self._ids[rows, positions] = tokens
         mask = torch.arange(self._longest, device=tokens.device) <= positions[:, None]
         with as_inference(self._model):
-            ids = self._ids[: tokens.shape[0], : self._longest]
-            logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
+            ids = self._ids[: tokens.shape[0], : self._longest].where(mask, 0)  # no placeholders of a slot's last user
+            shown = [x for slot in range(len(tokens)) for x in self._images.get(slot, ())]
+            pictures = vision.image_inputs(shown, ids.device) | (vision.token_types(self._model, ids) if shown else {})
+            logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False, **pictures).logits
         return upcast(logits[rows, positions])
 
 
@@ -353,6 +389,8 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = Fa
 def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | None:
     """Why `CachedForward` cannot serve this model, or None. A window longer than the probe must reach it too."""
     config = model.config.get_text_config()
+    if vision.reads_images(model.config) and not vision.packs_images(model):
+        return "the tokens of an image see one another in both directions"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
     if not kinds <= {"full_attention", "sliding_attention", *(_STATES if cached.keeps_states else ())}:
         return f"its layer types are {sorted(kinds)}"

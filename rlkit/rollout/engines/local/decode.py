@@ -79,6 +79,8 @@ class Decoder:
 
     keeps_states = False
 
+    reads_images = False
+
     def experts(self, slot: int, length: int) -> None:
         """None: the models that it decodes are dense."""
 

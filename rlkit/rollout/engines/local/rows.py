@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rlkit.types import Completion, FinishReason, SamplingParams
+from rlkit.types import Completion, FinishReason, Picture, SamplingParams
 
 
 class StopStrings:
@@ -65,6 +65,7 @@ class Request:
     epoch: int = -1
     start: int = 0
     held: Any = None
+    images: tuple[Picture, ...] = ()
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

@@ -156,7 +156,9 @@ class ServerEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def generate(self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, images: Sequence[Any] = ()
+    ) -> Completion:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
         A call whose server dies, hangs, answers 5xx or with what cannot be the answer (see `check_reply`) is sampled
@@ -167,6 +169,8 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
+        if images:
+            raise ValueError(f"images are not sent to {self._api.name} servers: sample with the embedded engine")
         limits = await self._usable()
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
