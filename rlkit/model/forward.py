@@ -87,10 +87,11 @@ def default_dtype(device: torch.device | str) -> str:
     return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
-def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrainedModel:
+def load_model(path: str | os.PathLike[str], *, device: str = "cpu", train_vision: bool = False) -> PreTrainedModel:
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
-    A vision tower is frozen: `requires_grad_` of its parameters trains it, too. The parameters are fp32, whatever the checkpoint holds: under bf16 compute they are the master weights.
+    A vision tower is frozen, unless `train_vision`. The parameters are fp32, whatever the checkpoint holds: under bf16
+    compute they are the master weights.
 
     Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
@@ -102,7 +103,8 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu") -> PreTrain
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
-    vision.freeze_tower(model)
+    if not train_vision:
+        vision.freeze_tower(model)
     return prepare_model(model.to(device))
 
 

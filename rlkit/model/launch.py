@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,18 +51,20 @@ def load_policy(
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
     frozen: bool = False,
+    train_vision: bool = False,
 ) -> Any:
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
-    With `lora_rank` only adapters of that rank train (alpha is twice the rank), on the modules `lora_targets` (none:
-    all linear layers).
+    A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train (alpha is twice
+    the rank), on the modules `lora_targets` (none: all linear layers).
     """
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is not None:
         lora: dict[str, Any] = {"lora_rank": lora_rank, "lora_targets": lora_targets}
-        return load_parallel(path, mesh, frozen=frozen, **lora, **_options(args, dtype))
-    model = load_model(path, device=device)
+        whole = partial(load_model, train_vision=train_vision)
+        return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
+    model = load_model(path, device=device, train_vision=train_vision)
     targets = [*lora_targets] or "all-linear"
     return add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets) if lora_rank else model
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from rlkit._extras import optional
 from rlkit.files import explain_full_disk
 from rlkit.model.sharding import mesh_of
+from rlkit.model.vision import tower_parts
 from rlkit.parallel.data import each_stage
 from rlkit.ranks import on_rank0
 
@@ -52,7 +53,8 @@ def add_lora(
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
     b starts at 0, so the outputs do not change until the first step. a depends only on `seed` and the layer's name, in
-    any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head.
+    any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head. The
+    tower of a vision model has none.
 
     Errors: ValueError for a target that the model lacks or peft refuses, and for one that is not a linear layer, with
     the names of those that are.
@@ -60,7 +62,9 @@ def add_lora(
     peft = optional("peft", "lora", "LoRA needs")
     import torch.distributed.tensor  # peft reads it as an attribute
 
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    frozen = "|".join(map(re.escape, tower_parts(model)))  # not the tower of a vision model
+    skipped: dict[str, Any] = {"exclude_modules": rf"(.*\.)?({frozen})(\..*)?"} if frozen else {}
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", **skipped)
     _check_names(model, targets)
     _check_reached(model, targets)
     try:

@@ -27,8 +27,9 @@ def unpacked_outputs(
 ) -> Float[Tensor, "T D"]:
     """The last hidden states at the batch's tokens, from the model's own forward; with `logits`, the model's logits.
 
-    `stream` are the joined ids, on the device that computes. A row has its images again. Under a mesh all ranks run equally many forwards, because
-    FSDP gathers the weights for each: a rank with fewer blocks of rows runs some on one token, whose gradient is 0.
+    `stream` are the joined ids, on the device that computes. A row has the images of its prompt again. Under a mesh all
+    ranks run equally many forwards, because FSDP gathers the weights for each: a rank with fewer blocks of rows runs
+    some on one token, whose gradient is 0.
     """
     blocks, back, order = to_device(by_sequence(batch), stream.device)
     others, images = _most(len(blocks), mesh) - len(blocks), iter(_pictures(batch, order))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rlkit import files as _files
 from rlkit.model.lora import Adapter, adapter_weights, adapters, merged, only_adapter_trains
 from rlkit.model.sharding import mesh_of
+from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 from rlkit.ranks import on_all_ranks, on_rank0, rank
@@ -254,6 +255,7 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+    copy_processor(model, folder)
     config = json.loads((folder / "config.json").read_text())
     classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass
     config["architectures"] = [next(classes).__name__]

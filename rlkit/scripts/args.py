@@ -41,6 +41,8 @@ class Model:
     """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is sharded over the ranks of torchrun"""
+    train_vision: bool = False
+    """train the tower of a vision model too; by default it is frozen"""
     deterministic: bool = False
     """use deterministic CUDA kernels (slower): a resumed run repeats every bit. On CPUs it always does"""
     debug: bool = False

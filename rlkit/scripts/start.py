@@ -184,7 +184,7 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
 
         width = load_config(args.model.model).get_text_config().hidden_size
         refuse_if(rank > width, f"`lora_rank` {rank} is more than the model's width {width}: no matrix has that rank")
-    load: Callable[..., Any] = partial(load_policy, **where(args))
+    load: Callable[..., Any] = partial(load_policy, **where(args), train_vision=args.model.train_vision)
     model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
     report_model(model, dtype=args.optim.dtype)
     stop_at_template(model, args)
@@ -229,6 +229,16 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
     return tokenizer
 
 
+def image_reader(path: str, tokenizer: Any) -> Any:
+    """What reads the images of rows for the model at `path`; None for a model of text."""
+    from rlkit.data.images import ImageReader
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.vision import reads_images
+
+    config = load_config(path)
+    return ImageReader(path, tokenizer, config) if reads_images(config) else None
+
+
 def offline(
     args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
@@ -244,6 +254,7 @@ def offline(
         "system_prompt": args.data.system_prompt,
         "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
+        "images": image_reader(args.model.model, tokenizer),
     }
     with data_progress():
         examples = read(rows, **render)[0]

@@ -18,6 +18,7 @@ from rlkit.scripts.start import (
     begin,
     check_ranks,
     function_of,
+    image_reader,
     load_policies,
     load_tokenizer,
     note_strings,
@@ -49,6 +50,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     env, score = make_env(tokenizer), make_score(tokenizer)
     with data_progress():
         prompts, held_out = (render(args, tokenizer, part) for part in rows)
+    refuse_if(
+        args.engine.engine != "local" and any(prompt.images for prompt in prompts + held_out),
+        f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
+    )
     note_strings(args.data, rows[0])
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = load_config(args.model.model).get_text_config()
@@ -237,7 +242,7 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
         return rl_prompts(
             rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
             apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
-            template_args=args.data.template() or None,
+            template_args=args.data.template() or None, images=image_reader(args.model.model, tokenizer),
         )[0]  # fmt: skip
     except ValueError as error:
         if total >= longest:

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import vision
-from rlkit.model.families import own_log_probs, set_packed
+from rlkit.model.families import own_log_probs
 from rlkit.model.forward import forward, prepare_model
 from rlkit.model.small_copy import shrunk
 from rlkit.packing import microbatches, pack, select, unpack
@@ -66,7 +66,9 @@ def true_logp(model: Any, groups: list[list[Trajectory]]) -> torch.Tensor:
     out = []
     for t in (t for group in groups for t in group):
         ids = torch.tensor([[*t.prompt_ids, *t.ids]])
-        options = vision.image_inputs(t.images, torch.device("cpu")) | (vision.token_types(model, ids) if t.images else {})
+        options = vision.image_inputs(t.images, torch.device("cpu")) | (
+            vision.token_types(model, ids) if t.images else {}
+        )
         logp = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
         out.append(logp[len(t.prompt_ids) - 1 : -1].gather(1, torch.tensor(t.ids)[:, None])[:, 0])
     return torch.cat(out)

@@ -1,0 +1,93 @@
+"""The scripts on rows with images: a small vision model trains, resumes, exports, and loads in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from rlkit.data.tiny import tiny_vision_model
+from rlkit.scripts import cli
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A model, and rows for every script: the answer is the shade of the picture."""
+    folder, draw = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
+    tiny_vision_model(folder / "model", hidden=32, layers=2)
+    rows = []
+    for i in range(12):
+        shade = int(draw.integers(0, 10))
+        Image.fromarray(np.full((16, 16 + 8 * (i % 2), 3), 25 * shade, np.uint8)).save(folder / f"{i}.png")
+        rows.append({"prompt": "How light?", "images": [f"{i}.png"], "answer": str(shade)})
+    (folder / "reward.py").write_text("def score(completion, row):\n    return len(completion) % 2\n")
+    kinds: dict[str, Any] = {
+        "rl": lambda r: r, "sft": lambda r: {**r, "response": r["answer"]},
+        "dpo": lambda r: {**r, "chosen": r["answer"], "rejected": "x"},
+        "kto": lambda r: {**r, "completion": r["answer"], "label": True},
+    }  # fmt: skip
+    for name, made in kinds.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(made(row)) + "\n" for row in rows))
+    return folder
+
+
+def train(task: Path, script: str, output: Path, *flags: str) -> list[dict[str, float]]:
+    """The metrics of a run."""
+    data = task / ("rl.jsonl" if script in ("grpo", "ppo") else f"{script}.jsonl")
+    sizes = ["--batch-size", "4"]
+    if script in ("grpo", "ppo"):
+        sizes = ["--prompts-per-step", "2", "--group-size", "3", "--max-new-tokens", "6", "--max-prompt-tokens", "64"]
+        sizes += ["--reward", f"{task / 'reward.py'}:score"]
+    base = [script, "--model", str(task / "model"), "--data", str(data), "--output", str(output), "--device", "cpu"]
+    cli.main([*base, *sizes, "--steps", "2", "--lr", "1e-3", *flags])
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def changed(task: Path, output: Path) -> set[str]:
+    """The parts of the model that training has changed."""
+    before, after = (load_file(x / "model" / "model.safetensors") for x in (task, output))
+    assert before.keys() == after.keys()
+    return {"tower" if ".visual." in name else "text" for name, x in before.items() if not torch.equal(x, after[name])}
+
+
+def test_grpo_samples_trains_resumes_and_exports(task, tmp_path):
+    lines = train(task, "grpo", tmp_path / "run")
+    assert all(line["mismatch/abs_max"] < 1e-4 for line in lines)
+    assert changed(task, tmp_path / "run") == {"text"}
+    exported = tmp_path / "run" / "model"
+    model = AutoModelForImageTextToText.from_pretrained(exported)
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert AutoImageProcessor.from_pretrained(exported).patch_size == 4
+    train(task, "grpo", tmp_path / "cut", "--steps", "1")
+    again = train(task, "grpo", tmp_path / "cut", "--resume")
+    assert [reproducible(x) for x in again] == [reproducible(x) for x in lines]
+
+
+def reproducible(line: dict[str, float]) -> dict[str, float]:
+    return {name: x for name, x in line.items() if not name.startswith("time/")}
+
+
+def test_the_tower_trains_where_it_is_asked_to(task, tmp_path):
+    train(task, "sft", tmp_path / "run", "--train-vision")
+    assert changed(task, tmp_path / "run") == {"text", "tower"}
+
+
+@pytest.mark.parametrize("script", ["dpo", "kto"])
+def test_pairs_and_labels(task, tmp_path, script):
+    lines = train(task, script, tmp_path / script)
+    assert all(np.isfinite(line["loss"]) for line in lines)
+
+
+@pytest.mark.slow
+def test_an_engine_process_and_lora(task, tmp_path):
+    pytest.importorskip("peft")
+    lines = train(task, "grpo", tmp_path / "run", "--overlap", "--lora-rank", "4")
+    assert lines[0]["mismatch/abs_max"] < 1e-4  # later ones are of older weights
+    assert changed(task, tmp_path / "run") == {"text"}
