@@ -81,7 +81,7 @@ class ImageReader:
     """
 
     def __init__(self, path: str, tokenizer: Any, config: Any) -> None:
-        self._path, self._config = path, config
+        self._path = path
 
         def text(*names: str) -> str:
             ids = [i for name in names if (i := getattr(config, name, None)) is not None]
