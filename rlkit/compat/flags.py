@@ -133,7 +133,6 @@ NO_FLAG = {  # what needs no flag here, or has none
     "assistant_only_loss": "only assistant turns are trained on, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
-    "config": "flags are given on the command line, and kept in args.json of the run",
     "deepspeed": "several ranks are FSDP2 (--parallel)",
     "zero_stage": "several ranks are FSDP2 (--parallel): stage 3, or 2 with --parallel.no-reshard-after-forward",
     "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",

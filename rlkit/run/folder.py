@@ -1,6 +1,7 @@
 """The run folder: metrics, samples and checkpoints of a run, each step written once despite interruptions.
 
     args.json                          the flags of the run
+    config.yaml                        the same for `--config`, written by the scripts: it repeats the run
     chat_template.json                 the template of --chat-template, if one was given
     metrics.jsonl                      one line per step; keys that depend on the clock are named time/...
     trajectories/train_000010.jsonl    samples that step 10 trained on, one line each; also eval_sampled_000010.jsonl,
@@ -38,6 +39,7 @@ from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
 from rlkit.run.machine import start_row
 
+CONFIG = "config.yaml"
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended
@@ -45,7 +47,7 @@ _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe.
 _DRAW = "import sys; from rlkit.run.plot import plot_run; plot_run(sys.argv[1])"
 _DRAW_S = 60.0  # seconds until this process draws itself
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
-_resumed: dict[Path, bytes] = {}  # new args.json of runs that have not loaded their checkpoint yet
+_resumed: dict[Path, dict[str, bytes]] = {}  # new args and config of runs that have not loaded their checkpoint yet
 
 
 class Run:
@@ -136,9 +138,12 @@ class Run:
         self._unsynced.add(path)
 
 
-def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resume: bool) -> None:
+def keep_args(
+    folder: Path | str, args: Mapping[str, Any], *, script: str, resume: bool, config: str | None = None
+) -> None:
     """Lock a run folder and write the flags `args` of a `script` to its `args.json`, on the first rank.
 
+    `config` is the text of its `config.yaml` (`rlkit.scripts.config.render`).
     A resumed run continues with the new flags; those that changed are printed, and `open_run` writes them if there are
     steps left to train with them. Nothing is written if the run is refused. The folder stays locked until the run that
     `open_run` opens there ends.
@@ -175,10 +180,16 @@ def keep_args(folder: Path | str, args: Mapping[str, Any], *, script: str, resum
                 if name not in added:
                     say(f"resumed with {name} {new.get(name)!r} (it was {old.get(name)!r})")
             changed = bool(names) or masked(path.read_text()) != path.read_text()
+        new_files = {path.name: text.encode()} | ({CONFIG: config.encode()} if config is not None else {})
         if resume and changed:
-            _resumed[folder.resolve()] = text.encode()
+            _resumed[folder.resolve()] = new_files
         elif changed:
-            replace_file(path, text.encode())
+            _write(folder, new_files)
+
+
+def _write(folder: Path, new_files: Mapping[str, bytes]) -> None:
+    for name, data in new_files.items():
+        replace_file(folder / name, data)
 
 
 def read_args(folder: Path | str) -> dict[str, Any]:
@@ -273,8 +284,8 @@ def open_run(
         (folder / "trajectories").mkdir(exist_ok=True)
         if resume:
             drop_after(folder, start)
-            if (text := _resumed.pop(folder.resolve(), None)) and start < steps:
-                replace_file(folder / "args.json", text)
+            if (new_files := _resumed.pop(folder.resolve(), None)) and start < steps:
+                _write(folder, new_files)
         _append_start(folder / "starts.jsonl", start)
     progress = RunDisplay(steps=steps, start=start, print_steps=print_steps)
     run = Run(folder, progress)

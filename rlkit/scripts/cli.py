@@ -34,7 +34,8 @@ from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
-from rlkit.scripts.flags import FLAT, Flag, flags_of, help_text, is_flag, list_flags, wrong_words
+from rlkit.scripts import config
+from rlkit.scripts.flags import CONFIG, FLAT, Flag, flags_of, has_config, help_text, is_flag, list_flags, wrong_words
 from rlkit.settings import collected
 
 X = TypeVar("X")
@@ -90,15 +91,18 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     encode_anything()
     argv = sys.argv[1:] if argv is None else argv
-    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
-    if {"-h", "--help"} & {*own}:
+    if {"-h", "--help"} & {*(argv[: argv.index("--")] if "--" in argv else argv)}:  # after --: another command's
         _help(kind, description)
+    places: dict[str, str] = {}
     try:
         with warnings_that_fit():
-            _refuse_wrong(argv, own, kind)
+            argv, places, shown = with_config(argv, kind)
+            _refuse_wrong(argv, kind, complete=not shown)
+        if shown:
+            return _print(config.printed(argv, kind))
         flags = parsed(argv, kind)
     except ValueError as error:
-        fail(str(error))
+        fail(str(error) + config.where(str(error), places))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     with warnings_that_fit():
@@ -107,6 +111,12 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     if exported and is_first():
         _print(f"exported {result}")
     return result
+
+
+def with_config(argv: Sequence[str], kind: type) -> config.Expanded:
+    """The command line with the flags of its --config among its words."""
+    in_python = {name for name, _ in flags_of(kind)}
+    return config.expand(argv, kind, explain=lambda name, names: _unknown(name, names, in_python))
 
 
 def parsed(argv: Sequence[str], kind: type) -> Any:
@@ -135,12 +145,17 @@ def _help(kind: type, description: str | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
-    """Refuse flags that the script does not have, wrong values and other systems' names: all of them at once."""
+def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> None:
+    """Refuse flags that the script does not have, wrong values and other systems' names: all of them at once.
+
+    Missing flags are refused if the command line is to be `complete`.
+    """
+    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
     flags = list(list_flags(kind))
     aliases = {alias for flag in flags for alias in flag.aliases}
     names, in_python = {flag.name for flag in flags}, {name for name, _ in flags_of(kind)}
     _refuse_assignments(own, names)
+    names |= {flag.name for flag in CONFIG if has_config(flags)}
     wrong, ours_only = {}, True
     alone = next((flag.positional for flag in flags if flag.positional and flag.name != "command"), "")
     for word, value in zip(own, [*own[1:], ""]):
@@ -152,21 +167,19 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
         if short and known:
             wrong[given] = f"needs two dashes: -{given}"
         elif hydra or short or (word.startswith("--") and not known):
-            only = "is set in Python only" if name in in_python else None
-            there = _elsewhere(name) if not foreign.answer(name, names) and "command" not in names else None
-            ours_only = ours_only and bool(there)
             bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} runs/grpo"
             bare = bare if alone and name in foreign.OF_RUN else ""
-            wrong[given] = only or foreign.answer(name, names) or bare or there or _nearest(name, names)
+            wrong[given] = _unknown(name, names, in_python, bare=bare)
+            ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
             wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
     unknown = bool(wrong)
     wrong = wrong or wrong_words(argv, kind)
-    if not wrong:
+    if not wrong or ("missing" in wrong and not complete):
         return
     rest = "; --help lists the flags" if "missing" in wrong else ""
     if "missing" in wrong and "--resume" in own and (kept := _kept_args(own, flags)):
-        rest = f"; a resumed run takes its flags again: they are in {kept}"
+        rest = f"; a resumed run takes its flags again: {kept}"
     if unknown and not ours_only:
         rest = "; docs/migrating.md has all options" if "model" in names else "; --help lists the flags"
     if "command" in names and "--" not in argv:
@@ -178,13 +191,15 @@ def _refuse_wrong(argv: Sequence[str], own: Sequence[str], kind: type) -> None:
     fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
 
 
-def _kept_args(own: Sequence[str], flags: Sequence[Flag]) -> Path | None:
-    """The args.json of the run folder on a command line, if there is one."""
+def _kept_args(own: Sequence[str], flags: Sequence[Flag]) -> str | None:
+    """Where the flags of the run folder on a command line are, if there is one."""
     default = next((flag.default for flag in flags if flag.name == "schedule.output" or flag.name == "output"), None)
     given = [after if word == "--output" else word.partition("=")[2]
              for word, after in zip(own, [*own[1:], ""]) if word.partition("=")[0] == "--output"]  # fmt: skip
-    path = Path(given[-1] if given else str(default)) / "args.json"
-    return path if path.is_file() else None
+    folder = Path(given[-1] if given else str(default))
+    if (folder / "config.yaml").is_file():
+        return f"add --config {shlex.quote(str(folder / 'config.yaml'))}"
+    return f"they are in {folder / 'args.json'}" if (folder / "args.json").is_file() else None
 
 
 def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
@@ -200,8 +215,17 @@ def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
         fail(f"{given} {'is' if len(found) == 1 else 'are'} no flag{'s' * (len(found) > 1)}: write {better}")
 
 
-def _elsewhere(name: str) -> str | None:
-    """The commands that have a flag which this one has not."""
+def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "") -> str:
+    """What is wrong with a flag that is not in `names`, and what to write."""
+    if name in in_python:
+        return "is set in Python only"
+    return foreign.answer(name, names) or bare or _elsewhere(name, names) or _nearest(name, names)
+
+
+def _elsewhere(name: str, names: set[str]) -> str | None:
+    """The commands that have a flag which this one, with the flags `names`, has not."""
+    if "command" in names:
+        return None
     found = []
     for script in ("grpo", "ppo", "sft", "dpo", "kto", "reward_model"):
         kind = importlib.import_module(f"rlkit.scripts.{script}").Args

@@ -42,7 +42,7 @@ except ModuleNotFoundError:  # a machine without a command line can still call `
     FLAT = TEMPLATE = Positional = None
 ChatTemplate = Annotated[str | bool, TEMPLATE]  # --chat-template FILE and --no-chat-template
 
-MAIN = ("model", "data", "reward", "eval_data", "steps", "output")  # the first flags of `--help`
+MAIN = ("model", "data", "reward", "eval_data", "steps", "output", "config", "print_config")  # first in `--help`
 
 
 _log = logging.getLogger("rlkit.scripts.flags")
@@ -61,6 +61,17 @@ class Flag(NamedTuple):
 
     def __str__(self) -> str:
         return self.positional or f"--{self.name.replace('_', '-')}"
+
+
+CONFIG = (
+    Flag("config", Path, None, object, text="YAML file with flags, which those of the command line replace"),
+    Flag("print_config", bool, False, object, text="print the flags as YAML for --config, and exit"),
+)
+
+
+def has_config(flags: Sequence[Flag]) -> bool:
+    """Whether a command takes --config and --print-config: those that train do."""
+    return {"model", "output", "steps"} <= {flag.name for flag in flags}
 
 
 def flags_of(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -109,7 +120,7 @@ def _in_python_only(hint: Any) -> bool:
 def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     """What is wrong with the values on a command line whose flags are all known: `{"--steps": "must be ..."}`."""
     flags = list(list_flags(kind))
-    found, loose, twice = _assigned(argv, flags)
+    found, loose, twice = assigned(argv, flags)
     wrong: dict[str, str] = {}
     for flag in (flag for flag in flags if flag.name in twice and _count(flag.hint) is None):
         _log.warning("%s is given twice: the later values replace the others (several follow one flag)", flag)
@@ -120,8 +131,8 @@ def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
         wrong[" ".join(loose)] = "is no value of a flag"
     for flag in flags:
         words = found.get(flag.name)
-        if words is not None and not _fits(flag.hint, words) and (words or not flag.positional):
-            wrong[str(flag)] = _complaint(flag.hint, words)
+        if words is not None and (words or not flag.positional) and (what := complaint(flag.hint, words)):
+            wrong[str(flag)] = what
             if str(flag) == "--resume" and len(words) == 1 and words[0].lower() not in ("true", "false", "0", "1"):
                 wrong[str(flag)] = f"takes no value: write --resume --output {shlex.quote(words[0])}"
     missing = [flag for flag in flags if flag.default is MISSING and not found.get(flag.name)]
@@ -130,7 +141,7 @@ def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     return wrong
 
 
-def _assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str]], list[str], set[str]]:
+def assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str]], list[str], set[str]]:
     """The words of each flag that is given, the later ones of one that is given twice; those of no flag; and which
     flags are given twice."""
     by_name = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
@@ -173,16 +184,16 @@ def _positive(name: str) -> str:
 
 def _count(hint: Any) -> int | None:
     """How many words a value takes; None: until the next flag."""
-    sizes = {_size(x) for x in _members(hint)}
+    sizes = {_size(x) for x in members_of(hint)}
     return sizes.pop() if len(sizes) == 1 and 0 not in sizes else None
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members_of(hint: Any) -> tuple[Any, ...]:
     """The types of a union, without what `Annotated` adds."""
     if get_origin(hint) is Annotated:
-        return _members(get_args(hint)[0])
+        return members_of(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
-        return tuple(x for inner in get_args(hint) for x in _members(inner))
+        return tuple(x for inner in get_args(hint) for x in members_of(inner))
     return (hint,)
 
 
@@ -196,9 +207,9 @@ def _size(hint: Any) -> int:
 
 def _fits(hint: Any, words: list[str]) -> bool:
     """Whether the words are a value of the type. A type that is not listed here is left to tyro."""
-    if len(_members(hint)) > 1:
-        return any(_fits(x, words) for x in _members(hint))
-    (hint,) = _members(hint)
+    if len(members_of(hint)) > 1:
+        return any(_fits(x, words) for x in members_of(hint))
+    (hint,) = members_of(hint)
     origin, inner = get_origin(hint), get_args(hint)
     if origin is tuple and inner[-1] is ...:
         return all(_fits(inner[0], [word]) for word in words)
@@ -223,8 +234,11 @@ def _fits(hint: Any, words: list[str]) -> bool:
     return True
 
 
-def _complaint(hint: Any, words: list[str]) -> str:
+def complaint(hint: Any, words: list[str]) -> str:
+    """What is wrong with the words as a value of the type; "" if they are one."""
     expected = _expected(hint)
+    if _fits(hint, words):
+        return ""
     if hint is bool:
         off = words[0].lower() in ("false", "0", "no", "off")
         return "takes no value: " + ("for off give its --no- form" if off else f"leave {' '.join(words)!r} out")
@@ -241,8 +255,8 @@ def _complaint(hint: Any, words: list[str]) -> str:
 
 def _expected(hint: Any) -> str:
     """What a flag of the type takes, in words."""
-    members = [x for x in _members(hint) if x is not NoneType]
-    if len(members) != len(_members(hint)):
+    members = [x for x in members_of(hint) if x is not NoneType]
+    if len(members) != len(members_of(hint)):
         return " or ".join([*dict.fromkeys(map(_expected, members)), "None"])
     if len(members) > 1:
         return " or ".join(dict.fromkeys(map(_expected, members)))
@@ -250,7 +264,7 @@ def _expected(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin is tuple and inner[-1] is ...:
-        return {int: "whole numbers", float: "numbers"}.get(_members(inner[0])[0], "values")
+        return {int: "whole numbers", float: "numbers"}.get(members_of(inner[0])[0], "values")
     if origin is tuple:
         return "two numbers" if len(inner) == 2 else f"{len(inner)} numbers"
     if origin is dict:
@@ -267,20 +281,26 @@ def _choices(hint: Any) -> str:
 def help_text(kind: type, description: str | None, *, program: str, width: int) -> str:
     """The text of `--help`, in lines of at most `width` characters: usage, examples, and the flags in groups."""
     flags = list(list_flags(kind))
+    flags += CONFIG if has_config(flags) else ()
     required = [_usage(flag) for flag in flags if flag.default is MISSING]
     command = [f"-- {_usage(flag)}" for flag in flags if flag.positional and flag.default is not MISSING]
     parts = [_wrapped(" ".join(["usage:", program, *required, "[FLAGS]", *command]), width, "           ")]
     for block in (description or "").strip().split("\n\n"):
         indented = block.startswith("    ")
         parts.append(block if indented else _wrapped(" ".join(block.split()), width))
-    docs = {flag.name: flag.text or _documented(flag.kind).get(flag.name.rpartition(".")[2], "") for flag in flags}
-    for title, group in _groups(kind, flags):
+    docs = help_of(flags)
+    for title, group in grouped(kind, flags):
         rows = [_row(flag, docs[flag.name], flags, width) for flag in group]
         parts.append("\n".join([_wrapped(f"{title}:", width), *rows]))
     return "\n\n".join(parts)
 
 
-def _groups(kind: type, flags: list[Flag]) -> Iterator[tuple[str, list[Flag]]]:
+def help_of(flags: Sequence[Flag]) -> dict[str, str]:
+    """The help of each flag, by its name."""
+    return {flag.name: flag.text or _documented(flag.kind).get(flag.name.rpartition(".")[2], "") for flag in flags}
+
+
+def grouped(kind: type, flags: list[Flag]) -> Iterator[tuple[str, list[Flag]]]:
     """The main flags; then those of each class of settings, in their order, with those of the model and the ranks last.
 
     A flag of the script itself goes with the settings before it.
@@ -326,12 +346,12 @@ def _usage(flag: Flag) -> str:
     if flag.hint is bool:
         prefix, dot, last = str(flag)[2:].rpartition(".")
         return f"--{prefix}{dot}[no-]{last}" if flag.default is True else str(flag)
-    kinds = [_metavar(x) for x in _members(flag.hint) if x is not NoneType]
+    kinds = [_metavar(x) for x in members_of(flag.hint) if x is not NoneType]
     return f"{', '.join([*flag.aliases, str(flag)])} {max(dict.fromkeys(kinds), key=len)}"
 
 
 def _metavar(hint: Any) -> str:
-    (hint,) = _members(hint)
+    (hint,) = members_of(hint)
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "|".join(map(str, inner))

@@ -30,7 +30,8 @@ def begin(args: Any) -> Any:
     from rlkit.data.template_files import keep_template, read_template
     from rlkit.run.console import say
     from rlkit.run.cores import choose_threads
-    from rlkit.run.folder import check_folder, keep_args, read_args
+    from rlkit.run.folder import CONFIG, check_folder, keep_args, read_args
+    from rlkit.scripts.config import render
 
     warn_of_steps(args)
     args = replace(args, data=args.data.expanded())
@@ -51,7 +52,8 @@ def begin(args: Any) -> Any:
         check_device(args.model.device)
     cuda = torch.cuda.is_available()
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    device, dtype = choose_device(args.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
+    given = args.model.device
+    device, dtype = choose_device(given, args.optim.dtype, cuda=cuda, bf16=bf16)
     args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
     flags = dict(flags_of(args))
@@ -62,7 +64,9 @@ def begin(args: Any) -> Any:
         flags["threads"], line = choose_threads(kept=kept.get("threads"))
         if line:
             say(line)
-    keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume)
+    again = render(replace(args, model=replace(args.model, device=given)))  # on a machine without this device, too
+    text = f"# rlkit {Path(script).stem} --config {CONFIG} --output NEW repeats this run\nscript: {script}\n\n{again}"
+    keep_args(args.schedule.output, flags, script=script, resume=args.schedule.resume, config=text)
     if template is not None and is_first():
         changed = keep_template(args.schedule.output, template[0])
         if changed and args.schedule.resume:

@@ -30,7 +30,7 @@ from rlkit.compat.flags import answer
 from rlkit.run.console import say
 from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command
-from rlkit.scripts.cli import fail, parsed, run
+from rlkit.scripts.cli import fail, parsed, run, with_config
 from rlkit.scripts.flags import list_flags, wrong_words
 from rlkit.settings import Count, Seed, check, refuse_if
 
@@ -159,13 +159,17 @@ def check_command(args: Args) -> tuple[str, bool]:
     ends = {name: [str(x) for x in pair] for name, pair in {**args.range, **args.log_range}.items()}
     searched = ends | {name: values.split(",") for name, values in args.choice.items()}
     first = [word for name, values in searched.items() for word in (f"--{name}", values[0])]
+    try:
+        of_command = with_config([*words[at + 1 :], *first], kind).words
+    except ValueError as error:
+        raise ValueError(f"rlkit {script}: {error}") from None
     known = {flag.name for flag in list_flags(kind)}
     for name, values in searched.items():
         if name.replace("-", "_") not in known:
             better = answer(name.replace("-", "_"), known)
             raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
         for value in values:
-            given = [*words[at + 1 :], *first, f"--{name}", value]
+            given = [*of_command, f"--{name}", value]
             if wrong := wrong_words(given, kind):
                 raise ValueError("rlkit {}: {} {}".format(script, *wrong.popitem()))
             try:
@@ -173,7 +177,7 @@ def check_command(args: Args) -> tuple[str, bool]:
             except ValueError as error:
                 raise ValueError(f"rlkit {script}: {error}") from None
     metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]
-    evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in words)
+    evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in of_command)
     if metric.startswith("eval/") and not evaluated:
         raise ValueError(f"`metric` {metric} is measured on held-out data: give rlkit {script} --eval-data")
     output = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--output"), None)

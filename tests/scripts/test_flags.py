@@ -257,14 +257,15 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         assert f"\n    rlkit {command} --model MODEL" in before
         first = [line.split()[0] for line in groups[0].splitlines() if line.startswith("  --")]
         reward = ["--reward"] * (command in ("grpo", "ppo"))
-        assert first == ["--model", "--data", *reward, "--eval-data", "--steps", "--output"]
+        config = ["--config", "--print-config"]
+        assert first == ["--model", "--data", *reward, "--eval-data", "--steps", "--output", *config]
         assert len(groups) >= 5
         flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
         assert len(flags) == len({*flags})
         kind = importlib.import_module(f"rlkit.scripts.{command}").Args
         in_python = {"lr_at", "critic_lr_at", "controllers"}
         known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
-        known.add("--no-chat-template")  # the other flag of chat_template
+        known |= {"--no-chat-template", *config}  # the other flag of chat_template; those for a file
         assert {flag.replace("[no-]", "") for flag in flags} == known
         assert "--parallel.[no-]reshard-after-forward" in flags
     assert re.search(
@@ -369,7 +370,7 @@ def test_help_has_each_example_in_a_line_of_its_own(script, examples, capsys):
 def test_a_resumed_run_without_flags_is_told_where_they_are(tmp_path):
     (tmp_path / "args.json").write_text("{}")
     said = screens.refused(cli.main, ["grpo", "--output", str(tmp_path), "--resume"])
-    where = f"a resumed run takes its flags again: they are in {tmp_path}/args.json"
+    where = f"a resumed run takes its flags again: they are in {tmp_path}/args.json"  # of a version without config.yaml
     assert said == f"error: missing --model and --data; {where}"
 
 
