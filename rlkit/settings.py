@@ -279,11 +279,16 @@ class Schedule:
     """newest checkpoints to keep"""
     seed: Seed = 0
     """random seed of data order and sampling"""
+    profile_steps: tuple[Count, Count] | None = None
+    """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
     resume: bool = False
     """continue from the newest checkpoint in `output`"""
 
     def __post_init__(self) -> None:
         check(self)
+        first, last = self.profile_steps or (0, 0)
+        refuse_if(first > last, f"`profile_steps` is the first and the last step, got {first} {last}")
+        refuse_if(last > self.steps, f"`profile_steps` {first} {last} are not all of the {self.steps} `steps`")
         object.__setattr__(self, "output", Path(self.output))
         here = str(self.output) == "."  # also Path("")
         refuse_if(here, "`output` is empty or the current folder: give the folder of the run a name")

@@ -20,31 +20,43 @@ from rlkit.parallel.mesh import Mesh
 from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, single_turn
 from rlkit.rollout.shared import Resend, shared_rollout
+from rlkit.run.profile import mark_phase
 from rlkit.segments import mean_per_seq
 from rlkit.settings import Schedule
 from rlkit.types import Batch, Generate, SamplingParams, Trajectory
 
 
 class Clock:
-    """Wall-clock times of a step's phases in seconds, under `time/`; a metric line's other fields are reproducible."""
+    """Wall-clock times of a step's phases in seconds, under `time/`; a metric line's other fields are reproducible.
+
+    Each phase is an event of torch's profiler, where that runs (`rlkit.run.profile`).
+    """
 
     def __init__(self) -> None:
+        mark_phase("between steps")
         self._start = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `time/{name}`."""
+        mark_phase(name)
         now = time.perf_counter()
         self._laps[f"time/{name}"] = self._laps.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
 
-    def times(self, *, num_tokens: int) -> dict[str, float]:
-        """The time of each phase and of the whole step, the step's tokens per second, and the peak of GPU memory."""
+    def times(self, *, num_tokens: int, peak: float | None = None, passes: int = 1) -> dict[str, float]:
+        """The time of each phase and of the whole step, the step's tokens per second, and the peak of GPU memory.
+
+        With `peak` (`rlkit.model.flops.peak_tokens`) and `passes` over the tokens also the share of it in the lap
+        "train", the model FLOPs utilization.
+        """
+        train = self._laps.get("time/train", 0.0)
+        mfu = {"time/mfu": num_tokens * passes / (train * peak)} if peak and train else {}
         step = time.perf_counter() - self._start
         memory = {}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             memory["memory/peak"] = torch.cuda.max_memory_allocated() / 2**30
-        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step, **memory}
+        return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step, **mfu, **memory}
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:

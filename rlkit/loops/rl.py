@@ -21,6 +21,7 @@ from rlkit.loops import coefficients, nans
 from rlkit.loops.evaluate import Clock, evaluate, is_due, mean_advantages, rollout_metrics
 from rlkit.loops.streams import keeps_tokens, token_streams
 from rlkit.metrics import Metrics, finalize, merge
+from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_all_ranks, on_this_device
@@ -143,6 +144,7 @@ async def rl(
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
     now = coefficients.start(controllers, penalties, saved=saved.get("controllers"))
     publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
+    peak = peak_tokens(state["model"], dtype=policy.dtype)
     call = run_in_thread if rollouts.overlap or staleness else run_inline  # pending samples are still scored
     with saving.open_training(schedule, start=start) as (run, stop, saver):
         samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
@@ -234,7 +236,7 @@ async def rl(
                 clock.lap("sync")
                 line |= await in_time(held_out(done), no_scores)
                 clock.lap("eval")
-                run.log(done, line | clock.times(num_tokens=batch.num_tokens))
+                run.log(done, line | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
                 signal = report_no_signal(run, batch, before=signal)
                 if save(done):
                     break

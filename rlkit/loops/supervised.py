@@ -12,8 +12,10 @@ from torch import Tensor
 from rlkit.data.order import batches
 from rlkit.loops.evaluate import Clock, is_due
 from rlkit.metrics import Metrics, finalize, merge
+from rlkit.model.flops import peak_tokens
+from rlkit.model.forward import default_dtype
 from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
-from rlkit.model.sharding import mesh_of
+from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.run import saving
@@ -125,6 +127,7 @@ def supervised(
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
     first = max(start, 0)
+    peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
     def held_out(done: int) -> dict[str, float]:
         if evaluate is None or not is_due(done, schedule):
@@ -142,10 +145,13 @@ def supervised(
             metrics = merge(
                 reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
             )
-            line = finalize(metrics) | {"lr": lr_at(step)} | held_out(done)
+            line = finalize(metrics) | {"lr": lr_at(step)}
+            clock.lap("train")
+            line |= held_out(done)
+            clock.lap("eval")
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
-            run.log(done, line | clock.times(num_tokens=num_tokens))
+            run.log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
             if saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
             ):

@@ -10,6 +10,7 @@
     starts.jsonl                       command, machine and versions of each start of the run
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
+    profile/                           of --profile-steps, see rlkit.run.profile
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
@@ -30,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rlkit._text import masked
 from rlkit.files import append_file, explain_full_disk, replace_file, sync
@@ -38,6 +39,9 @@ from rlkit.ranks import is_first
 from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
 from rlkit.run.machine import start_row
+
+if TYPE_CHECKING:
+    from rlkit.run.profile import Profile
 
 CONFIG = "config.yaml"
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
@@ -60,6 +64,7 @@ class Run:
         self._unsynced: set[Path] = set()
         self._drawing: subprocess.Popen[bytes] | None = None
         self._waiting = Waiting()
+        self.profile: Profile | None = None
 
     @property
     def active(self) -> bool:
@@ -79,6 +84,8 @@ class Run:
         self._progress.step(step, line)
         if slow := self._waiting.report():
             self._progress.say(slow)
+        if self.profile is not None and (written := self.profile.reached(step)):
+            self.say(written)
 
     def trajectories(self, step: int, rows: Iterable[Mapping[str, Any]], *, kind: str = "train") -> None:
         """Append rows (`rlkit.run.samples`) to `trajectories/{kind}_{step}.jsonl`; they are in the file on return."""

@@ -21,6 +21,7 @@ from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
 from rlkit.run.console import TRAINING, say, wrapped
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
+from rlkit.run.profile import Profile
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.settings import Schedule
 
@@ -71,13 +72,26 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop
                 what = f"the newest checkpoint is of step {start}, and steps is {steps}"
                 run.say(f"nothing to train: {what}; args.json stays as it was")
             started = True
-            yield run, stop, saver
+            with _profiled(run, schedule, start=max(start, 0)):
+                yield run, stop, saver
     except Exception as error:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
         raise
     if any_rank(stop.requested):
         raise Stopped(stop.number)
+
+
+@contextmanager
+def _profiled(run: Run, schedule: Schedule, *, start: int) -> Iterator[None]:
+    """Profile the steps of `schedule.profile_steps`, up to the last one that the run takes."""
+    if schedule.profile_steps and run.active:
+        run.profile = Profile(run.folder / "profile", *schedule.profile_steps, start=start)
+    try:
+        yield
+    finally:
+        if run.profile is not None and (written := run.profile.close()):
+            run.say(written)
 
 
 def save_if_due(

@@ -109,7 +109,7 @@ async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     page = tables(PAGE.read_text().partition("\n## Samples")[0])
     logged = set().union(*keys.values(), await numbers_of_rewards())
     assert "reward/size" in logged
-    assert page == logged - {"reward/size"} | {"reward/NAME", "memory/peak"}
+    assert page == logged - {"reward/size"} | {"reward/NAME", "memory/peak", "time/mfu"}
 
 
 def test_the_tables_of_keys_are_those_of_the_report():

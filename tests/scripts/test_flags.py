@@ -134,6 +134,8 @@ def refused(kind, **changes):
         ),
         ({"eval_samples": 4}, "--eval-samples requires --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"profile_steps": (3, 2)}, "--profile-steps is the first and the last step, got 3 2"),
+        ({"profile_steps": (3, 201)}, "--profile-steps 3 201 are not all of the 200 --steps"),
         ({"ref_sync_steps": 3}, "--ref-sync-steps requires --kl-coef above 0"),
         ({"reference": "x"}, "--reference requires --kl-coef, --kl-limit or --eval-kl"),
         ({"kl_coef": 0.1, "ref_sync_steps": 3, "lora_rank": 2}, "--ref-sync-steps copies whole weights"),
