@@ -279,6 +279,12 @@ class Schedule:
     """newest checkpoints to keep"""
     seed: Seed = 0
     """random seed of data order and sampling"""
+    track: tuple[Literal["wandb", "mlflow", "tensorboard", "trackio"], ...] = ()
+    """trackers that get metrics, arguments, sampled answers, use of the machine and the picture; none: no tracker"""
+    track_project: str = "rlkit"
+    """project (wandb, trackio) or experiment (mlflow)"""
+    track_model: bool = False
+    """send the exported model to the trackers, too, as a new version (not to tensorboard)"""
     profile_steps: tuple[Count, Count] | None = None
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
     resume: bool = False
@@ -287,6 +293,9 @@ class Schedule:
     def __post_init__(self) -> None:
         check(self)
         first, last = self.profile_steps or (0, 0)
+        files = {*self.track} - {"tensorboard"}
+        refuse_if(self.track_model and not files, "`track_model` needs `track` wandb, mlflow or trackio")
+        refuse_if(not self.track and not is_default(self, "track_project"), "`track_project` is for `track`")
         refuse_if(first > last, f"`profile_steps` is the first and the last step, got {first} {last}")
         refuse_if(last > self.steps, f"`profile_steps` {first} {last} are not all of the {self.steps} `steps`")
         object.__setattr__(self, "output", Path(self.output))

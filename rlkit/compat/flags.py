@@ -86,6 +86,9 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
     "mask_offpolicy_in_partial_rollout": "drop_off_policy", "expert_model_parallel_size": "parallel.ep",
     # what several others call them
+    "report_to": "track", "logger": "track", "loggers": "track", "use_wandb": "track wandb",
+    "use_tensorboard": "track tensorboard", "project_name": "track_project", "project": "track_project",
+    "wandb_project": "track_project",
     "eval_every": "eval_steps", "eval_freq": "eval_steps", "save_every": "save_steps", "log_every": "print_steps",
     "log_interval": "print_steps", "print_every": "print_steps", "checkpoint_every": "save_steps",
     # of rlkit chat and plot
@@ -127,7 +130,6 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
 _MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
 _PACKED = "examples are packed without padding, always"
 _RANKS = "the ranks are those of torchrun"
-_TRACK = "rlkit track RUN --to wandb sends the run to a tracker, also while it trains"
 NO_FLAG = {  # what needs no flag here, or has none
     "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
     "assistant_only_loss": "only assistant turns are trained on, always",
@@ -140,16 +142,15 @@ NO_FLAG = {  # what needs no flag here, or has none
     "filter_overlong_prompts": "prompts that are too long are dropped and counted, always",
     "input_key": _MESSAGES, "label_key": _MESSAGES, "prompt_key": _MESSAGES,
     "load_in_4bit": "quantized weights are not supported", "load_in_8bit": "quantized weights are not supported",
-    "log_completions": "trajectories/ has every sample; --print-samples-steps shows some", "logger": _TRACK,
+    "log_completions": "trajectories/ has every sample; --print-samples-steps shows some",
     "lora_alpha": "alpha is twice --lora-rank",
     "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
     "n_gpus_per_node": _RANKS, "nnodes": _RANKS, "num_gpus_per_node": _RANKS,
     "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,
-    "project": _TRACK, "project_name": _TRACK, "push_to_hub": "`hf upload` sends model/ to the hub",
-    "report_to": _TRACK,
+    "push_to_hub": "`hf upload` sends model/ to the hub",
     "use_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
     "enable_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
-    "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_wandb": _TRACK,
+    "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch",
     "val_before_train": "--eval-data is measured before the first step, always",
     "overlong_buffer_len": "rlkit.rewards.text.soft_overlong is a reward for it",
     "soft_over_length_punishment": "rlkit.rewards.text.soft_overlong is a reward for it",

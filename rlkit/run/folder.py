@@ -10,6 +10,7 @@
     starts.jsonl                       command, machine and versions of each start of the run
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
+    tensorboard/ wandb/ track_*.log    of --track, see rlkit.run.tracking
     profile/                           of --profile-steps, see rlkit.run.profile
     checkpoints/                       see rlkit.model.checkpoint
 
@@ -43,7 +44,7 @@ from rlkit.run.machine import start_row
 if TYPE_CHECKING:
     from rlkit.run.profile import Profile
 
-CONFIG = "config.yaml"
+CONFIG, CURVES = "config.yaml", "metrics.png"
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended

@@ -23,6 +23,7 @@ from rlkit.run.console import TRAINING, say, wrapped
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
 from rlkit.run.profile import Profile
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
+from rlkit.run.tracking import tracking
 from rlkit.settings import Schedule
 
 X = TypeVar("X")
@@ -72,7 +73,7 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop
                 what = f"the newest checkpoint is of step {start}, and steps is {steps}"
                 run.say(f"nothing to train: {what}; args.json stays as it was")
             started = True
-            with _profiled(run, schedule, start=max(start, 0)):
+            with tracking(run, schedule), _profiled(run, schedule, start=max(start, 0)):
                 yield run, stop, saver
     except Exception as error:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note

@@ -53,7 +53,7 @@ COMMANDS = {
     "chat": "talk to the model of a run in the terminal",
     "plot": "draw or compare the curves of run folders",
     "report": "write or serve the report page of a run, or of several",
-    "track": "send a run's metrics to Weights & Biases, MLflow or TensorBoard",
+    "track": "send a run to Weights & Biases, MLflow, TensorBoard or Trackio",
     "copy": "copy a script to a file of your own",
 }
 

@@ -31,6 +31,7 @@ def begin(args: Any) -> Any:
     from rlkit.run.console import say
     from rlkit.run.cores import choose_threads
     from rlkit.run.folder import CONFIG, check_folder, keep_args, read_args
+    from rlkit.run.tracking import check_trackers
     from rlkit.scripts.config import render
 
     warn_of_steps(args)
@@ -42,6 +43,7 @@ def begin(args: Any) -> Any:
     if Path(args.model.model).is_dir() and Path(args.model.model).resolve() == Path(args.schedule.output).resolve():
         raise ValueError(f"`output` {args.schedule.output} is the folder of the model: give another one for the run")
     check_folder(args.schedule.output, resume=args.schedule.resume)
+    check_trackers(args.schedule.track)
     file = template_file(args)
     template = read_template(file) if file else None
     import torch

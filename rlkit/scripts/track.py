@@ -1,16 +1,15 @@
-"""Send the metrics of a run folder to Weights & Biases, MLflow or TensorBoard.
+"""Send a run folder to Weights & Biases, MLflow, TensorBoard or Trackio, which `--track` does while it trains.
 
     rlkit track runs/grpo --to wandb --project sorting
     rlkit track runs/grpo --to tensorboard --follow     while the run trains
 
-Steps that were sent before are not sent again.
+Sent are metrics, sampled answers, the picture, and the model of a run with `--track-model`; nothing twice.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,26 +25,27 @@ class Args:
 
     folder: tyro.conf.Positional[Path]
     """run folder with a metrics.jsonl"""
-    to: Literal["wandb", "mlflow", "tensorboard"]
+    to: Literal["wandb", "mlflow", "tensorboard", "trackio"]
     """the tracker; its package must be installed"""
-    project: str = "rlkit"
-    """project (wandb) or experiment (mlflow)"""
+    project: str | None = None
+    """project (wandb, trackio) or experiment (mlflow). None: that of the run, else rlkit"""
     follow: bool = False
     """continue until Ctrl-C, looking for new steps every five seconds"""
 
 
 def main(args: Args) -> None:
     """Send the steps, and print how many."""
-    from rlkit.run.trackers import track
+    from rlkit.run.tracking import track
 
     def again() -> bool:
-        if args.follow:
-            time.sleep(5)
+        try:
+            time.sleep(5 if args.follow else 0)
+        except KeyboardInterrupt:
+            return False
         return args.follow
 
-    with suppress(KeyboardInterrupt):
-        count = track(args.folder, to=args.to, project=args.project, again=again)
-        sys.stdout.write(f"{count} steps sent to {args.to}\n")
+    count = track(args.folder, to=args.to, project=args.project, again=again)
+    sys.stdout.write(f"{count} steps sent to {args.to}\n")
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def refused(kind, **changes):
         ),
         ({"eval_samples": 4}, "--eval-samples requires --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"track_model": True, "track": ("tensorboard",)}, "--track-model needs --track wandb, mlflow or trackio"),
+        ({"track_project": "x"}, "--track-project is for --track"),
         ({"profile_steps": (3, 2)}, "--profile-steps is the first and the last step, got 3 2"),
         ({"profile_steps": (3, 201)}, "--profile-steps 3 201 are not all of the 200 --steps"),
         ({"ref_sync_steps": 3}, "--ref-sync-steps requires --kl-coef above 0"),
@@ -449,8 +451,8 @@ WRONG = [
     ("grpo --lr-at f", "--lr-at is set in Python only"),
     ("grpo --model m --data d --steps x --lr y", "2 flags are wrong --steps must be a whole number, got 'x' --lr must"),
     ("sft --model m --data d --rename a", "--rename must be pairs of a name and a value, got 'a'"),
-    ("track run", "missing --to (one of wandb, mlflow, tensorboard)"),
-    ("track run --to tensorbord", "--to must be one of wandb, mlflow, tensorboard, got 'tensorbord'"),
+    ("track run", "missing --to (one of wandb, mlflow, tensorboard, trackio)"),
+    ("track run --to tensorbord", "--to must be one of wandb, mlflow, tensorboard, trackio, got 'tensorbord'"),
     (
         "sweep --log-range lr 1e-6 1e-4 rlkit sft --data d",
         "--data is no flag; the command to run comes after --, as in",
@@ -463,7 +465,12 @@ WRONG = [
     ("grpo --model m --data d --stop-token-ids 1,2", "--stop-token-ids must be whole numbers, got 1,2: several values"),
     ("grpo --rollout.n 8", "--rollout.n is --group-size here"),
     ("grpo actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is --group-size here"),
-    ("grpo --report_to wandb", "--report_to has no flag here: rlkit track RUN --to wandb"),
+    ("grpo --report_to wandb", "--report_to is --track here"),
+    (
+        "grpo --use_wandb --project_name x",
+        "2 flags are not known here; docs/migrating.md has all options --use_wandb is "
+        "--track wandb here --project_name is --track-project here",
+    ),
     ("reward", "no command 'reward' (reward_model is that here)"),
     ("ppo --model m --data no.jsonl --reward a:b", "no.jsonl: no such file"),
     ("sft --model m --data no.jsonl", "no.jsonl: no such file"),
