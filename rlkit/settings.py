@@ -277,6 +277,9 @@ class Schedule:
     """steps between checkpoints; 0: only after the last step"""
     keep: Count = 2
     """newest checkpoints to keep"""
+    keep_best: str | None = None
+    """metric, such as eval/greedy, by which the model of the best evaluation is also exported, to `best/` (of a loss
+    the lowest is best). None: only the last model, to `model/`"""
     seed: Seed = 0
     """random seed of data order and sampling"""
     track: tuple[Literal["wandb", "mlflow", "tensorboard", "trackio"], ...] = ()
@@ -293,6 +296,10 @@ class Schedule:
     def __post_init__(self) -> None:
         check(self)
         first, last = self.profile_steps or (0, 0)
+        best = self.keep_best
+        training = best is not None and not best.startswith("eval/")
+        refuse_if(training, f"`keep_best` {best} must be a metric of held-out data, as eval/greedy")
+        refuse_if(best and not self.eval_steps, "`keep_best` needs `eval_steps` above 0")
         files = {*self.track} - {"tensorboard"}
         refuse_if(self.track_model and not files, "`track_model` needs `track` wandb, mlflow or trackio")
         refuse_if(not self.track and not is_default(self, "track_project"), "`track_project` is for `track`")

@@ -86,6 +86,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
     "mask_offpolicy_in_partial_rollout": "drop_off_policy", "expert_model_parallel_size": "parallel.ep",
     # what several others call them
+    "load_best_model_at_end": "keep_best METRIC (in RUN/best)", "metric_for_best_model": "keep_best eval/...",
     "report_to": "track", "logger": "track", "loggers": "track", "use_wandb": "track wandb",
     "use_tensorboard": "track tensorboard", "project_name": "track_project", "project": "track_project",
     "wandb_project": "track_project",

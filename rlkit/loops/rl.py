@@ -189,6 +189,7 @@ async def rl(
         await in_time(send(first), None)
         if start < 0 and (scores := await in_time(held_out(0), no_scores)):
             run.log(0, scores)
+            saving.keep_best(run, 0, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
         signal = Signal()
         async with SharedStream(
             prompt_order(task.prompts, seed=schedule.seed), engine=engine, params=params,
@@ -237,6 +238,8 @@ async def rl(
                 line |= await in_time(held_out(done), no_scores)
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
+                if is_due(done, schedule) and task.eval_prompts:
+                    saving.keep_best(run, done, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
                 signal = report_no_signal(run, batch, before=signal)
                 if save(done):
                     break

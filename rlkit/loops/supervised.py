@@ -137,6 +137,7 @@ def supervised(
     with saving.open_training(schedule, start=start) as (run, stop, saver):
         if start < 0 and (scores := held_out(0)):
             run.log(0, scores)
+            saving.keep_best(run, 0, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
         order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first)
         for step, rows in zip(range(first, schedule.steps), order):
             done, clock = step + 1, Clock()
@@ -152,6 +153,8 @@ def supervised(
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
+            if evaluate is not None and is_due(done, schedule):
+                saving.keep_best(run, done, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
             if saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
             ):

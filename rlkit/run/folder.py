@@ -12,6 +12,7 @@
     report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
     tensorboard/ wandb/ track_*.log    of --track, see rlkit.run.tracking
     profile/                           of --profile-steps, see rlkit.run.profile
+    model/ best/                       the exported model, and that of --keep-best, each with its card (rlkit.run.card)
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and

@@ -28,6 +28,7 @@ def _read() -> dict[str, list[Meaning]]:
 
 SECTIONS = _read()  # title in docs/metrics.md -> its rows
 _BY_KEY = {key: row for rows in SECTIONS.values() for row in rows for key in row.keys}
+KEYS = tuple(_BY_KEY)
 
 
 def meaning_of(key: str) -> Meaning | None:

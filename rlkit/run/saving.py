@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rlkit._text import Explained
 from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.lora import adapters, save_adapter
 from rlkit.model.weights import export_hf
@@ -19,8 +21,9 @@ from rlkit.parallel.data import any_rank
 from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
+from rlkit.run.card import write_card
 from rlkit.run.console import TRAINING, say, wrapped
-from rlkit.run.folder import Run, check_folder, hold, open_run, read_args
+from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
 from rlkit.run.profile import Profile
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.run.tracking import tracking
@@ -145,14 +148,14 @@ def save_if_due(
 
 
 @contextmanager
-def _reported(run: Run, *, fatal: bool) -> Iterator[None]:
+def _reported(run: Run, *, fatal: bool, what: str = "no checkpoint") -> Iterator[None]:
     """Report an OSError of the block, or raise it if `fatal`."""
     try:
         yield
     except OSError as error:
         if fatal:
             raise
-        run.say(f"no checkpoint, training goes on: {error}")
+        run.say(f"{what}, training goes on: {error}")
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
@@ -188,8 +191,43 @@ def _with_reference(model: Any, reference: Any) -> Any:
     return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 
+def keep_best(run: Run, step: int, *, metric: str | None, model: Any, tokenizer: Any) -> None:
+    """Write the model to `best/` in the run folder, as `export` does, if no evaluation had a better `metric`.
+
+    The highest is best, and of a loss the lowest; the model before the first step is not written. A full disk is
+    reported. Errors: Explained for a metric that the evaluation has not.
+    """
+    if metric is None or not any(on_all_ranks(lambda: run.active and _is_best(run.folder, step, metric))):
+        return
+    run.status("saving the best model")
+    with _reported(run, fatal=False, what="no best model"):
+        folder = export_hf(model, tokenizer, run.folder / "best")
+        _write_card(run, folder, step=step)
+
+
+def _is_best(folder: Path, step: int, metric: str) -> bool:
+    rows = [row for row in read_metrics(folder) if any(name.startswith("eval/") for name in row)]
+    last = rows[-1] if rows else {}
+    if last.get("step") == step and metric not in last:
+        there = ", ".join(name for name in last if name.startswith("eval/") and not name.endswith("_se"))
+        raise Explained(f"`keep_best` {metric} is not measured: the evaluation has {there}")
+    sign = -1 if metric.endswith("loss") else 1
+    values = [sign * row[metric] for row in rows if row["step"] <= step and metric in row]
+    return step > 0 and last.get("step") == step and values[-1] > max(values[:-1], default=-math.inf)
+
+
+def _write_card(run: Run, folder: Path, *, step: int | None = None) -> None:
+    """The model card (`rlkit.run.card`), on the first rank; what goes wrong is reported, and the model is there."""
+    if not run.active:
+        return
+    try:
+        write_card(run.folder, folder, step=step)
+    except Exception as error:
+        run.say(f"no model card: {type(error).__name__}: {error}".splitlines()[0])
+
+
 def export(run: Run, model: Any, tokenizer: Any) -> Path:
-    """Write the model to `model/` in the run folder, for `transformers.from_pretrained`; returns that path.
+    """Write the model, with its card, to `model/` in the run folder, for transformers' `from_pretrained`.
 
     LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
     `peft.AutoPeftModelForCausalLM.from_pretrained`.
@@ -197,4 +235,6 @@ def export(run: Run, model: Any, tokenizer: Any) -> Path:
     run.status("saving the model")
     if adapters(model):
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
-    return export_hf(model, tokenizer, run.folder / "model")
+    folder = export_hf(model, tokenizer, run.folder / "model")
+    _write_card(run, folder)
+    return folder

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def check_ranks(parallel: ParallelArgs) -> None:
 def warn_of_steps(args: Any) -> None:
     """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
     schedule, data = args.schedule, args.data
+    if best := schedule.keep_best:
+        from rlkit.run.meanings import KEYS
+
+        refuse_if(not data.eval_data, "`keep_best` requires `eval_data`")
+        near = get_close_matches(best, [name for name in KEYS if name.startswith("eval/")], n=1, cutoff=0)
+        refuse_if(best not in KEYS, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")
     if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
         log.warning("--eval-steps %d has no effect without --eval-data", schedule.eval_steps)
     if schedule.steps == 0 and not data.eval_data:

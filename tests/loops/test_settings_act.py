@@ -42,7 +42,7 @@ ACTS = {
     Schedule: {
         "steps": (3, {}), "eval_steps": (1, {"eval_prompts": PROMPTS[:2]}), "print_steps": (2, {}),
         "save_steps": (1, {}), "keep": (1, {"save_steps": 1, "steps": 3}), "seed": (5, {}),
-        "profile_steps": ((2, 2), {}),
+        "profile_steps": ((2, 2), {}), "keep_best": ("eval/sampled", EVAL | {"eval_samples": 3, "lr": 0.3}),
     },
     Optim: {
         "lr": (0.3, {}), "lr_schedule": ("linear", {}), "warmup_steps": (2, {}), "weight_decay": (5.0, {}),

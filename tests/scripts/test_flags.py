@@ -135,6 +135,8 @@ def refused(kind, **changes):
         ({"eval_samples": 4}, "--eval-samples requires --eval-data"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
         ({"track_model": True, "track": ("tensorboard",)}, "--track-model needs --track wandb, mlflow or trackio"),
+        ({"keep_best": "reward/mean"}, "--keep-best reward/mean must be a metric of held-out data, as eval/greedy"),
+        ({"keep_best": "eval/greedy", "eval_steps": 0}, "--keep-best needs --eval-steps above 0"),
         ({"track_project": "x"}, "--track-project is for --track"),
         ({"profile_steps": (3, 2)}, "--profile-steps is the first and the last step, got 3 2"),
         ({"profile_steps": (3, 201)}, "--profile-steps 3 201 are not all of the 200 --steps"),
