@@ -211,7 +211,8 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
 
 
 class RunDisplay:
-    """Prints step lines, and on a terminal a bar with step, ETA and status (only then is `rich` imported).
+    """Prints step lines; on a terminal a bar with step, ETA and status (only then is `rich` imported), and in a
+    notebook one line with the same, which changes.
 
     A line is printed for every `print_steps`-th step, for the last step and for steps with an evaluation. A run of no
     step has no bar.
@@ -224,8 +225,15 @@ class RunDisplay:
         self._seen: list[Column] = []
         self._shown = self._evals = ""
         self._bar: Any = None
+        self._line = _NotebookLine(steps, max(start, 0)) if steps and in_notebook() else None
         encode_anything()
-        if steps and sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        if (
+            self._line is None
+            and steps
+            and sys.stdout is not None
+            and sys.stdout.isatty()
+            and os.environ.get("TERM", "dumb") != "dumb"
+        ):
             with _unless_lost():
                 self._open_bar(steps, max(start, 0))
 
@@ -282,11 +290,15 @@ class RunDisplay:
         if self._bar is not None:
             self._bar.console.width = line_width() - 3
             self._bar.update(self._task, completed=step)
+        if self._line is not None:
+            self._line.step(step)
 
     def status(self, text: str) -> None:
         """Text beside the bar."""
         if self._bar is not None:
             self._status.plain = printable(masked(text))
+        if self._line is not None:
+            self._line.status(printable(masked(text)))
 
     def say(self, text: str) -> None:
         """A line above the bar, or on plain stdout, flushed."""
@@ -302,3 +314,46 @@ class RunDisplay:
             with _unless_lost():
                 self._bar.stop()
             self._bar = None
+        if self._line is not None:
+            self._line.status("")
+
+
+class _NotebookLine:
+    """A line below a notebook's cell, which changes: "step 12/200, 0:43, eta 11:20, rollout 3/8"."""
+
+    def __init__(self, steps: int, start: int) -> None:
+        from IPython.display import display
+
+        self._steps, self._start, self._done = steps, start, start
+        self._began, self._shown = time.monotonic(), 0.0
+        self._handle: Any = display({"text/plain": self._text("")}, raw=True, display_id=True)
+
+    def step(self, step: int) -> None:
+        self._done = step
+        self._update("")
+
+    def status(self, text: str) -> None:
+        if not text or time.monotonic() > self._shown + 0.5:
+            self._update(text)
+
+    def _update(self, status: str) -> None:
+        self._shown = time.monotonic()
+        self._handle.update({"text/plain": self._text(status)}, raw=True)
+
+    def _text(self, status: str) -> str:
+        elapsed, done = time.monotonic() - self._began, self._done - self._start
+        left = self._steps - self._done
+        eta = f"eta {_clock(elapsed / done * left)}" if done and left else ""
+        return ", ".join(filter(None, (f"step {self._done}/{self._steps}", _clock(elapsed), eta, status)))
+
+
+def _clock(seconds: float) -> str:
+    """0:43, 11:20, 1:02:03."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def in_notebook() -> bool:
+    """Whether a cell of a notebook runs, which shows more than text."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")

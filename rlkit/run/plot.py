@@ -16,8 +16,8 @@ import numpy as np
 
 from rlkit._extras import optional
 from rlkit.files import replace_file
-from rlkit.run.console import reward_parts
-from rlkit.run.folder import Run, read_metrics
+from rlkit.run.console import in_notebook, reward_parts
+from rlkit.run.folder import CURVES, Run, read_metrics
 
 
 class Curve(NamedTuple):
@@ -149,17 +149,20 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # d
 
 
 def draw(run: Run) -> Path | None:
-    """Draw metrics.png of an open run and return its path, or None if it cannot be drawn.
+    """Draw metrics.png of an open run and return its path, or None if it cannot be drawn. A notebook shows it.
 
     The picture is drawn here, unless `Run.start_plot` was called and its process succeeds. Any error is reported in one
     line and does not end the run, whose model is not exported yet.
     """
     if not (run.active and (run.folder / "metrics.jsonl").exists()):
         return None
-    if run.drawn():
-        return run.folder / "metrics.png"
     try:
-        return plot_run(run.folder)
+        picture = run.folder / CURVES if run.drawn() else plot_run(run.folder)
+        if in_notebook():
+            from IPython.display import Image, display
+
+            display(Image(filename=str(picture), width=700))
+        return picture
     except Exception as error:
         kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
         run.say(f"no plot: {kind}{str(error).strip() or repr(error)}".splitlines()[0])
@@ -186,7 +189,7 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     optional("matplotlib", "plot", "plots need")
     from matplotlib.figure import Figure
 
-    target = Path(out) if out is not None else Path(folders[0]) / "metrics.png"
+    target = Path(out) if out is not None else Path(folders[0]) / CURVES
     if not target.parent.is_dir():
         raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
     if target.suffix and target.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():

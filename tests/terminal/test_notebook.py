@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -28,8 +29,9 @@ class Kernel(AsyncKernelManager):
         return KernelSpec(argv=command, language="python")
 
 
-def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> NotebookClient:
-    monkeypatch.setattr("jupyter_client.launcher.Popen", partial(warm.Popen, plots=False))
+def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str, plots: bool = False) -> NotebookClient:
+    if not plots:  # IPython chooses how matplotlib draws before that is imported, which a warm process has done
+        monkeypatch.setattr("jupyter_client.launcher.Popen", partial(warm.Popen, plots=False))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
@@ -48,6 +50,25 @@ def readme_loop() -> str:
     code, _, call = next(c for c in blocks if "asyncio.run" in c).partition("\nasyncio.run(main())")
     assert "await main()" in call, "the README says how a notebook calls it"
     return code
+
+
+def test_the_quickstart_shows_progress_curves_and_samples(tmp_path, monkeypatch):
+    book = nbformat.read(ROOT / "examples" / "quickstart.ipynb", 4)
+    cells = [cell["source"] for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in book["cells"])
+    short = [cell.replace("steps=40", "steps=3").replace("[1, 40]", "[1, 3]") for cell in cells]
+    assert short != cells
+    done = notebook(tmp_path, monkeypatch, *short, "len(rewards), 0 <= min(rewards)", plots=True).execute()["cells"]
+    shown = [[o["data"] for o in cell["outputs"] if "data" in o] for cell in done]
+    plot, run, table, rewards = shown[-4:]
+    assert rewards[0]["text/plain"] == "(3, True)"
+    assert "image/png" in plot[0]
+    assert re.fullmatch(r"step 3/3, \d+:\d\d", run[0]["text/plain"])
+    picture = base64.b64decode(run[1]["image/png"])
+    assert picture == (tmp_path / "runs/quickstart/metrics.png").read_bytes()
+    columns = re.findall("<th>([a-z]+)</th>", table[0]["text/html"])
+    assert columns == ["step", "prompt", "completion", "reward", "advantage"]
+    assert set(re.findall(r"<td>([13])</td>", table[0]["text/html"])) == {"1", "3"}
 
 
 TASK = """
