@@ -437,6 +437,24 @@ def test_many_admissions_into_few_slots_lose_nothing(model):
         assert [c.ids for c in out] == [[(i + 1 + j) % VOCAB for j in range(n)] for i, n in enumerate(lens)]
 
 
+def test_a_short_prompt_that_comes_late_leaves_a_long_completion_its_cache(model):
+    """The log-probs are those of a forward over the whole sequence."""
+
+    async def go():
+        async with LocalEngine(model, max_len=64, eos_token_ids=()) as engine:
+            long = asyncio.ensure_future(engine.generate([3, 1, 4], params=SamplingParams(max_new_tokens=60, seed=1)))
+            while engine.progress.num_tokens < 45:
+                await asyncio.sleep(0)
+            await engine.generate([5], params=SamplingParams(max_new_tokens=2, seed=2))
+            return await long
+
+    out = asyncio.run(go())
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1, 4, *out.ids]])).logits[0, 2:-1].float()
+    truth = logits.log_softmax(-1).gather(1, torch.tensor(out.ids)[:, None])[:, 0]
+    assert out.logp == pytest.approx(truth.tolist(), abs=1e-4)
+
+
 def test_importing_the_engine_does_not_import_transformers():
     code = "import sys, rlkit.rollout.engines.local; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

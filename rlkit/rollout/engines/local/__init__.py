@@ -319,7 +319,8 @@ class LocalEngine:
                 new.append(request)
         for _, twin in twins:
             self._rows.add(twin)
-        self._decoder.reserve(len(self._rows), max(len(r.prompt) for r in self._rows.requests), keep=running)
+        longest = int(self._rows.position[: len(self._rows)].max()) + 1  # also of what running rows have sampled
+        self._decoder.reserve(len(self._rows), longest, keep=running)
         for chunk in runs([r for r in new if not r.start]):
             shown: dict[str, Any] = {"images": [r.images for r in chunk]} if any(r.images for r in chunk) else {}
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk], **shown)
