@@ -25,9 +25,9 @@ def named(env: Env, foreign: Any) -> Env:
     async def of_user(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         sampling: list[BaseException] = []
 
-        async def sampled(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        async def sampled(prompt_ids: list[int], **limits: Any) -> Completion:
             try:
-                return await sample(prompt_ids, max_new_tokens=max_new_tokens)
+                return await sample(prompt_ids, **limits)
             except Exception as error:
                 sampling.append(error)
                 raise

@@ -37,7 +37,8 @@ def scorer(
     A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
     judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
     score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
-    `info["error"]` and in the log, and the metric `failed` counts it.
+    `info["error"]` and in the log, and the metric `failed` counts it. An episode without a reward and with
+    `info["error"]` (see `agent_env`) has failed already: the function does not see it.
     """
     if not callable(function):
         what = f"function must be a reward function of (completion, row), got {show(function)}"
@@ -53,10 +54,11 @@ def scorer(
         if not replaced and any(trajectory.reward for trajectory in group):
             replaced = True
             _log.warning("rewards of the environment are replaced by those of %s", name_of(function))
-        samples = [_sample(tokenizer, prompt, trajectory) for trajectory in group]
-        return settle(
-            group, await (run_reward_each if max_failed else run_reward)(function, samples, timeout_s=timeout_s)
-        )
+        failed = {i: _failed(trajectory, prompt) for i, trajectory in enumerate(group) if _has_failed(trajectory)}
+        samples = [_sample(tokenizer, prompt, trajectory) for i, trajectory in enumerate(group) if i not in failed]
+        run = run_reward_each if max_failed else run_reward
+        rewards = iter(await run(function, samples, timeout_s=timeout_s))
+        return settle(group, [failed.get(i) or next(rewards) for i in range(len(group))])
 
     return score_group
 
@@ -75,12 +77,24 @@ def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
     """The reward that the environment set, or an error if it is not a finite number."""
     from rlkit.rollout.rollout import wrong_reward  # imports torch, which the workers of `math` do not need
 
+    if _has_failed(trajectory):
+        return _failed(trajectory, prompt)
     if wrong := wrong_reward(trajectory):
         what = f"the environment's {wrong}"
         fix = "fix: give a finite number, and decide in the environment what such an episode is worth"
         return RewardError(f"{what} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=what)
     known = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
     return Reward(trajectory.reward, trajectory.score, **known)
+
+
+def _has_failed(trajectory: Trajectory) -> bool:
+    return trajectory.reward is None and bool(trajectory.info.get("error"))
+
+
+def _failed(trajectory: Trajectory, prompt: Prompt) -> RewardError:
+    """The error of an episode that failed before there was anything to reward (see `agent_env`)."""
+    cause = trajectory.info["error"]
+    return RewardError(f"row {prompt.index + 1}: {cause}", index=prompt.index, cause=cause)
 
 
 def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward | RewardError]], list[Trajectory]]:
@@ -115,7 +129,8 @@ def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward |
 
 
 def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    logged = {name: value for name, value in (("metrics", reward.metrics), ("notes", reward.notes)) if value}
+    given = (("metrics", reward.metrics), ("notes", reward.notes))
+    logged = {name: {**trajectory.info.get(name, {}), **value} for name, value in given if value}
     return replace(trajectory, reward=reward.reward, score=reward.score, info={**trajectory.info, **logged})
 
 

@@ -100,7 +100,7 @@ def limited(
         turns = sampled = 0
         in_turn = nullcontext() if max_sampled_tokens is None else asyncio.Lock()
 
-        async def one(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        async def one(prompt_ids: list[int], *, max_new_tokens: int | None = None, **more: Any) -> Completion:
             nonlocal turns, sampled
             turns += 1
             if max_turns is not None and turns > max_turns:
@@ -114,7 +114,7 @@ def limited(
                 room = min((n for n in rooms if n is not None), default=None)
                 if room is not None and room < 1:
                     return _NO_ROOM
-                out = await sample(prompt_ids, max_new_tokens=room)
+                out = await sample(prompt_ids, max_new_tokens=room, **more)
                 sampled += len(out.ids)
                 return out
 

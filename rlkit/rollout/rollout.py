@@ -24,8 +24,10 @@ IDLE_S = 60.0  # seconds without a turn after which an environment is named
 class Sampler(Protocol):
     """Sample one turn of the policy after a context."""
 
-    async def __call__(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        """`max_new_tokens` may lower the limit of `SamplingParams` for this turn."""
+    async def __call__(
+        self, prompt_ids: list[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Completion:
+        """`max_new_tokens` may lower the limit of `SamplingParams` for this turn, `stop` are further stop strings."""
         ...
 
 
@@ -215,11 +217,14 @@ def sampler(
     turn = 0
     shown: dict[str, Any] = {"images": [*images]} if images else {}
 
-    async def sample(prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def sample(
+        prompt_ids: list[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Completion:
         nonlocal turn
         turn += 1
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
-        return await generate(prompt_ids, params=replace(params, seed=mix(*key, turn), max_new_tokens=limit), **shown)
+        own = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
+        return await generate(prompt_ids, params=own, **shown)
 
     return sample
 
@@ -277,7 +282,7 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     """The pieces of one episode, with `continues` set."""
     absent, idle = set[str](), _Idle(prompt)
 
-    async def watched(prompt_ids: list[int], **limit: int | None) -> Completion:
+    async def watched(prompt_ids: list[int], **limit: Any) -> Completion:
         idle.end()
         try:
             return await sample(prompt_ids, **limit)

@@ -42,7 +42,7 @@ class Script:
     def __init__(self, tokenizer, *turns, end="<|im_end|>"):
         self.tokenizer, self.turns, self.end, self.calls = tokenizer, list(turns), end, []
 
-    async def __call__(self, prompt_ids, *, max_new_tokens=None):
+    async def __call__(self, prompt_ids, *, max_new_tokens=None, stop=()):
         out = self.turns.pop(0)
         if isinstance(out, str):
             out = self.tokenizer.encode(out + self.end, add_special_tokens=False)
@@ -70,6 +70,26 @@ def check_exact(pieces, calls):
         while not _stands(streams[at], context, out):
             at += 1  # turns are in order: once a piece is left, no later turn is in it
         _, n, expected = streams[at]
+        expected[start - n : start - n + len(out.ids)] = [
+            (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
+        ]
+    for piece, (_, _, expected) in zip(pieces, streams, strict=True):
+        assert list(zip(piece.mask, piece.logp, piece.versions, strict=True)) == expected
+        assert expected == [] or expected[-1][0], "what nobody sampled after is not kept"
+    assert [p.continues for p in pieces] == [i > 0 for i in range(len(pieces))]
+    assert len({p.reward for p in pieces}) == len({p.truncated for p in pieces}) == 1
+
+
+def check_tree(pieces, calls):
+    """`check_exact` for branches in any order: each turn trains in one piece, after the context it was sampled in."""
+    streams = [(p.prompt_ids + p.ids, len(p.prompt_ids), [(False, 0.0, -1)] * len(p.ids)) for p in pieces]
+    for context, out in calls:
+        if not out.ids:
+            continue
+        start = len(context)
+        places = [stream for stream in streams if start >= stream[1] and _stands(stream, context, out)]
+        assert places, "a turn is in no piece after its context"
+        _, n, expected = places[0]
         expected[start - n : start - n + len(out.ids)] = [
             (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
         ]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.rollout.agents import completions, messages, responses
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.run.sync import run_sync
 
@@ -27,6 +28,33 @@ GOOD = {
 }  # fmt: skip
 
 
+RESPONSES = {
+    "model": "policy", "max_output_tokens": 5, "instructions": "s", "stream": False,
+    "text": {"format": {"type": "text"}}, "tools": [{"type": "function", "name": "add", "parameters": {}}],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "question"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {"type": "function_call", "call_id": "call1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "call1", "output": "2"},
+    ],
+}  # fmt: skip
+MESSAGES = {
+    "model": "policy", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "stop_sequences": ["x"],
+    "stream": False, "tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "auto"},
+    "messages": [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": [
+            {"type": "text", "text": "a"}, {"type": "tool_use", "id": "call1", "name": "add", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "call1", "content": [{"type": "text", "text": "2"}]},
+            {"type": "text", "text": "and?"},
+        ]},
+    ],
+}  # fmt: skip
+FORMATS = {"/chat/completions": GOOD, "/responses": RESPONSES, "/messages": MESSAGES}
+
+
 def nested(depth):
     value = 0
     for _ in range(depth):
@@ -41,18 +69,19 @@ def send(base_url, data, path="/chat/completions"):
     try:
         connection.request("POST", where.path, data, {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        return reply.status, json.loads(reply.read())
+        raw = reply.read()
+        return reply.status, raw if raw.startswith((b"data:", b"event:")) else json.loads(raw)
     finally:
         connection.close()
 
 
-def episode(bodies, *, template="chatml"):
+def episode(bodies, *, template="chatml", path="/chat/completions"):
     """What each of the bodies (bytes) got, and a right request after them; the episode's pieces and the script."""
     tokenizer = tokenizer_with(template)
     script, got = Script(tokenizer, *["answer"] * (len(bodies) + 1)), []
 
     def agent(prompt, base_url):
-        got.extend(send(base_url, body) for body in bodies)
+        got.extend(send(base_url, body, path) for body in bodies)
         got.append(send(base_url, json.dumps({"messages": [{"role": "user", "content": "question"}]}).encode()))
         return {"reward": 0.5}
 
@@ -202,9 +231,9 @@ def places(value, path=()):
 
 
 @st.composite
-def changed(draw):
-    """`GOOD` with one or two of its values replaced, removed or repeated."""
-    value = copy.deepcopy(GOOD)
+def changed(draw, good):
+    """`good` with one or two of its values replaced, removed or repeated."""
+    value = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 2))):
         path = draw(st.sampled_from([p for p in places(value) if len(p) < 12 and p]))
         inside = value
@@ -220,10 +249,98 @@ def changed(draw):
     return json.dumps(value).replace('"<500 lists>"', json.dumps(nested(DEEP))).encode()
 
 
-@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
-@given(bodies=st.lists(changed(), min_size=10, max_size=10))
-def test_every_request_is_answered_with_200_or_400(template, bodies):
-    got, _, script = episode(bodies, template=template)
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [
+        *((t, "/chat/completions") for t in ("chatml", "qwen3", "llama3")),
+        *(("chatml", p) for p in ("/responses", "/messages")),
+    ],
+)
+@given(data=st.data())
+def test_every_request_is_answered_with_200_or_400(template, path, data):
+    bodies = data.draw(st.lists(changed(FORMATS[path]), min_size=10, max_size=10))
+    got, _, script = episode(bodies, template=template, path=path)
     assert {status for status, _ in got} <= {200, 400}
     assert got[-1][0] == 200
     assert len(script.calls) == sum(status == 200 for status, _ in got)
+    kind = "error" if path == "/messages" else None
+    assert all(reply.get("type") == kind and reply["error"]["message"] for status, reply in got if status == 400)
+
+
+def test_a_conversation_is_the_same_in_every_format():
+    """Text, a call and its result, as chat templates have them."""
+    call = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
+    told = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "a", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "call1"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    given = copy.deepcopy(GOOD)
+    given["messages"][2]["content"] = "a"
+    assert completions.read(given).messages == told
+    request = responses.read(RESPONSES, {})
+    assert (request.messages, request.tools, request.max_new_tokens, request.sampling) == (told, tools, 5, ())
+    request = messages.read(MESSAGES)
+    assert (request.messages, request.tools, request.stop) == (
+        [*told, {"role": "user", "content": "and?"}],
+        tools,
+        ("x",),
+    )
+
+
+def test_a_response_continues_the_one_that_it_names():
+    """Without its instructions, which each request gives again."""
+    tokenizer = tokenizer_with("chatml")
+    script, got = Script(tokenizer, "one", "two"), []
+
+    def agent(prompt, base_url):
+        body = {"input": "question", "instructions": "first"}
+        got.append(send(base_url, json.dumps(body).encode(), "/responses")[1])
+        body = {"input": "more", "instructions": "second", "previous_response_id": got[0]["id"]}
+        got.append(send(base_url, json.dumps(body).encode(), "/responses")[1])
+
+    run_sync(agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script))
+    context = tokenizer.decode(script.calls[1][0])
+    roles = [part.split("\n")[0] for part in context.split("<|im_start|>")[1:]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert ("second" in context, "first" in context, "one" in context) == (True, False, True)
+    assert got[1]["output"][0]["content"][0]["text"] == "two"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "q"}]}),
+        ("/responses", {"input": "q"}),
+        ("/messages", {"messages": [{"role": "user", "content": "q"}], "max_tokens": 9}),
+    ],
+)
+def test_fields_that_change_sampling_are_ignored_or_refused(path, body):
+    tokenizer = tokenizer_with("chatml")
+    asked = body | {"temperature": 0.3}
+    for refuse, statuses in ((False, [200, 200]), (True, [400, 200])):
+        got = []
+
+        def agent(prompt, base_url, got=got):
+            got += [send(base_url, json.dumps(b).encode(), path) for b in (asked, body | {"top_p": 1, "seed": None})]
+
+        env = agent_env(agent, tokenizer=tokenizer, refuse_sampling=refuse)
+        run_sync(env(prompt_of(tokenizer), Script(tokenizer, "a", "b")))
+        assert [status for status, _ in got] == statuses
+    assert "`temperature`: the run sets how turns are sampled" in got[0][1]["error"]["message"]
+
+
+def test_another_distribution_is_named_by_what_asks_for_it():
+    user = [{"role": "user", "content": "q"}]
+    forced = {"type": "function", "function": {"name": "add"}}
+    asked = {"messages": user, "tool_choice": forced, "top_p": 0.5, "frequency_penalty": 0}
+    assert completions.read(asked).sampling == ("top_p", "tool_choice")
+    assert completions.read({"messages": user, "response_format": {"type": "json_object"}}).sampling == (
+        "response_format",
+    )
+    structured = {"input": "q", "text": {"format": {"type": "json_schema"}}}
+    assert responses.read(structured, {}).sampling == ("response_format",)
+    anthropic = {"messages": user, "max_tokens": 1, "tool_choice": {"type": "any"}, "top_k": 5}
+    assert messages.read(anthropic).sampling == ("top_k", "tool_choice")

@@ -78,32 +78,6 @@ class Chat:
             self._last = len(self.messages), turn.ids
         return turn
 
-    async def reply(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        max_new_tokens: int | None = None,
-    ) -> Turn | None:
-        """Answer a whole conversation, for environments that keep it and call a model with all of it each time.
-
-        If it extends the current conversation, the turns are joined as usual; the assistant's last message may come
-        back in another form, with `tool_calls` or `reasoning_content`. Any other conversation, and other `tools`, start
-        a new piece. If the template refuses the conversation, its error is raised and the episode is as before.
-        """
-        whole = [_with_text(m) for m in messages]
-        continued = self._continued_by(whole) and tools in (None, self._tools)
-        before = self.messages, self._tools, self._last
-        self.messages, self._tools = whole, self._tools if tools is None else tools
-        try:
-            if not continued:
-                self._last = None
-                self.turns.restart(self._render())
-            return await self.turn(max_new_tokens=max_new_tokens)
-        except Exception:
-            self.messages, self._tools, self._last = before
-            raise
-
     def __aiter__(self) -> Chat:
         return self
 
@@ -129,18 +103,6 @@ class Chat:
         """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
         about = {"messages": list(self.messages), **(info or {})}
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
-
-    def _continued_by(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether `messages` extends the conversation, ignoring the form of the last turn."""
-        if self._last is None:
-            return messages == self.messages
-        end = self._last[0]
-        if len(messages) <= end or messages[: end - 1] != self.messages[: end - 1]:
-            return False
-        sampled, given = self.messages[end - 1], messages[end - 1]
-        structured = given.get("tool_calls") or given.get("reasoning_content")
-        same = str(given.get("content")).split() == str(sampled["content"]).split()
-        return given.get("role") == "assistant" and bool(structured or same)
 
     def _join(self, end: int, sampled_ids: list[int]) -> None:
         so_far, new = self.messages[:end], self.messages[end:]
@@ -196,11 +158,16 @@ _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_con
 async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None) -> Turn | None:
     """Sample the next turn; None if there is no room. Special tokens inside its text are kept."""
     out = await turns.sample(max_new_tokens=max_new_tokens)
-    special, end = special_ids(tokenizer), len(out.ids)
-    while end and out.ids[end - 1] in special:
+    return Turn(text_of(out.ids, tokenizer), out.ids, out.finish_reason) if out.ids else None
+
+
+def text_of(ids: Sequence[int], tokenizer: Any) -> str:
+    """The text of a turn, without the special tokens that end it."""
+    special, end = special_ids(tokenizer), len(ids)
+    while end and ids[end - 1] in special:
         end -= 1
-    text = tokenizer.decode(out.ids[:end], skip_special_tokens=False)
-    return Turn(text, out.ids, out.finish_reason) if out.ids else None
+    text: str = tokenizer.decode(ids[:end], skip_special_tokens=False)
+    return text
 
 
 def special_ids(tokenizer: Any) -> set[int]:

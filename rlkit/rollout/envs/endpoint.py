@@ -1,100 +1,103 @@
-"""An environment from any program that talks to an OpenAI-compatible server: the policy is that server.
+"""An environment from any program that calls a model over HTTP: the policy is that model.
 
 async def agent(prompt, base_url):
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
     ...                                     # any framework, any number of calls
-    return {"reward": 1.0}                  # keywords of Chat.end, or None where `score` gives the reward
+    return {"reward": 1.0}                  # keywords of Branches.end, or None where `score` gives the reward
 
 env = agent_env(agent, tokenizer=tokenizer)
+env = agent_env(command("python my_agent.py {question}", ...), tokenizer=tokenizer, raise_errors=False)
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import optional
-from rlkit.data.prompts import prompt_messages
-from rlkit.rollout.calling import call
-from rlkit.rollout.envs.chat import Chat, Turn
+from rlkit.rollout.agents import AgentError
+from rlkit.rollout.agents.branches import Branches, Parse
+from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of
+from rlkit.rollout.agents.server import Server
+from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.tools import BadCall, Call, before_calls, hermes_calls
-from rlkit.rollout.rollout import Env, Prompt, Sampler
+from rlkit.rollout.rollout import Env, Prompt, Sampler, all_or_cancel
 from rlkit.types import Completion, Trajectory
 
 if TYPE_CHECKING:
-    from aiohttp import web
     from transformers import PreTrainedTokenizerBase
 
-
-MAX_BODY = 32 << 20  # bytes of a request: a million tokens of text are about 5 MiB
-MAX_DEPTH = 64  # of nested lists and objects; templates recurse
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_REFUSED = 1000  # requests of an episode
+_END_S = 10.0  # seconds in which a cancelled program must end
 _log = logging.getLogger("rlkit.rollout")
-
-
-class _BadRequest(ValueError):
-    """A request that cannot be served; `code` is OpenAI's error code."""
-
-    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def agent_env(
     agent: Callable[[Prompt, str], Any],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    parse: Callable[[str], list[Call | BadCall]] = hermes_calls,
+    parse: Parse = hermes_calls,
     template_args: Mapping[str, Any] | None = None,
+    timeout_s: float | None = None,
+    address: str = "127.0.0.1",
+    refuse_sampling: bool = False,
+    raise_errors: bool = True,
 ) -> Env:
     """An environment from `agent(prompt, base_url)`, a sync or async program that calls a model over HTTP.
 
-    Each episode has its own `base_url` on this machine, with `POST {base_url}/chat/completions`. The server reads
-    messages, tools and `max_tokens` (which may lower the limit of a turn) and ignores other fields: the rollout sets
-    the sampling parameters. No streaming, one choice. Tool calls that `parse` finds are returned as `tool_calls`. A
-    conversation that extends the previous one is continued token by token (`Chat.reply`); any other (a summary, a
-    sub-agent) becomes a further piece of the episode. If there is no room for another turn, the program gets status
-    400 with code `context_length_exceeded`.
+    Each episode has its own `base_url`, http://HOST:PORT/SECRET/v1, which serves
 
-    A request that OpenAI's server would refuse (no messages, parts that are not text, wrong types, an unknown role), or
-    that the chat template cannot render, gets status 400, one of more than 32 MiB status 413, and the episode goes on.
+        chat/completions         OpenAI's chat completions, `n` choices
+        responses                OpenAI's Responses, also with `previous_response_id`
+        messages                 Anthropic's Messages (its clients want the URL without /v1), and messages/count_tokens
+        models                   one model, "policy"; requests may name any
 
-    The program returns keywords of `Chat.end` (`reward`, `info`, ...) or None. A program that asks for no turn has an
-    episode without tokens: its reward counts in the group's baseline, and nothing of it trains. An exception of the
-    program ends the run, and so does an error of the engine, although the program only sees status 500.
+    with streaming: the engine gives whole turns, so a stream has each text and call in one piece. All episodes share
+    the port of `address`, HOST or HOST:PORT; it is open while an episode is. The server reads messages, tools, `n`, the
+    limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
+    requests that ask for others (`temperature`, `response_format`, a forced `tool_choice`) are answered all the same,
+    which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls that
+    `parse` finds are returned as such.
+
+    A conversation that extends an earlier one is continued token by token; any other (a summary, a sub-agent, an edited
+    message) is a branch: a further piece of the episode (see `Branches`). If there is no room for another turn, the
+    program gets status 400 with code `context_length_exceeded`. Requests that are malformed, that the chat template
+    cannot render or that have more than 32 MiB (413) are refused in the format's own way, and the episode goes on.
+
+    The program returns keywords of `Branches.end` (`reward`, `info`, ...) or None. A program that asks for no turn has
+    an episode without tokens: its reward counts in the group's baseline, and nothing of it trains.
+
+    An exception of the program ends the run, and so does no end after `timeout_s` (a sync function keeps running in
+    the background; its URL is closed), or a thousand refused requests. Without `raise_errors` the episode has failed
+    instead, also if it asked for no turn: its reward is None and `info["error"]` the reason, which
+    `rlkit.rewards.scoring` counts and leaves out of training. An exception after a limit left no room is the end of a
+    truncated episode, with reward 0. An error of the engine always ends the run.
 
     Needs aiohttp (the extra `http`).
     """
-
     optional("aiohttp", "http", "agent_env needs")
-
-    warned = False
+    server = Server(address)
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
-        nonlocal warned
-        episode = _Episode(prompt, sample, tokenizer, parse, template_args)
-        async with _serving(episode.answer) as base_url:
-            try:
-                end = await call(agent, prompt, base_url)
-            except Exception as error:
-                if episode.error is None:
-                    raise
-                raise episode.error from error
-        if episode.error is not None:
-            raise episode.error
+        episode = _Episode(prompt, sample, tokenizer, parse, template_args, refuse_sampling)
+        end: Any = None
+        try:
+            async with server.episode(episode) as base_url:
+                end = await episode.run(call(agent, prompt, base_url), timeout_s)
+            if not episode.branches.num_turns and not raise_errors:
+                raise AgentError("it asked for no turn")
+        except Exception as error:
+            if raise_errors or error is episode.error:
+                raise
+            return episode.failed(error, end)
         if not isinstance(end, Mapping | None):
-            what = "the program must return keywords of Chat.end as a dict, or None"
+            what = "the program must return keywords of Branches.end as a dict, or None"
             raise TypeError(f"{what}, got {type(end).__name__}")
-        if episode.asked:
-            return episode.chat.end(**(end or {}))
-        if not warned:
-            warned = True
-            _log.warning("an agent asked for no turn (row %d): such episodes train nothing", prompt.index + 1)
+        if episode.branches.num_turns:
+            return episode.branches.end(**(end or {}))
+        report_once("an agent", "asked for no turn", f" (row {prompt.index + 1}): such episodes train nothing")
         return [_without_turns(prompt, **(end or {}))]
 
     return env
@@ -103,212 +106,116 @@ def agent_env(
 def _without_turns(
     prompt: Prompt,
     *,
-    reward: float = 0.0,
+    reward: float | None = 0.0,
     score: float | None = None,
     info: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Trajectory:
     """The episode of a program that asked for no turn, with its reward and no token."""
     about = {"messages": [], "finish_reason": "abort", "num_turns": 0, **(info or {})}
-    return Trajectory(list(prompt.ids), [], [], [], [], reward, truncated=True, score=score, info=about)
+    given: Any = reward
+    return Trajectory(list(prompt.ids), [], [], [], [], given, truncated=True, score=score, info=about)
 
 
 class _Episode:
-    """One program's conversation with the policy, one request after another."""
+    """One program's calls of the policy, and the end of the program."""
 
-    def __init__(self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Any, template_args: Any) -> None:
-        start = prompt_messages(prompt.row, place=f"row {prompt.index + 1}")
-        self._sample, self._parse, self._turn = sample, parse, asyncio.Lock()
-        self.chat = Chat(prompt, self._sampled, tokenizer=tokenizer, messages=start, template_args=template_args)
-        self.error: Exception | None = None
-        self.asked = False
+    def __init__(
+        self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Parse, template_args: Any, refuse_sampling: bool
+    ) -> None:
+        self._prompt, self._sample, self._user_parse = prompt, sample, parse
+        self._refuse_sampling, self._num_refused = refuse_sampling, 0
+        self._full = False  # whether a limit left no room for a turn
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: Exception | None = None  # that ends the run
+        self.branches = Branches(
+            prompt, self._sampled, tokenizer=tokenizer, parse=self._parsed, template_args=template_args
+        )
 
-    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI's chat completion for a request's body."""
-        messages, tools, limit = _read(body)
-        async with self._turn:
-            try:
-                turn = await self.chat.reply(messages, tools=tools, max_new_tokens=limit)
-            except Exception as error:
-                if self.error is not None:
-                    raise
-                what = " ".join(str(error).split())[:500]
-                raise _BadRequest(f"the chat template refuses this: {type(error).__name__}: {what}") from error
-            if turn is None:
-                full = "maximum context length: there is no room for another turn"
-                raise _BadRequest(full, "context_length_exceeded")
-            num_prompt = len(self.chat.turns.context) - len(turn.ids)
+    async def run(self, program: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+        """What the program returns. Raises its exception, that of the engine, or `AgentError`."""
+        task = asyncio.ensure_future(program)
         try:
-            calls = self._parse(turn.text)
+            await asyncio.wait({task, self._over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            if self._over.done():
+                raise AgentError(f"more than {MAX_REFUSED} of its requests were refused")
+            if not task.done():
+                raise AgentError(f"it had not ended after {timeout_s:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=_END_S)
+            if task.done() and not task.cancelled():
+                task.exception()  # it is not missed: the episode has ended for another reason
+
+    def failed(self, error: Exception, end: Any) -> list[Trajectory]:
+        """The episode of a program that failed; `end` is what it returned, if it did."""
+        reason = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
+        if self._full and self.branches.num_turns:
+            return self.branches.end(reward=0.0, truncated=True, info={"notes": {"agent": reason}})
+        info = {**(end or {}).get("info", {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
+        if self.branches.num_turns:
+            return self.branches.end(truncated=True, info=info)
+        return [_without_turns(self._prompt, reward=None, info=info)]
+
+    async def answers(self, request: Request) -> list[Answer]:
+        """See `Session`."""
+        if request.sampling:
+            names = ", ".join(f"`{name}`" for name in request.sampling)
+            if self._refuse_sampling:
+                raise BadRequest(f"{names}: the run sets how turns are sampled")
+            report_once("an agent", f"asks for {names}", ", and gets turns sampled as the run says")
+        found = [said for said in await all_or_cancel([self._answer(request) for _ in range(request.num)]) if said]
+        if not found:
+            self._full = True
+            full = "maximum context length: there is no room for another turn"
+            raise BadRequest(full, "context_length_exceeded")
+        return found
+
+    async def _answer(self, request: Request) -> Answer | None:
+        try:
+            said = await self.branches.reply(
+                request.messages, tools=request.tools, max_new_tokens=request.max_new_tokens, stop=request.stop
+            )
         except Exception as error:
-            self.error = self.error or error
+            raise self.error or _of_template(error) from error
+        return said and answer_of(said, before_calls(said.turn.text))
+
+    def count(self, request: Request) -> int:
+        """See `Session`."""
+        try:
+            return len(self.branches.render(request.messages, tools=request.tools))
+        except Exception as error:
+            raise _of_template(error) from error
+
+    def refused(self) -> None:
+        """See `Session`."""
+        self._num_refused += 1
+        if self._num_refused > MAX_REFUSED and not self._over.done():
+            self._over.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def _parsed(self, text: str) -> list[Call | BadCall]:
+        try:
+            return self._user_parse(text)
+        except Exception as error:
+            self._fail(error)
             raise
-        return _completion(turn, calls, model=body.get("model") or "", num_prompt=num_prompt)
 
-    async def _sampled(self, prompt_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        self.asked = True
+    async def _sampled(self, prompt_ids: list[int], **limits: Any) -> Completion:
         try:
-            return await self._sample(prompt_ids, max_new_tokens=max_new_tokens)
+            return await self._sample(prompt_ids, **limits)
         except Exception as error:
-            self.error = self.error or error
+            self._fail(error)
             raise
 
 
-@asynccontextmanager
-async def _serving(answer: Callable[[Any], Awaitable[dict[str, Any]]]) -> AsyncIterator[str]:
-    """The `base_url` of a server for one episode. Requests left at the end are cancelled.
-
-    Its random name rejects programs that outlive their episode, because the next episode may get the same port.
-    """
-    from aiohttp import web
-
-    async def respond(request: web.Request) -> web.Response:
-        if request.match_info["episode"] != name:
-            return _failure(404, "this episode is over", "not_found")
-        try:
-            return web.json_response(await answer(_parsed(await request.read())))
-        except web.HTTPRequestEntityTooLarge:
-            return _failure(413, f"the request has more than {MAX_BODY >> 20} MiB", "invalid_request_error")
-        except _BadRequest as error:
-            return _failure(400, str(error), error.code)
-        except Exception as error:
-            return _failure(500, f"{type(error).__name__}: {error}", "server_error")
-
-    name = secrets.token_hex(8)
-    app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/{episode}/v1/chat/completions", respond)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/{name}/v1"
-    finally:
-        await runner.cleanup()
-
-
-def _failure(status: int, message: str, code: str) -> web.Response:
-    from aiohttp import web
-
-    body = {"error": {"message": message, "type": code, "code": code}}
-    return web.json_response(body, status=status, headers={"x-should-retry": "false"})
-
-
-def _completion(turn: Turn, calls: Sequence[Call | BadCall], *, model: str, num_prompt: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
-    made = [c for c in calls if isinstance(c, Call) and _depth_is_fine(c.arguments)]
-    reason = "stop" if turn.finish_reason == "stop" else "length"
-    if made and len(made) == len(calls) and reason == "stop":
-        reason = "tool_calls"
-        functions = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in made]
-        ids = (f"call{secrets.token_hex(2)}{i % 10}" for i in range(len(made)))
-        message |= {
-            "content": before_calls(turn.text),
-            "tool_calls": [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions)],
-        }
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": len(turn.ids),
-        "total_tokens": num_prompt + len(turn.ids),
-    }
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    name = f"chatcmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": "chat.completion", "created": 0, "model": model, "choices": [choice], "usage": usage}
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _BadRequest(f"the body is not JSON: {type(error).__name__}: {str(error)[:200]}") from None
-    _need(isinstance(body, dict), "the body must be an object")
-    return body
-
-
-def _read(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] | None, int | None]:
-    """Messages in the form of chat templates, tools, and the limit of the turn; `_BadRequest` where OpenAI has 400."""
-    _need(_depth_is_fine(body), f"lists and objects are nested more than {MAX_DEPTH} deep")
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, ValueError):
-        raise _BadRequest("a string has half of a surrogate pair, or a number has too many digits") from None
-    one = body.get("n") is None or body["n"] == 1
-    _need(not body.get("stream") and one, "no streaming and no n > 1: ask for one whole answer")
-    _need(isinstance(body.get("model"), str | None), "`model` must be a string")
-    limit = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
-    _need(limit is None or (type(limit) is int and limit > 0), "`max_tokens` must be an integer of at least 1")
-    messages, tools = body.get("messages"), body.get("tools")
-    _need(isinstance(messages, list) and messages, "`messages` must be a list of at least one message")
-    _need(
-        tools is None or (isinstance(tools, list) and all(map(_is_tool, tools))), "`tools` must be a list of functions"
-    )
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages or ())], tools, limit
-
-
-def _message(given: Any, place: str) -> dict[str, Any]:
-    """The message in the form of chat templates: text as one string, arguments as an object, no empty fields."""
-    _need(isinstance(given, dict), f"{place} must be an object")
-    _need(given.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
-    texts = ("reasoning_content", "name", "tool_call_id")
-    message = {key: given[key] for key in ("role", *texts) if given.get(key) is not None}
-    for key in texts:
-        _need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")
-    message["content"] = _text(given.get("content"), place)
-    calls = given.get("tool_calls")
-    _need(isinstance(calls, list | None), f"{place}: `tool_calls` must be a list")
-    if calls:
-        message["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
-    return message
-
-
-def _text(content: Any, place: str) -> str:
-    if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
-        all_text = all(k == "text" and isinstance(p.get("text"), str) for k, p in zip(kinds, content, strict=True))
-        _need(all_text, f"{place}: `content` must be a string or parts of type text, with a string as `text`")
-        return "".join(part["text"] for part in content)
-    _need(isinstance(content, str | None), f"{place}: `content` must be a string or parts of type text")
-    return content or ""
-
-
-def _call(given: Any, place: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    _need(isinstance(function, dict) and isinstance(function.get("name"), str), f"{place} must have a function's name")
-    assert isinstance(function, dict)
-    _need(isinstance(given.get("id"), str | None), f"{place}: `id` must be a string")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except RecursionError:
-            arguments = None
-        except ValueError:
-            arguments = {"arguments": arguments}
-    fine = arguments is not None and _depth_is_fine(arguments)
-    _need(fine, f"{place}: the arguments are nested more than {MAX_DEPTH} deep")
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return call if given.get("id") is None else {"id": given["id"], **call}
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _depth_is_fine(value: Any) -> bool:
-    """Whether lists and objects are nested at most `MAX_DEPTH` deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            x
-            for inside in level
-            if isinstance(inside, list | dict)
-            for x in (inside.values() if isinstance(inside, dict) else inside)
-        ]
-        if not level:
-            return True
-    return False
-
-
-def _need(right: Any, otherwise: str) -> None:
-    if not right:
-        raise _BadRequest(otherwise)
+def _of_template(error: Exception) -> BadRequest:
+    what = " ".join(str(error).split())[:500]
+    return BadRequest(f"the chat template refuses this: {type(error).__name__}: {what}")

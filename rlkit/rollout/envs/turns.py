@@ -44,6 +44,11 @@ class Turns:
     async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
         """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded."""
         out = await self._sample(self.context, max_new_tokens=max_new_tokens)
+        self.take(out)
+        return out
+
+    def take(self, out: Completion) -> None:
+        """Record a turn that was sampled after `context` elsewhere."""
         self._reason = out.finish_reason
         if out.ids:
             num_appended = len(self._appended)
@@ -55,7 +60,6 @@ class Turns:
             self._now.versions.extend([*[-1] * num_appended, *out.versions])
             self._appended = []
             self._ends.append((len(self._done), len(self._now.ids) - 1))
-        return out
 
     def append(self, ids: Sequence[int]) -> None:
         """Add tokens of the environment, which the policy reads next."""

@@ -1,0 +1,209 @@
+"""The calls of an agent as a tree of turns, each trained as it was sampled.
+
+A program sends a whole conversation with each call. One that extends an earlier one, with the policy's turns as they
+were returned, is continued token by token after them. Any other (a summary, a sub-agent, an edited message) begins a
+branch after the longest conversation that it extends, or a new one. Each branch is a piece of the episode; what it
+shares with others is its prompt, so that a turn trains once, and `rlkit.parallel.forest` forwards it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.messages import row_template_args
+from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
+from rlkit.rollout.envs.tools import BadCall, Call, before_calls
+from rlkit.rollout.envs.turns import Turns
+from rlkit.rollout.rollout import Prompt, Sampler
+from rlkit.types import FinishReason, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parse = Callable[[str], list[Call | BadCall]]
+
+
+class Said(NamedTuple):
+    """A sampled turn with the calls in its text (none if one of them is broken) and the length of its context."""
+
+    turn: Turn
+    calls: list[Call]
+    num_prompt: int
+
+
+class _Node(NamedTuple):
+    """A turn in the tree: its branch, the length of the context with it, and the tokens sampled."""
+
+    turns: Turns
+    end: int
+    ids: list[int]
+
+
+class Branches:
+    """One episode of a program. `await branches.reply(messages)` samples the next turn of a conversation.
+
+    Two conversations are equal if their texts are, but for white space, ids of calls, and the form of the policy's
+    turns: reasoning in `<think>` or in `reasoning_content`, calls in the text or in `tool_calls`. Calls may run at
+    once. `num_rerendered` counts calls whose conversation has a turn of the policy as text of the program or of the
+    template, in place of the tokens that were sampled; such text is context, and never trained.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample: Sampler,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        parse: Parse,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        refuse_vision(tokenizer)
+        self._sample, self._tokenizer, self._parse = sample, tokenizer, parse
+        self._template_args = {**(template_args or {}), **row_template_args(prompt.row, f"row {prompt.index + 1}")}
+        self._nodes: dict[bytes, _Node] = {}  # by the conversation that ends with the turn, and its tools
+        self._contexts: set[bytes] = set()  # conversations after which a turn was sampled
+        self._keys: set[str] = set()  # of the sampled turns
+        self._order: list[Turns] = []  # the branch of each turn
+        self._last: tuple[list[dict[str, Any]], FinishReason] | None = None
+        self.num_rerendered = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Turns sampled so far."""
+        return len(self._order)
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Said | None:
+        """The policy's turn after a conversation; None if a limit leaves no room.
+
+        `max_new_tokens` may lower the limit of the turn, `stop` are further strings at which it ends: its tokens
+        include them, its text does not. If the template refuses the conversation, its error is raised.
+        """
+        keys = [self._key(message) for message in messages]
+        hashes = _hashes(keys, tools)
+        size = next((i for i in range(len(keys) - 1, 0, -1) if hashes[i] in self._nodes), 0)
+        node = self._nodes[hashes[size]] if size else None
+        rerendered = any(
+            message["role"] == "assistant" and (hashes[i] in self._contexts or keys[i] in self._keys)
+            for i, message in enumerate(messages)
+            if i >= size
+        )
+        added = node and self._added(messages, size, node.ids, tools)
+        if node is None or added is None:
+            node, rerendered, added = None, rerendered or node is not None, []
+            context = self.render(messages, tools=tools)
+        else:
+            context = [*node.turns.context[: node.end], *added]
+        out = await self._sample(context, max_new_tokens=max_new_tokens, **({"stop": stop} if stop else {}))
+        self._last = self._last and (self._last[0], out.finish_reason)
+        if not out.ids:
+            return None
+        self.num_rerendered += rerendered
+        if node is not None and node.end == len(node.turns.context):
+            node.turns.append(added)
+            turns = node.turns
+        else:
+            turns = Turns(context, self._sample)
+        turns.take(out)
+        text, with_stop = _cut(text_of(out.ids, self._tokenizer), stop)
+        turn = Turn(text, out.ids, out.finish_reason)
+        said = Said(turn, self._calls(turn), len(context))
+        whole = {"role": "assistant", "content": text}
+        for key in {self._key(whole), self._key(whole | {"content": with_stop})}:  # some clients add it again
+            self._nodes[_hashes([key], tools, hashes[-1])[-1]] = _Node(turns, len(turns.context), out.ids)
+            self._keys.add(key)
+        self._contexts.add(hashes[-1])
+        self._order.append(turns)
+        self._last = [*map(dict, messages), whole], out.finish_reason
+        return said
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> list[int]:
+        """The tokens of a conversation, up to the policy's turn."""
+        return render(
+            self._tokenizer, messages, add_generation_prompt=True, tools=tools, template_args=self._template_args
+        )
+
+    def end(
+        self,
+        *,
+        reward: float | None = None,
+        turn_rewards: Sequence[float] | None = None,
+        score: float | None = None,
+        truncated: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """The episode as `Turns.pieces` gives it: a piece per branch, the one with the last turn at the end.
+
+        `info` gets the conversation of the last turn as `messages`, and the `metrics` `agent/branches` (pieces after
+        the first) and `agent/rerendered` (`num_rerendered`). `turn_rewards` are in the order of the turns.
+        """
+        if self._last is None:
+            raise ValueError("the episode ends before its first turn was sampled")
+        if turn_rewards is not None and len(turn_rewards) != self.num_turns:
+            raise ValueError(f"turn_rewards must have one entry per turn, {self.num_turns}, got {len(turn_rewards)}")
+        messages, reason = self._last
+        branches = [*reversed(dict.fromkeys(reversed(self._order)))]  # by their last turns
+        metrics = {"agent/branches": len(branches) - 1, "agent/rerendered": self.num_rerendered}
+        about = {"messages": messages, "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
+        about["metrics"] = {**metrics, **about.get("metrics", {})}
+        pieces = []
+        for i, turns in enumerate(branches):
+            own = turn_rewards and [r for r, of in zip(turn_rewards, self._order, strict=True) if of is turns]
+            cut = reason != "stop" if truncated is None else truncated
+            (piece,) = turns.pieces(reward=reward, turn_rewards=own, truncated=cut)
+            pieces.append(replace(piece, continues=i > 0, info={}))
+        return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
+
+    def _added(
+        self, messages: Sequence[Message], size: int, ids: list[int], tools: Sequence[Any] | None
+    ) -> list[int] | None:
+        return turn_tokens(
+            self._tokenizer,
+            messages[:size],
+            messages[size:],
+            sampled_ids=ids,
+            tools=tools,
+            template_args=self._template_args,
+        )
+
+    def _calls(self, turn: Turn) -> list[Call]:
+        calls = self._parse(turn.text)
+        made = [c for c in calls if isinstance(c, Call)]
+        return made if len(made) == len(calls) and turn.finish_reason == "stop" else []
+
+    def _key(self, message: Message) -> str:
+        """What must be equal for two messages to be one."""
+        role, text = message["role"], message.get("content") or ""
+        if role != "assistant":
+            return json.dumps([role, message.get("name"), text])
+        text = (message.get("reasoning_content") or "") + text
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+        if not calls and (found := self._parse(text)) and all(isinstance(c, Call) for c in found):
+            text, calls = before_calls(text), [(c.name, c.arguments) for c in found if isinstance(c, Call)]
+        squeezed = "".join(text.replace("<think>", "").replace("</think>", "").split())
+        return json.dumps([role, squeezed, calls], sort_keys=True)
+
+
+def _hashes(keys: Sequence[str], tools: Sequence[Any] | None, start: bytes | None = None) -> list[bytes]:
+    """Hashes of the first 0, 1, 2, ... messages with the tools; after `start`, those of a conversation."""
+    found = [start or hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).digest()]
+    for key in keys:
+        found.append(hashlib.sha256(found[-1] + key.encode()).digest())
+    return found
+
+
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before the first stop string, and with it."""
+    at, end = min(((at, at + len(s)) for s in stop if (at := text.find(s)) >= 0), default=(len(text), len(text)))
+    return text[:at], text[:end]

@@ -1,0 +1,106 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`. Reference: platform.openai.com/docs/api-reference/chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlkit.rollout.agents.request import (
+    Answer,
+    Event,
+    Request,
+    call_of,
+    identity,
+    need,
+    objects,
+    options,
+    text_of,
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXTS = ("reasoning_content", "name", "tool_call_id")
+
+
+def read(body: Mapping[str, Any]) -> Request:
+    """The request of a body; `BadRequest` where OpenAI has status 400."""
+    messages, tools = body.get("messages"), body.get("tools")
+    need(isinstance(messages, list) and messages, "`messages` must be a list of at least one message")
+    fine = tools is None or (isinstance(tools, list) and all(map(_is_tool, tools)))
+    need(fine, "`tools` must be a list of functions")
+    told = [_message(m, f"messages[{i}]") for i, m in enumerate(messages or ())]
+    streaming = body.get("stream_options")
+    usage = isinstance(streaming, dict) and bool(streaming.get("include_usage"))
+    shared = options(body, limit=("max_completion_tokens", "max_tokens"))
+    return Request(told, tools or None, stream_usage=usage, **shared)
+
+
+def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The body of the answer."""
+    choices = [
+        {"index": i, "message": _said(answer), "finish_reason": answer.reason, "logprobs": None}
+        for i, answer in enumerate(answers)
+    ]
+    return {
+        "id": identity("chatcmpl-"), "object": "chat.completion", "created": 0, "model": request.model,
+        "choices": choices, "usage": _usage(answers),
+    }  # fmt: skip
+
+
+def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:
+    """The answer `whole` as a stream. The engine gives whole turns, so each choice comes in one piece."""
+    head, found = {**whole, "object": "chat.completion.chunk", "usage": None}, list[Event]()
+
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> None:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+        found.append((None, head | {"choices": [choice]}))
+
+    for choice in whole["choices"]:
+        said, i = {**choice["message"]}, choice["index"]
+        calls = [{"index": k, **call} for k, call in enumerate(said.pop("tool_calls", ()))]
+        chunk(i, said)
+        for call in calls:
+            chunk(i, {"tool_calls": [call]})
+        chunk(i, {}, choice["finish_reason"])
+    if request.stream_usage:
+        found.append((None, head | {"choices": [], "usage": whole["usage"]}))
+    return [*found, (None, "[DONE]")]
+
+
+def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: ARG001
+    """The body of an error."""
+    return {"error": {"message": message, "type": code, "param": None, "code": code}}
+
+
+def _said(answer: Answer) -> dict[str, Any]:
+    functions = [{"name": c.name, "arguments": c.arguments} for c in answer.calls]
+    calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(answer.calls, functions, strict=True)]
+    return {"role": "assistant", "content": answer.text, **({"tool_calls": calls} if calls else {})}
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    read, sampled = answers[0].num_prompt, sum(a.num_sampled for a in answers)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+def _message(given: Any, place: str) -> dict[str, Any]:
+    need(isinstance(given, dict), f"{place} must be an object")
+    need(given.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
+    message = {key: given[key] for key in ("role", *_TEXTS) if given.get(key) is not None}
+    for key in _TEXTS:
+        need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")
+    message["content"] = text_of(given.get("content"), f"{place}: `content`")
+    if calls := objects(given.get("tool_calls"), f"{place}: `tool_calls`"):
+        message["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
+    return message
+
+
+def _call(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = given.get("function")
+    need(isinstance(function, dict), f"{place} must have a function's name")
+    assert isinstance(function, dict)
+    return call_of(function.get("name"), function.get("arguments"), given.get("id"), place)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -1,0 +1,210 @@
+"""A request to the policy and the answer to it, whatever format they have."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rlkit.rollout.agents.branches import Said
+
+MAX_DEPTH = 64  # of nested lists and objects; templates recurse
+MAX_NUM = 128  # choices of one request
+_NEUTRAL: Mapping[str, Any] = {  # fields that change what is sampled, with the value that does not
+    "temperature": None, "top_p": 1, "top_k": None, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
+    "repetition_penalty": 1, "logit_bias": {}, "seed": None, "response_format": {"type": "text"}, "tool_choice": "auto",
+}  # fmt: skip
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served. `code` is OpenAI's error code, `status` that of HTTP."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True)
+class Request:
+    """`messages` are in the form of chat templates: text as one string, arguments as an object, no empty fields.
+
+    `sampling` names fields that ask for another distribution than the run's.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    max_new_tokens: int | None = None
+    num: int = 1
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    model: str = ""
+    sampling: tuple[str, ...] = ()
+
+
+class ToolCall(NamedTuple):
+    """A call of the policy; `arguments` are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Answer(NamedTuple):
+    """A turn of the policy as a client gets it: `text` is what stands before the calls."""
+
+    text: str
+    calls: list[ToolCall]
+    reason: Literal["stop", "tool_calls", "length"]
+    num_prompt: int
+    num_sampled: int
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a message of chat templates."""
+        functions = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in self.calls]
+        made = [{"id": c.id, "type": "function", "function": f} for c, f in zip(self.calls, functions, strict=True)]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": made} if made else {})}
+
+
+def answer_of(said: Said, before: str) -> Answer:
+    """The answer for a sampled turn; `before` is its text before the calls. Calls nested too deep stay text."""
+    fine = bool(said.calls) and all(depth_is_fine(c.arguments) for c in said.calls)
+    start = secrets.token_hex(2)  # nine characters in all, as Mistral's template requires
+    calls = [
+        ToolCall(f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
+        for i, c in enumerate(said.calls if fine else ())
+    ]
+    ended: Literal["stop", "length"] = "stop" if said.turn.finish_reason == "stop" else "length"
+    num = said.num_prompt, len(said.turn.ids)
+    return Answer(before if calls else said.turn.text, calls, "tool_calls" if calls else ended, *num)
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {type(error).__name__}: {str(error)[:200]}") from None
+    need(isinstance(body, dict), "the body must be an object")
+    need(depth_is_fine(body), f"lists and objects are nested more than {MAX_DEPTH} deep")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, ValueError):
+        raise BadRequest("a string has half of a surrogate pair, or a number has too many digits") from None
+    need(isinstance(body.get("model"), str | None), "`model` must be a string")
+    need(isinstance(body.get("stream"), bool | None), "`stream` must be true or false")
+    return body
+
+
+def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None = "stop") -> dict[str, Any]:
+    """The fields of a `Request` that formats share; `limit` are names of the limit of a turn, the first one wins."""
+    name = next((name for name in limit if body.get(name) is not None), limit[0])
+    most, stops = body.get(name), (body.get(stop) if stop else None) or ()
+    need(most is None or (type(most) is int and most > 0), f"`{name}` must be an integer of at least 1")
+    stops = (stops,) if isinstance(stops, str) else stops
+    fine = isinstance(stops, list | tuple) and len(stops) <= 16 and all(isinstance(s, str) and s for s in stops)
+    need(fine, f"`{stop}` must be a string or a list of at most 16 strings")
+    num = 1 if body.get("n") is None else body["n"]
+    need(type(num) is int and 1 <= num <= MAX_NUM, f"`n` must be an integer from 1 to {MAX_NUM}")
+    sampling = tuple(name for name, neutral in _NEUTRAL.items() if body.get(name) not in (None, neutral))
+    return {
+        "max_new_tokens": most, "num": num, "stop": tuple(stops), "stream": bool(body.get("stream")),
+        "model": body.get("model") or "", "sampling": sampling,
+    }  # fmt: skip
+
+
+def objects(value: Any, what: str) -> list[dict[str, Any]]:
+    """A list of objects; none for null."""
+    need(isinstance(value, list | None) and all(isinstance(x, dict) for x in value or ()), f"{what} must be objects")
+    return value or []
+
+
+def text_of(content: Any, place: str, *, kinds: Sequence[str] = ("text",)) -> str:
+    """Text, or the joined text of parts; images and files are refused."""
+    if isinstance(content, list):
+        what = f"{place} must be a string or parts of type {' or '.join(kinds)}, with a string as `text`"
+        for part in content:
+            need(isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str), what)
+        return "".join(part["text"] for part in content)
+    need(isinstance(content, str | None), f"{place} must be a string or parts of type text")
+    return content or ""
+
+
+def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, Any]:
+    """A call of the history in the form of chat templates; arguments that are not JSON stay text in an object."""
+    need(isinstance(name, str), f"{place} must have a function's name")
+    need(isinstance(identity, str | None), f"{place}: the id must be a string")
+    arguments = arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except RecursionError:
+            arguments = None
+        except ValueError:
+            arguments = {"arguments": arguments}
+    fine = arguments is not None and depth_is_fine(arguments)
+    need(fine, f"{place}: the arguments are nested more than {MAX_DEPTH} deep")
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if identity is None else {"id": identity, **call}
+
+
+def tool_of(name: Any, tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """A tool in the form of chat templates; `schema` is the field of its parameters."""
+    need(isinstance(name, str), "`tools` must be functions with a name: tools that a server runs are not here")
+    need(isinstance(tool.get("description"), str | None), f"tool {name}: `description` must be a string")
+    function = {"name": name, "description": tool.get("description"), "parameters": tool.get(schema)}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which what formats split of one turn of the policy is one message again."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "assistant":
+            calls = [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
+            text = found[-1]["content"] + message["content"]
+            found[-1] = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        else:
+            found.append(message)
+    return found
+
+
+def depth_is_fine(value: Any) -> bool:
+    """Whether lists and objects are nested at most `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            x
+            for inside in level
+            if isinstance(inside, list | dict)
+            for x in (inside.values() if isinstance(inside, dict) else inside)
+        ]
+        if not level:
+            return True
+    return False
+
+
+def need(right: Any, otherwise: str) -> None:
+    """Refuse the request unless `right`."""
+    if not right:
+        raise BadRequest(otherwise)
+
+
+def identity(prefix: str) -> str:
+    """A new id, such as `chatcmpl-4f1d...`."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+Event = tuple[str | None, dict[str, Any] | str]  # the name of a server-sent event, and its data
+
+
+def event_stream(events: Sequence[Event]) -> str:
+    """The events as `text/event-stream`."""
+    lines = []
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        lines.append((f"event: {name}\n" if name else "") + f"data: {text}\n\n")
+    return "".join(lines)

@@ -1,0 +1,204 @@
+"""One address for all episodes of a run, with a secret path for each.
+
+It listens while an episode is open. A request to a path that no open episode has is refused before its body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlkit.rollout.agents import completions, messages, responses
+from rlkit.rollout.agents.request import Answer, BadRequest, Request, event_stream, parsed
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MAX_BODY = 32 << 20  # bytes of a request: a million tokens of text are about 5 MiB
+MAX_ACTIVE = 64  # requests of an episode at once
+_LARGE, _NUM_LARGE = 1 << 20, 8  # bytes of a body that counts as large, and how many of them are read at once
+_READ_S = 60.0  # seconds in which a body must have come
+_FORMATS: Mapping[str, ModuleType] = {
+    "chat/completions": completions, "responses": responses, "messages": messages, "messages/count_tokens": messages,
+}  # fmt: skip
+
+
+class Session(Protocol):
+    """What the server asks of an episode."""
+
+    async def answers(self, request: Request) -> list[Answer]:
+        """The policy's turns; `BadRequest` refuses the request."""
+        ...
+
+    def count(self, request: Request) -> int:
+        """The number of tokens of a request."""
+        ...
+
+    def refused(self) -> None:
+        """A request of the episode was refused."""
+        ...
+
+
+@dataclass(eq=False)
+class _Episode:
+    """An open episode, its requests in flight, and the conversations of its Responses."""
+
+    session: Session
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    stored: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Listening:
+    """A server in an event loop: its start, which gives the runner and the URL, and its open episodes."""
+
+    start: asyncio.Future[tuple[Any, str]]
+    episodes: dict[str, _Episode] = field(default_factory=dict)
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_NUM_LARGE))
+
+
+class Server:
+    """A server at `address`, "HOST" or "HOST:PORT" (without a port, or with port 0: any free one)."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "0")
+        self._host, self._port = host, int(port)
+        self._now: _Listening | None = None
+        self._closing: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def episode(self, session: Session) -> AsyncIterator[str]:
+        """The `base_url` of an episode, which ends in /v1. Requests left at its end are cancelled."""
+        now = self._now = self._now or _Listening(asyncio.ensure_future(self._start()))
+        name = secrets.token_urlsafe(18)
+        episode = now.episodes[name] = _Episode(session)
+        try:
+            _, url = await asyncio.shield(now.start)
+            yield f"{url}/{name}/v1"
+        finally:
+            del now.episodes[name]
+            for task in episode.tasks:
+                task.cancel()
+            if not now.episodes:
+                self._now, self._closing = None, asyncio.ensure_future(_stop(now))
+                await asyncio.shield(self._closing)
+
+    async def _start(self) -> tuple[Any, str]:
+        from aiohttp import web
+
+        if self._closing is not None and not self._closing.done():
+            await self._closing
+        now = self._now
+        app = web.Application(client_max_size=MAX_BODY)
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            assert now is not None
+            return await _respond(now, request)
+
+        for path in _FORMATS:
+            app.router.add_post(f"/{{episode}}/v1/{path}", respond)
+        app.router.add_get("/{episode}/v1/models", respond)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise OSError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from None
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return runner, f"http://{host}:{runner.addresses[0][1]}"
+
+
+async def _stop(now: _Listening) -> None:
+    await asyncio.wait({now.start})
+    if not now.start.cancelled() and now.start.exception() is None:
+        await now.start.result()[0].cleanup()
+
+
+async def _respond(now: _Listening, request: web.Request) -> web.StreamResponse:
+    """The answer of the episode that the path names, or a failure in the format of the request."""
+    path = request.path.partition("/v1/")[2]
+    episode = now.episodes.get(request.match_info["episode"])
+    if episode is None:
+        return _failure(path, "this episode is over, or there is none of this name", "not_found", 404, close=True)
+    if path == "models":
+        return _models()
+    if len(episode.tasks) >= MAX_ACTIVE:
+        episode.session.refused()
+        return _failure(path, f"more than {MAX_ACTIVE} requests at once", "rate_limit_exceeded", 429, close=True)
+    work = asyncio.ensure_future(_answer(now, episode, path, request))
+    episode.tasks.add(work)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():  # the client has gone
+            work.cancel()
+            raise
+        return _failure(path, "this episode is over", "not_found", 404, close=True)
+    except BadRequest as error:
+        episode.session.refused()
+        return _failure(path, str(error), error.code, error.status, close=error.status == 413)
+    except Exception as error:
+        return _failure(path, f"{type(error).__name__}: {error}", "server_error", 500)
+    finally:
+        episode.tasks.discard(work)
+
+
+async def _answer(now: _Listening, episode: _Episode, path: str, request: web.Request) -> web.StreamResponse:
+    from aiohttp import web
+
+    form: Any = _FORMATS[path]
+    body = parsed(await _body(now, request))
+    if path == "messages/count_tokens":
+        count = episode.session.count(form.read(body, counting=True))
+        return web.json_response({"input_tokens": count})
+    wanted: Request = form.read(body, episode.stored) if form is responses else form.read(body)
+    answers = await episode.session.answers(wanted)
+    whole = form.write(wanted, answers)
+    if form is responses:  # instructions are not part of what a later request continues
+        history = wanted.messages[1:] if body.get("instructions") else wanted.messages
+        episode.stored[whole["id"]] = [*history, answers[0].message]
+    if not wanted.stream:
+        return web.json_response(whole)
+    return web.Response(text=event_stream(form.events(wanted, whole)), content_type="text/event-stream")
+
+
+async def _body(now: _Listening, request: web.Request) -> bytes:
+    """The body of a request; few large ones are read at once, so that many do not fill the memory."""
+    from aiohttp import web
+
+    size = request.content_length
+    too_large = BadRequest(f"the request has more than {MAX_BODY >> 20} MiB", status=413)
+    if size is not None and size > MAX_BODY:
+        raise too_large
+    try:
+        async with now.large if size is None or size > _LARGE else nullcontext():
+            return await asyncio.wait_for(request.read(), _READ_S)
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {_READ_S:g} s", status=408) from None
+
+
+def _failure(path: str, message: str, code: str, status: int, *, close: bool = False) -> web.Response:
+    from aiohttp import web
+
+    form: Any = _FORMATS.get(path, completions)
+    retry = {} if status == 429 else {"x-should-retry": "false"}
+    response = web.json_response(form.failure(message, code, status), status=status, headers=retry)
+    if close:
+        response.force_close()
+    return response
+
+
+def _models() -> web.Response:
+    from aiohttp import web
+
+    policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}
+    policy |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
+    return web.json_response({"object": "list", "data": [policy], "has_more": False})

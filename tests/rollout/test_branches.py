@@ -1,0 +1,204 @@
+"""The calls of a program as a tree of turns: what is continued, what branches, and what is found re-rendered."""
+
+import asyncio
+
+import pytest
+from scripted import Script, check_tree, prompt_of, tokenizer_with
+
+from rlkit.data.chat import render
+from rlkit.packing import pack
+from rlkit.parallel.forest import forest
+from rlkit.rollout.agents.branches import Branches
+from rlkit.rollout.envs.tools import hermes_calls
+from rlkit.types import Completion
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def tool(text):
+    return {"role": "tool", "content": text, "tool_call_id": "x"}
+
+
+def calling(arguments):
+    return [{"id": "other", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+
+
+def episode(*turns, template="chatml"):
+    tokenizer = tokenizer_with(template)
+    script = Script(tokenizer, *turns)
+    return Branches(prompt_of(tokenizer), script, tokenizer=tokenizer, parse=hermes_calls), script
+
+
+def ended(branches, script):
+    pieces = branches.end(reward=1.0)
+    check_tree(pieces, script.calls)
+    assert pieces[-1].info["metrics"] == {
+        "agent/branches": len(pieces) - 1, "agent/rerendered": branches.num_rerendered,
+    }  # fmt: skip
+    return pieces
+
+
+async def test_a_conversation_that_goes_on_is_one_piece():
+    branches, script = episode(" a\n", CALL, "<think>\nhm\n</think>\n\nc", "d")
+    told = [user("q")]
+    await branches.reply(told)
+    told += [said("a"), user("x")]  # white space aside
+    await branches.reply(told)
+    told += [said("", tool_calls=calling({"b": 2, "a": 1})), tool("3")]  # another order, another id
+    await branches.reply(told)
+    told += [said("<think>hm</think>c"), user("y")]
+    await branches.reply(told)
+    (piece,) = ended(branches, script)
+    assert piece.info["messages"] == [*told, said("d")]
+    assert branches.num_rerendered == 0
+
+
+CHANGED = {
+    "other words": said("I add!" + CALL),
+    "without its call": said("I add."),
+    "another argument": said("I add.", tool_calls=calling({"a": 1, "b": 3})),
+    "one call more": said("I add.", tool_calls=[*calling({"a": 1, "b": 2}), *calling({})]),
+    "without its reasoning": said("I add." + CALL),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+async def test_a_turn_that_comes_back_changed_is_context(changed):
+    """As what the program says, not as what the policy sampled."""
+    branches, script = episode("<think>\nhm\n</think>\n\nI add." + CALL, "b")
+    await branches.reply([user("q")])
+    history = [user("q"), CHANGED[changed], tool("3")]
+    await branches.reply(history)
+    pieces = ended(branches, script)
+    assert (len(pieces), branches.num_rerendered) == (2, 1)
+    tokenizer = tokenizer_with("chatml")
+    assert pieces[1].prompt_ids == render(tokenizer, history, add_generation_prompt=True)
+
+
+async def test_an_edited_result_branches_after_the_last_turn_before_it():
+    """The turn after the edit was sampled in another context: it is read as text, and counted."""
+    branches, script = episode("one", "two", "three")
+    await branches.reply([user("q")])
+    await branches.reply([user("q"), said("one"), user("long text")])
+    await branches.reply([user("q"), said("one"), user("cleared"), said("two"), user("z")])
+    first, second = ended(branches, script)
+    assert branches.num_rerendered == 1
+    shared = [*first.prompt_ids, *first.ids[: len(script.calls[0][1].ids)]]
+    assert second.prompt_ids[: len(shared)] == shared
+    assert second.ids == script.calls[2][1].ids
+
+
+async def test_an_earlier_turn_is_continued_beside_the_later_ones():
+    branches, script = episode("one", "two", "other", "end")
+    first = [user("q"), said("one")]
+    await branches.reply(first[:1])
+    await branches.reply([*first, user("x")])
+    await branches.reply([*first, user("y")])
+    await branches.reply([*first, user("x"), said("two"), user("z")])
+    pieces = ended(branches, script)
+    lengths = [len(out.ids) for _, out in script.calls]
+    assert [sum(p.mask) for p in pieces] == [lengths[2], lengths[0] + lengths[1] + lengths[3]]
+    assert branches.num_rerendered == 0
+    assert pieces[-1].info["messages"][-1] == said("end")
+
+
+async def test_examples_of_the_program_are_not_turns_of_the_policy():
+    branches, script = episode("a", "b")
+    shots = [user("1?"), said("1"), user("2?")]
+    await branches.reply(shots)
+    await branches.reply([{"role": "system", "content": "another"}, *shots])
+    assert (len(ended(branches, script)), branches.num_rerendered) == (2, 0)
+
+
+async def test_other_tools_are_another_context():
+    branches, script = episode("a", "b", template="qwen3")
+    await branches.reply([user("q")])
+    await branches.reply([user("q"), said("a"), user("x")], tools=TOOLS)
+    assert (len(ended(branches, script)), branches.num_rerendered) == (2, 1)
+
+
+async def test_reasoning_may_come_back_apart():
+    branches, script = episode("<think>\nhm\n</think>\n\n" + CALL, "b", template="qwen3")
+    turn = said("", reasoning_content="hm", tool_calls=calling({"a": 1, "b": 2}))
+    await branches.reply([user("q")], tools=TOOLS)
+    await branches.reply([user("q"), turn, tool("3")], tools=TOOLS)
+    assert (len(ended(branches, script)), branches.num_rerendered) == (1, 0)
+
+
+async def test_a_template_that_rewrites_history_is_counted():
+    """Qwen 3 drops the reasoning of past turns when the user speaks."""
+    branches, script = episode("<think>\nhm\n</think>\n\na", "b", template="qwen3")
+    await branches.reply([user("q")])
+    await branches.reply([user("q"), said("<think>\nhm\n</think>\n\na"), user("x")])
+    assert (len(ended(branches, script)), branches.num_rerendered) == (2, 1)
+
+
+async def test_calls_at_once_that_continue_one_turn():
+    branches, script = episode("one", "a", "b", "c")
+
+    async def slow(prompt_ids, *, max_new_tokens=None):
+        await asyncio.sleep(0)
+        return await script(prompt_ids)
+
+    branches._sample = slow
+    await branches.reply([user("q")])
+    await asyncio.gather(*(branches.reply([user("q"), said("one"), user("x")]) for _ in range(3)))
+    pieces = ended(branches, script)
+    assert [sum(p.mask) for p in pieces] == [6, 2, 2]
+
+
+async def test_turn_rewards_go_to_the_branch_of_their_turn():
+    branches, _ = episode("one", "two", "three")
+    for messages in ([user("q")], [user("other")], [user("q"), said("one"), user("x")]):
+        await branches.reply(messages)
+    other, main = branches.end(turn_rewards=[1.0, 2.0, 3.0])
+    assert [r for r in other.token_rewards if r] == [2.0]
+    assert [r for r in main.token_rewards if r] == [1.0, 3.0]
+    assert main.info["num_turns"] == 3
+    with pytest.raises(ValueError, match="one entry per turn, 3, got 1"):
+        branches.end(turn_rewards=[1.0])
+
+
+async def test_a_stop_string_ends_the_text_and_stays_in_the_tokens():
+    tokenizer = tokenizer_with("chatml")
+    ids = tokenizer.encode("act\nObservation:", add_special_tokens=False)
+    branches, script = episode(Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop"), "b")
+    asked = []
+
+    async def sample(prompt_ids, **limits):
+        asked.append(limits)
+        return await script(prompt_ids)
+
+    branches._sample = sample
+    turn = (await branches.reply([user("q")], stop=("Observation:",))).turn
+    await branches.reply([user("q"), said(turn.text), user("Observation: 5")])
+    assert (turn.text, asked[0]["stop"], "stop" in asked[1]) == ("act\n", ("Observation:",), False)
+    (piece,) = ended(branches, script)
+    assert piece.ids[: len(ids)] == ids
+    assert piece.ids[len(ids) : len(ids) + 1] == tokenizer.encode("<|im_end|>")
+
+
+async def test_branches_are_forwarded_once_and_trained_once():
+    """The forest of a batch has each shared token once; each sampled token is in one place of the loss."""
+    branches, script = episode(*("word " * 8 for _ in range(6)))
+    history = [user("question " * 20)]
+    for _ in range(3):
+        turn = (await branches.reply(history)).turn
+        await branches.reply([*history, said(turn.text), user("aside")])
+        history += [said(turn.text), user("more")]
+    pieces = ended(branches, script)
+    batch = pack([pieces])
+    tree = forest(batch)
+    documents = [p.prompt_ids + p.ids for p in pieces]
+    distinct = {tuple(d[: i + 1]) for d in documents for i in range(len(d) - 1)}
+    assert sum(s.length for s in tree.spans) <= len(distinct) + len(pieces)
+    assert int(batch.mask.sum()) == sum(len(out.ids) for _, out in script.calls)
