@@ -4,6 +4,7 @@ request                              a request and its answer, whatever format t
 completions, responses, messages     the formats: OpenAI's chat completions and Responses, Anthropic's Messages
 server                               one address for all episodes, with a secret path for each
 branches                             the calls of an episode as a tree of turns, each trained as it was sampled
+command, supervise                   a command as the program: its folder, limits, log and end
 """
 
 

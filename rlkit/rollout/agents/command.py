@@ -1,0 +1,190 @@
+"""A command as the program of an episode, with a folder, limits and a log of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rlkit._numbers import is_number
+from rlkit.data.prompts import prompt_messages
+from rlkit.rollout import agents
+from rlkit.rollout.agents import AgentError
+
+if TYPE_CHECKING:
+    from rlkit.rollout.rollout import Prompt, Score
+    from rlkit.types import Trajectory
+
+_SUPERVISE = Path(agents.__file__).with_name("supervise.py")
+_MAX_LOGS = 1000  # newest ones that are kept
+_MAX_RESULT = 1 << 20  # bytes of what a command writes as its result
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+def command(
+    line: str, *, logs: Path, timeout_s: float, memory_gib: float | None = None, needs_reward: bool = True
+) -> Callable[[Prompt, str], Coroutine[Any, Any, dict[str, Any]]]:
+    """The agent, for `agent_env`, that runs `line` once per episode and ends with it.
+
+    `line` is split as by a shell, and no shell runs it. `{prompt}` is the last message of the row's prompt and
+    `{COLUMN}` a column; words that name a file here are made absolute. The command runs in an empty folder, with
+
+        OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY     the episode's endpoint; keys are not checked
+        ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY                the same for Anthropic's clients
+        RLKIT_ROW                                            a JSON file with the row
+        RLKIT_RESULT                                         a file to write: the reward, or a JSON object of keywords
+                                                             of `Branches.end`, such as {"reward": 1, "info": {...}}
+
+    Its output goes to a file in `logs` (the first MiB; of the newest 1000 episodes), `info["log"]`. `info["folder"]` is
+    its folder, for reward functions; `scored` deletes it. At the end of the episode all its processes are killed.
+
+    An exit code other than 0, no end after `timeout_s`, more memory than `memory_gib` (of all its processes, measured
+    ten times a second; Linux) and a result that cannot be read are an `AgentError`; so is, with `needs_reward`, none.
+
+    This is no sandbox: the command has the rights of the run.
+    """
+    words = _words(line)
+    kept = deque[Path]()
+
+    async def agent(prompt: Prompt, base_url: str) -> dict[str, Any]:
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"row{prompt.index + 1:05d}-{secrets.token_hex(4)}.log"
+        kept.append(log)
+        if len(kept) > _MAX_LOGS:
+            kept.popleft().unlink(missing_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="rlkit-agent-"))
+        folder, row, result = home / "work", home / "row.json", home / "result.json"
+        try:
+            folder.mkdir()
+            row.write_text(json.dumps(dict(prompt.row), default=str))
+            spec = {
+                "argv": [_filled(word, prompt) for word in words], "folder": str(folder), "log": str(log.absolute()),
+                "seconds": timeout_s, "memory": None if memory_gib is None else int(memory_gib * 2**30),
+            }  # fmt: skip
+            ended = await _supervised(spec, env=_environment(base_url, RLKIT_ROW=str(row), RLKIT_RESULT=str(result)))
+            _check(ended, log)
+            end = _read(result, needs_reward=needs_reward)
+        except BaseException:
+            shutil.rmtree(home, ignore_errors=True)
+            raise
+        return {**end, "info": {**end.get("info", {}), "folder": str(folder), "log": log.name}}
+
+    return agent
+
+
+def check_command(line: str, columns: Mapping[str, Any]) -> None:
+    """ValueError for a command that cannot start, or that names a column that a row does not have."""
+    words = _words(line)
+    names = [name for word in words for name in _NAME.findall(word)]
+    if absent := [name for name in names if name != "prompt" and name not in columns]:
+        raise ValueError(f"the data has no column {absent[0]!r}; found: {', '.join(columns)}")
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"there is no program {words[0]!r}: give a command, such as 'python my_agent.py'")
+
+
+def scored(score: Score) -> Score:
+    """`score`, after which the folders of the episodes' commands are deleted."""
+
+    async def then_deleted(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        try:
+            return await score(prompt, group)
+        finally:
+            for trajectory in group:
+                if folder := trajectory.info.pop("folder", None):
+                    await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
+
+    return then_deleted
+
+
+def _words(line: str) -> list[str]:
+    """The words of the command, files among them by their absolute path."""
+    words = shlex.split(line)
+    if not words:
+        raise ValueError("the command is empty")
+    return [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
+
+
+def _filled(word: str, prompt: Prompt) -> str:
+    """A word of the command with the columns of a row in it."""
+
+    def value(match: re.Match[str]) -> str:
+        found = prompt.row.get(match[1])
+        if match[1] == "prompt" and not isinstance(found, str):
+            found = prompt_messages(prompt.row)[-1]["content"]
+        return found if isinstance(found, str) else json.dumps(found, default=str)
+
+    return _NAME.sub(value, word).replace("\0", "")
+
+
+def _environment(base_url: str, **more: str) -> dict[str, str]:
+    host, root = urlsplit(base_url).hostname or "", base_url.removesuffix("/v1")
+    direct = {name: ",".join(filter(None, (os.environ.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": "none"}
+    anthropic = {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": "none"}
+    return {**os.environ, **direct, **openai, **anthropic, **more}
+
+
+async def _supervised(spec: Mapping[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
+    """Run `supervise.py` and return its report. If this is cancelled, it ends the command and then itself."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(_SUPERVISE), json.dumps(spec), stdin=pipe, stdout=pipe,
+        stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        report = await process.stdout.read()
+        await process.wait()
+    except asyncio.CancelledError:
+        process.stdin.close()
+        await asyncio.wait_for(asyncio.shield(process.wait()), 10.0)
+        raise
+    try:
+        found: dict[str, Any] = json.loads(report)
+    except ValueError:
+        raise AgentError("its supervisor was killed") from None
+    return found
+
+
+def _check(ended: Mapping[str, Any], log: Path) -> None:
+    code, reason = ended["code"], ended["reason"]
+    if not reason and code:
+        what = f"exit code {code}" if code > 0 else f"signal {-code}"
+        lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+        last = next((text.strip()[:300] for text in reversed(lines) if text.strip()), "")
+        reason = f"{what}: {last}" if last else what
+    if reason:
+        raise AgentError(f"{reason} (its output is in {log})")
+
+
+def _read(result: Path, *, needs_reward: bool) -> dict[str, Any]:
+    """What the command wrote, as keywords of `Branches.end`."""
+    if not result.is_file():
+        if needs_reward:
+            raise AgentError("it wrote no reward to $RLKIT_RESULT, and there is no reward function")
+        return {}
+    if result.stat().st_size > _MAX_RESULT:
+        raise AgentError(f"it wrote more than {_MAX_RESULT >> 20} MiB to $RLKIT_RESULT")
+    try:
+        found = json.loads(result.read_text())
+    except (ValueError, RecursionError):
+        raise AgentError("what it wrote to $RLKIT_RESULT is no JSON") from None
+    found = {"reward": found} if is_number(found) else found
+    known = {"reward", "score", "turn_rewards", "truncated", "info"}
+    if not isinstance(found, dict) or not known.issuperset(found) or not isinstance(found.get("info", {}), dict):
+        raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(sorted(known))}")
+    if needs_reward and not is_number(found.get("reward")):
+        raise AgentError("it wrote no reward to $RLKIT_RESULT, and there is no reward function")
+    return found

@@ -1,0 +1,151 @@
+"""Agents that misbehave: the episode fails with a reason, the run goes on, nothing is left behind."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import warm
+from scripted import prompt_of, tokenizer_with
+
+from rlkit.rewards.scoring import env_rewards
+from rlkit.rollout.agents.command import command, scored
+from rlkit.rollout.envs import endpoint
+from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.rollout.rollout import rollout
+from rlkit.testing import FakeEngine
+from rlkit.types import Completion, SamplingParams
+
+FAULTY = Path(__file__).parent / "programs" / "faulty.py"
+FAILS = {  # kind: what the reason says
+    "asks_nothing": "it asked for no turn",
+    "never_ends": "it had not ended after 1.5 s",
+    "floods": "more than 50 of its requests were refused",
+    "floods_the_log": "it had not ended after 1.5 s",
+    "dies": "signal 9",
+    "fails": "exit code 1: KeyError: 'mine'",
+    "kills_its_parent": "its supervisor was killed",
+    "eats_memory": "it had more than 0.125 GiB of memory",
+    "writes_nonsense": "what it wrote to $RLKIT_RESULT is no JSON",
+    "writes_nothing": "it wrote no reward to $RLKIT_RESULT, and there is no reward function",
+}
+GOOD = ("good", "leaves_children", "sends_64_mib", "guesses")
+
+
+@pytest.fixture
+def nothing_left(tmp_path, monkeypatch):
+    """After the test there is no process, folder, socket or thread more than before it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(endpoint, "MAX_REFUSED", 50)
+    me = psutil.Process()
+    before, children = (me.num_fds(), threading.active_count()), {*me.children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and ({*me.children(recursive=True)} - children or me.num_fds() > before[0]):
+        time.sleep(0.05)
+    assert {*me.children(recursive=True)} - children == set()
+    faulty = [p.info["pid"] for p in psutil.process_iter(["pid", "cmdline"]) if "faulty.py" in str(p.info["cmdline"])]
+    assert faulty == []
+    assert not list(tmp_path.glob("rlkit-agent-*"))
+    assert not [c for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert (me.num_fds(), threading.active_count()) <= before
+
+
+async def episodes(kinds, *, num, logs):
+    """The episodes of a rollout with a group of `num` for each kind, by kind."""
+    tokenizer = tokenizer_with("chatml")
+    reply = tokenizer.encode("answer<|im_end|>", add_special_tokens=False)
+    line, limits = f"{sys.executable} -S {FAULTY} {{prompt}}", {"logs": logs, "memory_gib": 0.125}
+    short, long = (command(line, timeout_s=seconds, **limits) for seconds in (1.5, 100.0))
+
+    async def agent(prompt, base_url):
+        return await (short if "not ended" in FAILS.get(prompt.row["prompt"], "") else long)(prompt, base_url)
+
+    groups = await rollout(
+        [prompt_of(tokenizer, kind) for kind in kinds],
+        generate=FakeEngine([reply]).generate,
+        params=SamplingParams(max_new_tokens=20),
+        group_size=num,
+        seed=0,
+        env=agent_env(agent, tokenizer=tokenizer, raise_errors=False),
+        score=scored(env_rewards(max_failed=0.99)),
+    )
+    return dict(zip(kinds, groups, strict=True))
+
+
+def check(groups, *, num):
+    """Each failed episode has the reason of its kind and trains nothing; the others have their reward."""
+    for kind, group in groups.items():
+        assert len(group) == num
+        if kind in GOOD:
+            assert Counter(t.reward for t in group) == {1.0: num}, (kind, [t.info for t in group])
+            assert all(any(t.mask) for t in group)
+            assert all(t.info["metrics"]["failed"] == 0.0 for t in group)
+        else:
+            assert all(FAILS[kind] in t.info["error"] for t in group), (kind, [t.info["error"] for t in group])
+            assert not any(any(t.mask) for t in group)
+            assert sum(t.info["metrics"]["failed"] for t in group) == num
+
+
+async def test_every_fault_beside_good_agents(nothing_left, tmp_path):
+    groups = await episodes([*FAILS, *GOOD], num=2, logs=tmp_path / "logs")
+    check(groups, num=2)
+    logs = [*(tmp_path / "logs").iterdir()]
+    assert len(logs) == 2 * len(groups)
+    assert max(log.stat().st_size for log in logs) < 1.1 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*FAILS, *GOOD])
+async def test_fifty_of_each_fault(kind, nothing_left, tmp_path):
+    check(await episodes([kind], num=50, logs=tmp_path / "logs"), num=50)
+
+
+async def test_a_cancelled_episode_ends_its_command(nothing_left, tmp_path):
+    tokenizer = tokenizer_with("chatml")
+    asked = asyncio.Event()
+
+    async def sample(prompt_ids, **_):
+        asked.set()
+        return Completion([7], [-1.0], [0], "stop")
+
+    forever = command(f"{sys.executable} -S {FAULTY} never_ends", logs=tmp_path, timeout_s=100)
+    episode = asyncio.ensure_future(agent_env(forever, tokenizer=tokenizer)(prompt_of(tokenizer), sample))
+    await asyncio.wait_for(asked.wait(), 60)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from rlkit.rollout.agents.command import command
+agent = command("sleep 1000", logs=Path(sys.argv[1]), timeout_s=500)
+class Prompt:
+    row, index = {"prompt": "x"}, 0
+asyncio.run(agent(Prompt, "http://127.0.0.1:1/x/v1"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment")
+def test_a_command_ends_with_the_run_that_started_it(tmp_path):
+    """Even with one that is killed: its supervisor sees the end of a pipe."""
+    with warm.Popen([sys.executable, "-c", RUN, str(tmp_path)], env={**os.environ, "TMPDIR": str(tmp_path)}) as run:
+        deadline = time.monotonic() + 60
+        while not (found := [p for p in psutil.Process(run.pid).children(recursive=True) if p.name() == "sleep"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        run.kill()
+        run.wait()
+    _, alive = psutil.wait_procs(found, timeout=20)
+    assert alive == []
+    deadline = time.monotonic() + 20
+    while [*tmp_path.glob("rlkit-agent-*/work")] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [*tmp_path.glob("rlkit-agent-*/work")] == []
