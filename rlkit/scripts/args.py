@@ -176,10 +176,24 @@ class Episodes:
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
     class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
     (docs/environments.md). None: one question, one answer"""
+    agent: str | None = None
+    """a command that is run once per episode and calls the policy as a model over HTTP (OPENAI_BASE_URL,
+    ANTHROPIC_BASE_URL), e.g. "python my_agent.py {question}" with columns of the row. Or FILE.py:FUNCTION,
+    `def agent(prompt, base_url)` (docs/environments.md)"""
+    agent_timeout: Positive = 600.0
+    """seconds after which an agent's episode fails"""
+    agent_memory: Positive | None = None
+    """GiB of memory of a command with all its processes, above which its episode fails; None: no limit"""
+    agent_address: str = "127.0.0.1"
+    """HOST or HOST:PORT at which agents reach the policy: an address of this machine, for agents on others"""
+    agent_sampling: Literal["run", "refuse"] = "run"
+    """requests that ask for a temperature or other sampling parameters: run samples as the flags say, and reports it
+    once; refuse answers with status 400"""
     tools: tuple[str, ...] = ()
     """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
     tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
-    """syntax of a call: <tool_call> with JSON (Qwen), only JSON (Llama 3, Mistral), or [f(x=1)]"""
+    """syntax of a call of `tools`, or of those of an `agent`: <tool_call> with JSON (Qwen), only JSON (Llama 3,
+    Mistral), or [f(x=1)]"""
     max_prompt_tokens: Count = 1024
     """drop (and report) prompts with more tokens"""
     max_turns: Count | None = None
@@ -190,8 +204,9 @@ class Episodes:
     """maximum sampled tokens of an episode, all turns together; None: no limit"""
     reward_timeout: Positive = 30.0
     """seconds that one call of the reward function may take"""
-    reward_max_failed: Share = 0.0
-    """share of the last 100 samples whose reward may fail; failed samples do not train. 0: the first ends the run"""
+    reward_max_failed: Share | None = None
+    """share of the last 100 samples whose reward or agent may fail; failed samples do not train. 0: the first ends the
+    run. None: 0, and 0.5 with an agent"""
     eval_limit: Count = 128
     """maximum number of held-out prompts"""
     eval_kl: bool = False
@@ -199,21 +214,46 @@ class Episodes:
 
     def __post_init__(self) -> None:
         check(self)
-        one_turn = self.env is None and not self.tools
         self.rewards()
         refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
-        refuse_if(not self.reward and self.env is None, "give `reward`, `env` or both: something has to judge")
+        nothing = not self.reward and self.env is None and self.agent is None
+        refuse_if(nothing, "give `reward`, `env` or `agent`: something has to judge")
         refuse_if(
-            self.max_turns is not None and one_turn, "`max_turns` is for `env` or `tools`: else there is one turn"
+            self.max_turns is not None and self.one_turn,
+            "`max_turns` is for `env`, `agent` or `tools`: else there is one turn",
         )
         refuse_if(
-            self.max_sampled_tokens is not None and one_turn,
-            "`max_sampled_tokens` is for many turns: give `env` or `tools`, or use `max_new_tokens`",
+            self.max_sampled_tokens is not None and self.one_turn,
+            "`max_sampled_tokens` is for many turns: give `env`, `agent` or `tools`, or use `max_new_tokens`",
         )
+        unread = (self.env is not None or not self.tools) and self.agent is None
         refuse_if(
-            (self.env is not None or not self.tools) and not is_default(self, "tool_calls"),
-            "`tool_calls` says how calls of `tools` are read where there is no `env`",
+            unread and not is_default(self, "tool_calls"),
+            "`tool_calls` says how calls of `tools` or of an `agent` are read where there is no `env`",
         )
+        self._check_agent()
+
+    def _check_agent(self) -> None:
+        names = ("agent_timeout", "agent_memory", "agent_address", "agent_sampling")
+        given = next((name for name in names if not is_default(self, name)), None)
+        refuse_if(self.agent is None and given, f"`{given}` is for `agent`")
+        both = self.agent is not None and (self.env is not None or self.tools)
+        refuse_if(both, "`agent` is an environment: drop `env` and `tools`")
+        host, _, port = self.agent_address.rpartition(":")
+        fine = host not in ("0.0.0.0", "") and port.isdecimal() and int(port) < 1 << 16
+        fine = fine or (self.agent_address.count(":") != 1 and self.agent_address not in ("0.0.0.0", "::"))
+        what = "must be HOST or HOST:PORT with a host that agents can reach"
+        refuse_if(not fine, f"`agent_address` {what}, got {self.agent_address!r}")
+
+    @property
+    def one_turn(self) -> bool:
+        """Whether an episode is one question and one answer."""
+        return self.env is None and not self.tools and self.agent is None
+
+    @property
+    def max_failed(self) -> float:
+        """`reward_max_failed` with its default."""
+        return (0.0 if self.agent is None else 0.5) if self.reward_max_failed is None else self.reward_max_failed
 
     def rewards(self) -> dict[str, tuple[str, float | None]]:
         """(FILE.py:FUNCTION, weight or None) of each reward function, by its name: FUNCTION, or FILE.FUNCTION where

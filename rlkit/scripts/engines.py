@@ -150,7 +150,7 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     """Arguments of a `LocalEngine` from the flags."""
-    how, several_turns = args.engine, bool(args.episodes.env or args.episodes.tools)
+    how, several_turns = args.engine, not args.episodes.one_turn
     return {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "keep_turns": several_turns}
 
 

@@ -40,7 +40,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     from rlkit.data.rows import PROMPT
 
     rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)
-    make_score, make_env = read_reward(args.episodes, *rows), read_env(args)
+    make_score, make_env = read_reward(args.episodes, *rows), read_env(args, *rows)
     args = begin(args)
     from rlkit.loops.rl import Task
     from rlkit.model.pretrained import load_config
@@ -48,6 +48,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     others = args.reference, getattr(args, "critic", None)
     tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
     env, score = make_env(tokenizer), make_score(tokenizer)
+    if args.episodes.agent:
+        from rlkit.rollout.agents.command import scored
+
+        score = scored(score)
     with data_progress():
         prompts, held_out = (render(args, tokenizer, part) for part in rows)
     refuse_if(
@@ -108,9 +112,9 @@ def read_reward(episodes: Episodes, *parts: Any) -> OfTokenizer:
         from rlkit.rewards.combine import weighted
         from rlkit.rewards.scoring import env_rewards, scorer
 
-        limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.reward_max_failed}
+        limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}
         if not found:
-            return env_rewards(max_failed=episodes.reward_max_failed)
+            return env_rewards(max_failed=episodes.max_failed)
         weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
         reward, *_ = found.values()
         if [*weights.values()] != [None]:
@@ -129,13 +133,12 @@ def _reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     from rlkit.rewards.rows import check_rows
     from rlkit.rewards.text import gold_answer
 
-    one_turn = episodes.env is None and not episodes.tools
     found = {}
     for name, (spec, _) in episodes.rewards().items():
         function = function_of("reward", spec)
         try:
             found[name] = function = adapted(function)
-            check_signature(function, set(ONE_TURN) if one_turn else None)
+            check_signature(function, set(ONE_TURN) if episodes.one_turn else None)
             check_rows(function, *parts)
         except (TypeError, ValueError) as error:
             raise ValueError(f"`reward` {spec}: {error}") from None
@@ -147,13 +150,14 @@ def _reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
     return found
 
 
-def read_env(args: Any) -> OfTokenizer:
-    """A function from the tokenizer to the environment of `env` or `tools`, with the limits of an episode.
+def read_env(args: Any, *parts: Any) -> OfTokenizer:
+    """A function from the tokenizer to the environment of `env`, `agent` or `tools`, with the limits of an episode.
 
-    Refuses (ValueError) what is no environment, one without any reward, and one that works on messages where there is
-    no chat template. Does not import torch.
+    Refuses (ValueError) what is no environment, one without any reward, one that works on messages where there is
+    no chat template, and a command that does not fit the rows of the `parts` of the data. Does not import torch.
     """
     how = args.episodes
+    make_agent = read_agent(args, *parts) if how.agent else None
     foreign, tools = _foreign_env(how), load_tools(how)
     _check_reward_and_template(args, foreign)
 
@@ -167,6 +171,8 @@ def read_env(args: Any) -> OfTokenizer:
         if foreign is not None:
             make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=how.env)  # noqa: E731
             env = made(make, foreign, how.env)
+        elif make_agent is not None:
+            env = make_agent(tokenizer)
         elif tools:
             chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
             env = calls.tool_env(tools, tokenizer=tokenizer, parse=getattr(calls, f"{how.tool_calls}_calls"), **chat)
@@ -174,6 +180,42 @@ def read_env(args: Any) -> OfTokenizer:
             return single_turn
         bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
         return limited(env, max_turns=how.max_turns, **bounds)
+
+    return of_tokenizer
+
+
+def read_agent(args: Any, *parts: Any) -> OfTokenizer:
+    """A function from the tokenizer to the environment of `agent`; ValueError for one that cannot start."""
+    from rlkit.rollout.agents.command import check_command, command
+    from rlkit.rollout.calling import takes
+
+    how = args.episodes
+    is_function = re.fullmatch(r"\S+\.py:\w+", how.agent)
+    if is_function:
+        agent = function_of("agent", how.agent)
+        wrong = not takes(agent, "prompt", "base_url")
+        refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
+        refuse_if(how.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
+    else:
+        try:
+            check_command(how.agent, next((row for rows in parts for row in rows), {}))
+        except ValueError as error:
+            raise ValueError(f"`agent` {how.agent}: {error}") from None
+        agent = command(
+            how.agent, logs=args.schedule.output / "agents", timeout_s=how.agent_timeout, memory_gib=how.agent_memory,
+            needs_reward=not how.reward,
+        )  # fmt: skip
+    refuse_if(args.data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
+
+    def of_tokenizer(tokenizer: Any) -> Any:
+        from rlkit.rollout.envs import tools
+        from rlkit.rollout.envs.endpoint import agent_env
+
+        return agent_env(
+            agent, tokenizer=tokenizer, parse=getattr(tools, f"{how.tool_calls}_calls"),
+            template_args=args.data.template() or None, timeout_s=how.agent_timeout if is_function else None,
+            address=how.agent_address, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+        )  # fmt: skip
 
     return of_tokenizer
 
@@ -196,7 +238,8 @@ def _check_reward_and_template(args: Any, foreign: Any) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
     from rlkit.compat.recognise import kind_of
 
-    how, kind = args.episodes, kind_of(foreign) if foreign is not None else "tools" if args.episodes.tools else ""
+    how, kind = args.episodes, "tools" if args.episodes.tools or args.episodes.agent else ""
+    kind = kind_of(foreign) if foreign is not None else kind
     refuse_if(
         kind == "interact" and not how.reward,
         f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
@@ -206,7 +249,8 @@ def _check_reward_and_template(args: Any, foreign: Any) -> None:
     if kind == "object":  # whose reset may give token ids
         log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)
         return
-    what, why = f"`env` {how.env}" if foreign is not None else "`tools`", "works on messages for the chat template"
+    what = f"`env` {how.env}" if foreign is not None else "`tools`" if how.tools else "`agent`"
+    why = "works on messages for the chat template"
     fix = "drop --no-chat-template; a base model needs a tokenizer.chat_template that writes only the contents"
     raise ValueError(f"{what} {why}: {fix}")
 
@@ -258,7 +302,7 @@ def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
     given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
     if positions is not None and longest > positions:
         raise ValueError(f"{given} is {longest}, and the model has {positions} positions: lower it")
-    if how.env is None and not how.tools:
+    if how.one_turn:
         longest = min(longest, max(len(prompt.ids) for prompt in prompts) + args.rollouts.max_new_tokens)
     if longest > max_tokens:
         raise ValueError(

@@ -25,11 +25,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 
 REWARD = """
+import json, urllib.request
+
 def score(completion, row):
     size = len(completion)
     if size % 8 == 7:
         raise ValueError("cannot be judged")
     return {"reward": size % 3, "score": size % 2, "size": size}
+
+def agent(prompt, base_url):
+    body = json.dumps({"messages": [{"role": "user", "content": prompt.row["prompt"]}]}).encode()
+    urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body)).read()
+    return {"reward": 1.0}
 """
 ROWS = {
     "sft": {"prompt": "{i}+1=", "response": "{i}"},
@@ -50,6 +57,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
+    "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),
 }
 
