@@ -106,6 +106,11 @@ async def test_fifty_of_each_fault(kind, nothing_left, tmp_path):
     check(await episodes([kind], num=50, logs=tmp_path / "logs"), num=50)
 
 
+@pytest.mark.slow
+async def test_two_hundred_commands_at_once(nothing_left, tmp_path):
+    check(await episodes(["good"], num=200, logs=tmp_path / "logs"), num=200)
+
+
 async def test_a_cancelled_episode_ends_its_command(nothing_left, tmp_path):
     tokenizer = tokenizer_with("chatml")
     asked = asyncio.Event()

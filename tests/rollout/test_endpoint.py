@@ -4,7 +4,6 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from importlib.util import find_spec
 
 import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
@@ -15,6 +14,7 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.limits import limited
 from rlkit.rollout.rollout import all_or_cancel, rollout
+from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -219,6 +219,35 @@ def test_many_episodes_at_once_and_no_server_afterwards():
         post(next(iter(urls)), messages=[user("a")])
 
 
+async def test_two_hundred_episodes_at_once_share_one_port():
+    import aiohttp
+
+    tokenizer = tokenizer_with("chatml")
+    barrier, urls = asyncio.Barrier(200), []
+
+    async def agent(prompt, base_url):
+        urls.append(base_url)
+        await barrier.wait()
+        messages = [user("question")]
+        async with aiohttp.ClientSession() as client:
+            for _ in range(2):
+                async with client.post(f"{base_url}/chat/completions", json={"messages": messages}) as reply:
+                    messages += [(await reply.json())["choices"][0]["message"], user("more")]
+        return {"reward": float(messages[-2]["content"] == "answer")}
+
+    (group,) = await rollout(
+        [prompt_of(tokenizer)],
+        generate=FakeEngine([tokenizer.encode("answer<|im_end|>", add_special_tokens=False)]).generate,
+        params=SamplingParams(max_new_tokens=20),
+        group_size=200,
+        seed=0,
+        env=agent_env(agent, tokenizer=tokenizer),
+    )
+    assert [t.reward for t in group] == [1.0] * 200
+    assert len({*urls}) == 200
+    assert len({url.split("/")[2] for url in urls}) == 1
+
+
 async def test_a_cancelled_episode_leaves_no_server():
     tokenizer = tokenizer_with("chatml")
     urls = []
@@ -260,24 +289,3 @@ async def test_a_request_in_flight_does_not_delay_the_end_of_a_cancelled_episode
         with pytest.raises(RuntimeError, match="another one failed"):
             await all_or_cancel([agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), hangs), fails()])
         await cancelled.wait()
-
-
-@pytest.mark.skipif(find_spec("openai") is None, reason="without the openai package")
-async def test_the_openai_client():
-    import openai
-
-    tokenizer = tokenizer_with("qwen3")
-    script = Script(tokenizer, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "3")
-
-    async def agent(prompt, base_url):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
-        messages = [user("question")]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, temperature=0.3)
-        said = reply.choices[0].message
-        messages += [said.model_dump(), {"role": "tool", "content": "3", "tool_call_id": said.tool_calls[0].id}]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        return {"reward": float(reply.choices[0].message.content)}
-
-    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script)
-    check_exact([piece], script.calls)
-    assert piece.reward == 3.0
