@@ -187,6 +187,7 @@ def read_env(args: Any, *parts: Any) -> OfTokenizer:
 def read_agent(args: Any, *parts: Any) -> OfTokenizer:
     """A function from the tokenizer to the environment of `agent`; ValueError for one that cannot start."""
     from rlkit.rollout.agents.command import check_command, command
+    from rlkit.rollout.agents.server import check_address
     from rlkit.rollout.calling import takes
 
     how = args.episodes
@@ -206,6 +207,10 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
             needs_reward=not how.reward,
         )  # fmt: skip
     refuse_if(args.data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
+    try:
+        check_address(how.agent_address)
+    except ValueError as error:
+        raise ValueError(f"`agent_address`: {error}") from None
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.rollout.envs import tools

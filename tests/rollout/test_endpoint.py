@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import socket
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.chat import render
 from rlkit.data.tiny import tiny_model
+from rlkit.rollout.agents import AgentError
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.limits import limited
@@ -246,6 +249,80 @@ async def test_two_hundred_episodes_at_once_share_one_port():
     assert [t.reward for t in group] == [1.0] * 200
     assert len({*urls}) == 200
     assert len({url.split("/")[2] for url in urls}) == 1
+
+
+async def test_an_address_that_is_taken_ends_the_run_also_where_agents_may_fail():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        env = agent_env(lambda *_: None, tokenizer=tokenizer_with("chatml"), address=address, raise_errors=False)
+        with pytest.raises(OSError, match=f"cannot listen at {address}"):
+            await env(prompt_of(tokenizer_with("chatml")), Script(tokenizer_with("chatml")))
+
+
+async def test_a_program_that_has_no_room_and_fails_ends_a_truncated_episode():
+    """Its turns train; other failures leave nothing to train on, and say why."""
+    tokenizer = tokenizer_with("chatml")
+
+    def agent(prompt, base_url):
+        messages = [user("question")]
+        while True:
+            messages += [post(base_url, messages=messages)["choices"][0]["message"], user("more")]
+
+    def failing(prompt, base_url):
+        post(base_url, messages=[user("question")])
+        raise KeyError("mine")
+
+    for program, reward, error in ((agent, 0.0, None), (failing, None, "the agent failed: KeyError: 'mine'")):
+        env = limited(agent_env(program, tokenizer=tokenizer, raise_errors=False), max_turns=2)
+        script = Script(tokenizer, "a", "b")
+        (piece,) = await env(prompt_of(tokenizer), script)
+        assert (piece.reward, piece.info.get("error"), piece.truncated) == (reward, error, True)
+        check_exact([piece], script.calls)
+
+
+async def test_a_function_that_does_not_end_fails():
+    tokenizer = tokenizer_with("chatml")
+    ended = asyncio.Event()
+
+    async def agent(prompt, base_url):
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.set()
+
+    env = agent_env(agent, tokenizer=tokenizer, timeout_s=0.1)
+    with pytest.raises(AgentError, match=r"it had not ended after 0.1 s"):
+        await env(prompt_of(tokenizer), Script(tokenizer))
+    assert ended.is_set()
+
+
+async def test_a_client_that_goes_away_leaves_no_turn():
+    """What it asked for is no longer sampled, and trains nothing."""
+    tokenizer = tokenizer_with("chatml")
+    script, asked, cancelled = Script(tokenizer, "answer"), asyncio.Event(), asyncio.Event()
+
+    async def sample(prompt_ids, **_):
+        if not asked.is_set():
+            asked.set()
+            try:
+                await asyncio.sleep(100)
+            finally:
+                cancelled.set()
+        return await script(prompt_ids)
+
+    async def agent(prompt, base_url):
+        where = urlsplit(base_url)
+        _, writer = await asyncio.open_connection(where.hostname, where.port)
+        body = json.dumps({"messages": [user("question")]})
+        writer.write(f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: x\r\n".encode())
+        writer.write(f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        await asked.wait()
+        writer.close()
+        await asyncio.wait_for(cancelled.wait(), 30)
+        await asyncio.to_thread(post, base_url, messages=[user("question")])
+
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), sample)
+    check_exact([piece], script.calls)
 
 
 async def test_a_cancelled_episode_leaves_no_server():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -66,8 +67,7 @@ class Server:
     """A server at `address`, "HOST" or "HOST:PORT" (without a port, or with port 0: any free one)."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "0")
-        self._host, self._port = host, int(port)
+        self._host, self._port = _split(address)
         self._now: _Listening | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -112,6 +112,23 @@ class Server:
             raise OSError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from None
         host = f"[{self._host}]" if ":" in self._host else self._host
         return runner, f"http://{host}:{runner.addresses[0][1]}"
+
+
+def check_address(address: str) -> None:
+    """ValueError where nothing can listen at an address now."""
+    host, port = _split(address)
+    try:
+        (family, kind, _, _, where), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise ValueError(f"nothing can listen at {address}: {error.strerror or error}") from None
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "0")
+    return host, int(port)
 
 
 async def _stop(now: _Listening) -> None:

@@ -83,15 +83,18 @@ def agent_env(
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, parse, template_args, refuse_sampling)
         end: Any = None
-        try:
-            async with server.episode(episode) as base_url:
+        failure: Exception | None = None
+        async with server.episode(episode) as base_url:
+            try:
                 end = await episode.run(call(agent, prompt, base_url), timeout_s)
-            if not episode.branches.num_turns and not raise_errors:
-                raise AgentError("it asked for no turn")
-        except Exception as error:
-            if raise_errors or error is episode.error:
-                raise
-            return episode.failed(error, end)
+            except Exception as error:
+                if raise_errors or error is episode.error:
+                    raise
+                failure = error
+        if not (raise_errors or failure or episode.branches.num_turns):
+            failure = AgentError("it asked for no turn")
+        if failure is not None:
+            return episode.failed(failure, end)
         if not isinstance(end, Mapping | None):
             what = "the program must return keywords of Branches.end as a dict, or None"
             raise TypeError(f"{what}, got {type(end).__name__}")
