@@ -1,16 +1,23 @@
 """Clients from the package index, unchanged: what they say and read is token-exact in the episode."""
 
+import asyncio
 import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from cpu_environment import cache_folder
 from scripted import Script, check_tree, prompt_of, tokenizer_with
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.agents.command import command
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.rollout.rollout import rollout
+from rlkit.types import SamplingParams
 
 ROOT, PROGRAMS = Path(__file__).parents[2], Path(__file__).parent / "programs"
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
@@ -65,6 +72,17 @@ async def test_other_formats(program, package, tmp_path):
     assert pieces[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 0}
 
 
+async def test_the_example(tmp_path):
+    """`examples/http_agent.py` calculates what the policy calls for."""
+    said = "".join(f'<tool_call>{{"name": "calc", "arguments": {{"x": "{x}"}}}}</tool_call>' for x in ("5+3", "2**9"))
+    line = f"{sys.executable} -S {ROOT / 'examples' / 'http_agent.py'} {{prompt}}"
+    pieces, script = await episode(line, said, "8", tmp_path=tmp_path, needs_reward=False)
+    read = tokenizer_with("qwen3").decode(script.calls[1][0])
+    assert "<tool_response>\n8\n</tool_response>" in read
+    assert "Error: only whole numbers" in read
+    assert (len(pieces), (tmp_path / pieces[-1].info["log"]).read_text()) == (1, "8\n")
+
+
 def calls(*made):
     return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {json.dumps(a)}}}\n</tool_call>' for n, a in made)
 
@@ -99,3 +117,29 @@ async def test_mini_swe_agent(tmp_path):
     lengths = [len(out.ids) for _, out in script.calls]
     assert [sum(p.mask) for p in pieces] == [lengths[0] + lengths[1], lengths[2] + lengths[3]]
     assert (Path(pieces[-1].info["folder"]) / "x").read_text() == "hello\n"
+
+
+@pytest.mark.slow
+def test_a_program_with_smollm2_is_exact(smollm, tmp_path):
+    """The log-probs of all three turns, sampled at different times, are those of one forward over the episode."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(smollm), AutoTokenizer.from_pretrained(smollm)
+    rows = [{"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in (2, 40)]
+    prompts, _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=100)
+    agent = command(f"{python_with('openai')} {PROGRAMS / 'three_turns.py'}", logs=tmp_path, timeout_s=300)
+
+    async def sampled():
+        async with LocalEngine(model, max_len=512, tokenizer=tokenizer, keep_turns=True) as engine:
+            return await rollout(
+                prompts, generate=engine.generate, params=SamplingParams(max_new_tokens=40), group_size=2, seed=0,
+                env=agent_env(agent, tokenizer=tokenizer),
+            )  # fmt: skip
+
+    for t in [t for group in asyncio.run(sampled()) for t in group]:
+        assert t.info["metrics"] == {"agent/branches": 0, "agent/rerendered": 0}
+        assert (t.info["num_turns"], sum(t.mask) > 30) == (3, True)
+        ids = torch.tensor([[*t.prompt_ids, *t.ids]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].float()
+        truth = logits.log_softmax(-1).gather(1, torch.tensor(t.ids)[:, None])[:, 0]
+        mask = torch.tensor(t.mask)
+        assert (truth - torch.tensor(t.logp))[mask].abs().max() < 1e-4

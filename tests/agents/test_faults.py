@@ -8,16 +8,18 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 import warm
 from scripted import prompt_of, tokenizer_with
 
 from rlkit.rewards.scoring import env_rewards
+from rlkit.rollout.agents import server
 from rlkit.rollout.agents.command import command, scored
 from rlkit.rollout.envs import endpoint
 from rlkit.rollout.envs.endpoint import agent_env
-from rlkit.rollout.rollout import rollout
+from rlkit.rollout.rollout import last_pieces, rollout
 from rlkit.testing import FakeEngine
 from rlkit.types import Completion, SamplingParams
 
@@ -42,6 +44,7 @@ def nothing_left(tmp_path, monkeypatch):
     """After the test there is no process, folder, socket or thread more than before it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(endpoint, "MAX_REFUSED", 50)
+    monkeypatch.setattr(server, "MAX_ACTIVE", 4)
     me = psutil.Process()
     before, children = (me.num_fds(), threading.active_count()), {*me.children(recursive=True)}
     yield
@@ -104,6 +107,67 @@ async def test_every_fault_beside_good_agents(nothing_left, tmp_path):
 @pytest.mark.parametrize("kind", [*FAILS, *GOOD])
 async def test_fifty_of_each_fault(kind, nothing_left, tmp_path):
     check(await episodes([kind], num=50, logs=tmp_path / "logs"), num=50)
+
+
+async def post(base_url, body, *, status):
+    """One request on a connection of its own, and its status."""
+    async with aiohttp.ClientSession() as client, client.post(f"{base_url}/chat/completions", json=body) as reply:
+        assert reply.status in status, await reply.text()
+        return reply.status
+
+
+ASK = {"messages": [{"role": "user", "content": "question"}]}
+
+
+FUNCTIONS = {
+    "asks_nothing": FAILS["asks_nothing"], "never_ends": "it had not ended after 1 s", "fails": "KeyError: 'mine'",
+    "asks_after_its_end": None, "asks_at_once": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+async def test_fifty_functions_of_each_fault(kind, nothing_left):
+    """Programs in this process, all at once."""
+    tokenizer = tokenizer_with("chatml")
+    late, statuses = [], Counter()
+
+    async def after(base_url):
+        await asyncio.sleep(0.02)
+        try:
+            return await post(base_url, ASK, status=[404])
+        except aiohttp.ClientConnectorError:  # the last episode has ended too
+            return 404
+
+    async def agent(prompt, base_url):
+        if kind != "asks_nothing":
+            await post(base_url, ASK, status=[200])
+        if kind == "never_ends":
+            await asyncio.sleep(1000)
+        if kind == "fails":
+            raise KeyError("mine")
+        if kind == "asks_after_its_end":
+            late.append(asyncio.ensure_future(after(base_url)))
+        if kind == "asks_at_once":
+            statuses.update(await asyncio.gather(*(post(base_url, ASK, status=[200, 429]) for _ in range(8))))
+        return {"reward": 1.0}
+
+    (group,) = await rollout(
+        [prompt_of(tokenizer)],
+        generate=FakeEngine([tokenizer.encode("answer<|im_end|>", add_special_tokens=False)]).generate,
+        params=SamplingParams(max_new_tokens=20),
+        group_size=50,
+        seed=0,
+        env=agent_env(agent, tokenizer=tokenizer, raise_errors=False, timeout_s=1.0 if kind == "never_ends" else 60.0),
+        score=env_rewards(max_failed=0.99),
+    )
+    ends, reason = last_pieces(group), FUNCTIONS[kind]
+    assert len(ends) == 50
+    assert all(reason in t.info["error"] if reason else t.reward == 1.0 for t in ends)
+    assert all(any(t.mask) == (reason is None) for t in group)
+    assert await asyncio.gather(*late) == [404] * len(late)
+    assert len(late) == (50 if kind == "asks_after_its_end" else 0)
+    assert sum(t.info["num_turns"] for t in ends) == statuses[200] + (0 if kind == "asks_nothing" else 50)
+    assert kind != "asks_at_once" or min(statuses[200], statuses[429]) > 0
 
 
 @pytest.mark.slow
