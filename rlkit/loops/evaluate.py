@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlkit.metrics import Mean, Metrics, largest, mean, merge
 from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
+from rlkit.rewards.scoring import completion_of
+from rlkit.rewards.text import final_answer
 from rlkit.rollout.limits import score_of
 from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, single_turn
 from rlkit.rollout.shared import Resend, shared_rollout
@@ -96,6 +99,41 @@ def mean_advantages(batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> dic
     return {id(t): x for t, x in zip(samples, means, strict=True)}
 
 
+@dataclass(frozen=True)
+class EvalSet:
+    """Held-out prompts with a reward and a sampling of their own; None: those of the run."""
+
+    prompts: Sequence[Prompt]
+    score: Score | None = None
+    params: SamplingParams | None = None
+    num_samples: int | None = None
+
+
+async def evaluate_sets(
+    sets: Mapping[str, EvalSet], *, params: SamplingParams, num_samples: int = 1, score: Score | None, **options: Any
+) -> dict[str, float]:
+    """`evaluate` on each set, as `eval/NAME/...`; the set named "" has its numbers as `eval/...`.
+
+    Without a set named "", `eval/sampled` and `eval/greedy` are the means over the sets, which count the same.
+    """
+    found: dict[str, float] = {}
+    for name, one in sets.items():
+        found |= await evaluate(
+            one.prompts, name=name, score=one.score or score, params=one.params or params,
+            num_samples=one.num_samples or num_samples,
+            **options if one.params is None else options | {"reference": None},  # the KL is that of the run's sampling
+        )  # fmt: skip
+    return found | over_sets(found, sets, names=("sampled", "greedy"))
+
+
+def over_sets(found: Mapping[str, float], sets: Mapping[str, Any], *, names: Sequence[str]) -> dict[str, float]:
+    """The means over named sets of some metrics, as `eval/METRIC`; none where a set has no name."""
+    if not sets or "" in sets:
+        return {}
+    every = {key: [found[f"eval/{name}/{key}"] for name in sets if f"eval/{name}/{key}" in found] for key in names}
+    return {f"eval/{key}": sum(values) / len(values) for key, values in every.items() if values}
+
+
 async def evaluate(
     prompts: Sequence[Prompt],
     *,
@@ -103,7 +141,9 @@ async def evaluate(
     params: SamplingParams,
     score: Score | None,
     seed: int,
+    name: str = "",
     num_samples: int = 1,
+    answer: Callable[[Trajectory], str | None] | None = None,
     env: Env = single_turn,
     policy: PolicyFn | None = None,
     reference: PolicyFn | None = None,
@@ -115,19 +155,22 @@ async def evaluate(
 ) -> dict[str, float]:
     """Mean score (the reward, where a reward function gives no score) on held-out prompts, sampled and greedy.
 
-    `eval/sampled` averages `num_samples` samples per prompt, `eval/greedy` takes one; `eval/sampled_se` and
-    `eval/greedy_se` are their standard errors over the prompts (missing for a single prompt). With several samples,
-    `eval/best` is the mean over prompts of the best score (pass@n, where scores are 0 and 1). Samples whose reward
-    function failed are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy ||
-    reference) in nats per sampled token. `engine` and `resend`: see `rlkit.rollout.shared.shared_rollout`.
+    `eval/sampled` averages `num_samples` samples per prompt (mean@n), `eval/greedy` takes one. With several samples,
+    `eval/pass@k` for k = 2, 4, 8 ... is the expected best of k (see `best_of`), and `eval/best` that of all; with
+    `answer`, `eval/majority` is the score of a prompt's most frequent answer (see `majority`). Each has its standard
+    error over the prompts, `eval/sampled_se` and so on (missing for a single prompt). Samples whose reward function
+    failed are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy || reference) in
+    nats per sampled token. With a `name` the keys are `eval/NAME/...`. `engine` and `resend`: see
+    `rlkit.rollout.shared.shared_rollout`.
     """
-    out = {}
-    for name, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
+    prefix, suffix = f"eval/{name}/" if name else "eval/", f"_{name}" if name else ""
+    out: dict[str, float] = {}
+    for kind, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
         groups = await shared_rollout(
             prompts,
             engine=engine,
             resend=resend,
-            on_group=None if on_group is None else partial(on_group, kind=f"eval_{name}"),
+            on_group=None if on_group is None else partial(on_group, kind=f"eval_{kind}{suffix}"),
             generate=generate,
             params=options,
             group_size=n,
@@ -135,26 +178,71 @@ async def evaluate(
             env=env,
             score=score,
         )
-        scores = [per_prompt for group in groups if (per_prompt := _scores(group))]
-        means = [sum(x) / len(x) for x in scores]
-        out[f"eval/{name}"] = sum(means) / max(1, len(means))
-        if len(means) > 1:
-            with np.errstate(invalid="ignore"):  # an infinite score
-                out[f"eval/{name}_se"] = float(np.std(means, ddof=1)) / math.sqrt(len(means))
+        ends = [counted for group in groups if (counted := _counted(group))]
+        scores = [[score_of(t) for t in episodes] for episodes in ends]
+        out |= _with_error(prefix + kind, [sum(x) / len(x) for x in scores])
         if n > 1:
-            best = [max(per_prompt, key=lambda x: (math.isnan(x), x)) for per_prompt in scores]  # NaN is the largest
-            out["eval/best"] = sum(best) / max(1, len(best))
-        if name == "sampled" and policy is not None and reference is not None:
+            for k in [2**i for i in range(1, n.bit_length())]:
+                out |= _with_error(f"{prefix}pass@{k}", [best_of(x, min(k, len(x))) for x in scores])
+            out |= _with_error(f"{prefix}best", [best_of(x, len(x)) for x in scores])
+        if n > 1 and answer is not None:
+            votes = [majority(x, [answer(t) for t in episodes]) for x, episodes in zip(scores, ends, strict=True)]
+            out |= _with_error(f"{prefix}majority", votes)
+        if kind == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
             kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
-            out["eval/kl"] = float(kl.total / kl.count)
+            out[f"{prefix}kl"] = float(kl.total / kl.count)
     return out
 
 
-def _scores(group: Sequence[Trajectory]) -> list[float]:
-    """The scores of a group's episodes, without those whose reward function failed."""
-    return [score_of(t) for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
+def _counted(group: Sequence[Trajectory]) -> list[Trajectory]:
+    """The last pieces of a group's episodes, without those whose reward function failed."""
+    return [t for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
+
+
+def _with_error(key: str, values: Sequence[float]) -> dict[str, float]:
+    """The mean of one value per prompt, and its standard error."""
+    out = {key: sum(values) / max(1, len(values))}
+    if len(values) > 1:
+        with np.errstate(invalid="ignore"):  # an infinite score
+            out[f"{key}_se"] = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return out
+
+
+def best_of(scores: Sequence[float], k: int) -> float:
+    """The expected best of k of n scores, drawn without replacement:
+
+        sum_i s_(i) C(i - 1, k - 1) / C(n, k)          s_(1) <= ... <= s_(n), i = k .. n
+
+    Limits:    k = 1 is the mean, k = n the maximum; for scores of 0 and 1, c of them 1, 1 - C(n - c, k) / C(n, k).
+               NaN is the largest.
+    Reference: Chen et al. 2021, arXiv:2107.03374, eq. 1
+    """
+    ordered, n = sorted(scores, key=lambda x: (math.isnan(x), x)), len(scores)
+    return sum(ordered[i - 1] * (math.comb(i - 1, k - 1) / math.comb(n, k)) for i in range(k, n + 1))
+
+
+def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
+    """The mean score of the samples with the most frequent answer (maj@n); None is no answer, and no vote.
+
+    Of several that are as frequent, the mean: the expectation where the tie is broken at random. Without any answer,
+    the mean of all scores.
+    Reference: arXiv:2203.11171 (self-consistency)
+    """
+    by_answer = defaultdict(list)
+    for value, answer in zip(scores, answers, strict=True):
+        if answer is not None:
+            by_answer[answer].append(value)
+    most = max(map(len, by_answer.values()), default=0)
+    means = [sum(x) / most for x in by_answer.values() if len(x) == most] or [sum(scores) / len(scores)]
+    return sum(means) / len(means)
+
+
+def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
+    """The answer to vote with: the text `answer` that the reward function returned, else `final_answer` of its text."""
+    note = trajectory.info.get("notes", {}).get("answer")
+    return note if note is not None else final_answer(completion_of(tokenizer, trajectory))
 
 
 def is_due(step: int, schedule: Schedule) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
-from rlkit.loops.supervised import Losses, check_examples, check_fits, response, train_examples
+from rlkit.loops.evaluate import EvalSet
+from rlkit.loops.supervised import Losses, Sets, by_set, check_examples, check_fits, every, response, train_examples
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import compute_log_probs, make_policy, reference_policy, with_ref_logp
 from rlkit.packing import pack, select, with_streams
@@ -37,7 +39,8 @@ def dpo(
     reduce: Callable[..., Tensor] = sum_per_seq,
     sft_coef: float = 0.0,
     batch_size: int = 64,
-    eval_pairs: Sequence[Pair] = (),
+    eval_pairs: Sets[Pair] = (),
+    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
 ) -> Path:
     """Train `model` in place on pairs of responses; returns the folder of the exported model.
 
@@ -53,6 +56,8 @@ def dpo(
     batch, or once for all pairs by `with_reference`. `aot`, which couples the pairs of a batch, couples those of a
     micro-batch.
 
+    Answers to the prompts of `eval_sets` are sampled and scored at each evaluation, as in `rlkit.loops.sft.sft`.
+
     Logged: `accuracy` (share of pairs whose chosen number is larger), `margin`, `chosen` and `rejected` (mean numbers),
     and the mean log-probs per token `logp/chosen`, `logp/rejected`: where `logp/chosen` falls, consider `sft_coef`.
 
@@ -63,7 +68,7 @@ def dpo(
     policy = make_policy(model, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference)
 
-    scored = {pair.ref_logp is not None for pair in (*pairs, *eval_pairs)}
+    scored = {pair.ref_logp is not None for pair in every(pairs, eval_pairs)}
     if True in scored and (False in scored or reference is not None):
         raise ValueError(
             "either all pairs have reference log-probs (`with_reference`) and `reference` is None, or none has"
@@ -85,14 +90,14 @@ def dpo(
 
     return train_pairs(
         model, tokenizer, pairs, schedule, optim, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses,
-        batch_size=batch_size, eval_pairs=eval_pairs,
+        batch_size=batch_size, eval_pairs=eval_pairs, eval_sets=eval_sets,
     )  # fmt: skip
 
 
-def check_pairs(**given: Sequence[Pair]) -> None:
+def check_pairs(**given: Sets[Pair]) -> None:
     """Refuse rows that are not tokenized pairs, and no pairs at all."""
     for name, pairs in given.items():
-        check_examples(name, pairs, ("prompt", "chosen", "rejected"), "preference_pairs")
+        check_examples(name, every(pairs), ("prompt", "chosen", "rejected"), "preference_pairs")
 
 
 def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) -> list[Pair]:
@@ -126,14 +131,15 @@ def train_pairs(
     pack: Callable[[list[list[Trajectory]]], Batch],
     pair_losses: Callable[[Batch], tuple[Tensor, Metrics]],
     batch_size: int,
-    eval_pairs: Sequence[Pair],
+    eval_pairs: Sets[Pair],
+    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
 ) -> Path:
     """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
-    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in (*pairs, *eval_pairs))
+    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(pairs, eval_pairs))
     check_fits(sizes, max_tokens=optim.max_tokens, what="pair")
     return train_examples(
         model, tokenizer, pairs, schedule, optim, batch_size=batch_size, eval_examples=eval_pairs,
-        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses),
+        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses), eval_sets=eval_sets,
     )  # fmt: skip
 
 
@@ -170,7 +176,7 @@ def kto(
     loss: Callable[..., Tensor] = partial(losses.kto_unpaired, beta=0.1),
     reference_point: Callable[[Tensor], Tensor] | None = losses.kto_reference_point,
     batch_size: int = 64,
-    eval_examples: Sequence[Labelled] = (),
+    eval_examples: Sets[Labelled] = (),
 ) -> Path:
     """Train `model` in place on labelled responses; returns the folder of the exported model.
 
@@ -199,7 +205,7 @@ def kto(
     Reference: arXiv:2402.01306; TRL kto_trainer.py.
     """
     for name, some in (("examples", examples), ("eval_examples", eval_examples)):
-        check_examples(name, some, ("prompt", "response", "desirable"), "labelled_examples")
+        check_examples(name, every(some), ("prompt", "response", "desirable"), "labelled_examples")
     paired = reference_point is not None
     _check(examples, eval_examples, batch_size=batch_size, max_tokens=optim.max_tokens, paired=paired)
     policy = make_policy(model, dtype=optim.dtype)
@@ -240,15 +246,16 @@ def kto(
 
 
 def _check(
-    examples: Sequence[Labelled], eval_examples: Sequence[Labelled], *, batch_size: int, max_tokens: int, paired: bool
+    examples: Sequence[Labelled], eval_examples: Sets[Labelled], *, batch_size: int, max_tokens: int, paired: bool
 ) -> None:
     """Refuse sizes that do not fit: `paired` gives any prompt of a batch the response of another example."""
-    sizes = [(len(e.prompt), len(e.response)) for e in (*examples, *eval_examples)]
+    sizes = [(len(e.prompt), len(e.response)) for e in every(examples, eval_examples)]
     if paired and sizes:
         sizes = [(max(a for a, _ in sizes), max(b for _, b in sizes))]
     check_fits((a + b - 1 for a, b in sizes), max_tokens=max_tokens, what="prompt with a response that it meets")
-    if paired and min(batch_size, len(examples), len(eval_examples) or 2) < 2:
+    held_out = min(map(len, by_set(eval_examples).values()), default=2)
+    if paired and min(batch_size, len(examples), held_out) < 2:
         raise ValueError(
-            f"batch_size={batch_size}, {len(examples)} examples and {len(eval_examples)} to evaluate: KTO's reference "
+            f"batch_size={batch_size}, {len(examples)} examples and {held_out} to evaluate: KTO's reference "
             "point pairs prompts with others' responses, which takes two; reference_point=None (APO-zero) does without"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlkit import losses
 from rlkit.data.examples import Pair
 from rlkit.loops.preference import check_pairs, pair_metrics, train_pairs
+from rlkit.loops.supervised import Sets
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.model.forward import make_policy
@@ -29,7 +30,7 @@ def reward_model(
     *,
     loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.bradley_terry, center_coef=0.01),
     batch_size: int = 64,
-    eval_pairs: Sequence[Pair] = (),
+    eval_pairs: Sets[Pair] = (),
 ) -> Path:
     """Train `model`, from `load_reward_model`, in place; returns the folder of the exported sequence classifier.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,15 @@ from torch import nn
 
 from rlkit.data.order import batch_indices
 from rlkit.loops import coefficients, nans
-from rlkit.loops.evaluate import Clock, evaluate, is_due, mean_advantages, rollout_metrics
+from rlkit.loops.evaluate import (
+    Clock,
+    EvalSet,
+    answer_of,
+    evaluate_sets,
+    is_due,
+    mean_advantages,
+    rollout_metrics,
+)
 from rlkit.loops.streams import keeps_tokens, token_streams
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
@@ -63,7 +71,8 @@ class Task:
     """The prompts, the environment and the reward.
 
     `score` gives an episode its reward (None: the environment does). A group that `keep_group` rejects is replaced by
-    another one. `eval_prompts` are never trained on.
+    another one. `eval_prompts` are never trained on, nor are those of `eval_sets`, named sets with a reward and a
+    sampling of their own.
     """
 
     prompts: Sequence[Prompt]
@@ -71,6 +80,12 @@ class Task:
     env: Env = single_turn
     keep_group: Callable[[Group], bool] | None = None
     eval_prompts: Sequence[Prompt] = ()
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> dict[str, EvalSet]:
+        """All held-out sets, `eval_prompts` as the one named ""."""
+        return ({"": EvalSet(self.eval_prompts)} if len(self.eval_prompts) else {}) | {**self.eval_sets}
 
 
 async def rl(
@@ -125,7 +140,7 @@ async def rl(
         raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
     if rollouts.max_dropped is not None and task.keep_group is None:
         raise ValueError("`max_dropped` requires `task.keep_group`")
-    if rollouts.eval_samples > 1 and not task.eval_prompts:
+    if rollouts.eval_samples > 1 and not task.held_out:
         raise ValueError("`eval_samples` requires `task.eval_prompts`")
     needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
     if missing := [name for name in needed if state.get(name) is None]:
@@ -150,7 +165,7 @@ async def rl(
         samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
 
-        if task.eval_prompts and not schedule.eval_steps:
+        if task.held_out and not schedule.eval_steps:
             run.say("eval_prompts are not used: eval_steps is 0")
         if penalties.ref_sync_steps > steps > 0:
             run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
@@ -177,13 +192,13 @@ async def rl(
             return weights.num_bytes
 
         async def held_out(done: int) -> dict[str, float]:
-            if not task.eval_prompts or not is_due(done, schedule):
+            if not task.held_out or not is_due(done, schedule):
                 return {}
-            return await evaluate(
-                task.eval_prompts, generate=engine.generate, params=params, num_samples=rollouts.eval_samples,
+            return await evaluate_sets(
+                task.held_out, generate=engine.generate, params=params, num_samples=rollouts.eval_samples,
                 env=task.env, score=task.score, seed=schedule.seed, policy=policy, reference=reference,
                 max_tokens=max_tokens, mesh=policy.mesh, on_group=partial(samples.completed, step=done),
-                engine=engine, resend=partial(send, done),
+                engine=engine, resend=partial(send, done), answer=partial(answer_of, tokenizer=tokenizer),
             )  # fmt: skip
 
         await in_time(send(first), None)
@@ -271,8 +286,9 @@ def check_task(task: Task, tokenizer: Any) -> None:
     """Refuse a task without prompts or with functions of another form, and a tokenizer that does not decode."""
     if not len(task.prompts):
         raise ValueError("task.prompts is empty: there is nothing to train on")
-    for prompts in (task.prompts, task.eval_prompts):
-        check_sampling(prompts, env=task.env, score=task.score, keep_group=task.keep_group)
+    check_sampling(task.prompts, env=task.env, score=task.score, keep_group=task.keep_group)
+    for one in task.held_out.values():
+        check_sampling(one.prompts, env=task.env, score=one.score or task.score)
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from rlkit.loops.supervised import check_examples, check_fits, response, supervised
+from rlkit.loops.evaluate import EvalSet
+from rlkit.loops.supervised import Sets, check_examples, check_fits, every, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import compute_log_probs, make_policy
@@ -47,22 +49,24 @@ def sft(
     optim: Optim = Optim(lr=1e-5),
     *,
     batch_size: int = 64,
-    eval_examples: Sequence[Example] = (),
+    eval_examples: Sets[Example] = (),
+    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
 ) -> Path:
     """Train `model` in place on the tokens of the examples where `mask` is True; returns the folder of the exported
     model.
 
     The loss is the mean negative log-likelihood over all trained tokens of an optimizer step, independent of the
     micro-batches. A model cut by `parallelize` is trained by all ranks together: each passes all the examples, and
-    computes its share.
+    computes its share. `eval_examples` may be several named sets, {"easy": [...], "hard": [...]}. Answers to the
+    prompts of `eval_sets` are sampled and scored at each evaluation (`rlkit.loops.evaluate.evaluate`; in one process).
 
     Errors: ValueError for an example longer than `optim.max_tokens`.
     """
     for name, some in (("examples", examples), ("eval_examples", eval_examples)):
-        check_examples(name, some, ("ids", "mask"), "sft_examples")
+        check_examples(name, every(some), ("ids", "mask"), "sft_examples")
     policy, max_tokens = make_policy(model, dtype=optim.dtype), optim.max_tokens
     mesh = policy.mesh
-    check_fits((len(e.ids) - 1 for e in (*examples, *eval_examples)), max_tokens=max_tokens, what="example")
+    check_fits((len(e.ids) - 1 for e in every(examples, eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
         batch = pack_examples([examples[i] for i in rows])
@@ -78,12 +82,12 @@ def sft(
                 metrics = merge(metrics, new)
         return metrics, batch.num_tokens
 
-    def evaluate() -> Metrics:
-        held_out = pack_examples(eval_examples)
+    def evaluate(some: Sequence[Example]) -> Metrics:
+        held_out = pack_examples(some)
         logp = compute_log_probs(policy, held_out, max_tokens=max_tokens, mesh=mesh)
         return {"loss": mean(-logp, mask=held_out.mask)}
 
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=gradients,
-        evaluate=evaluate if eval_examples else None,
+        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlkit.data.order import batches
-from rlkit.loops.evaluate import Clock, is_due
+from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import default_dtype
@@ -18,15 +20,31 @@ from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
+from rlkit.rollout.engines.local import LocalEngine
 from rlkit.run import saving
 from rlkit.run.plot import draw
 from rlkit.run.report import report
-from rlkit.settings import Optim, Schedule
+from rlkit.run.samples import Samples
+from rlkit.run.sync import run_sync
+from rlkit.settings import Optim, SamplingParams, Schedule
 from rlkit.types import Batch, Picture, Trajectory
 
 X = TypeVar("X")
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
 Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss per example in it, and metrics
+
+
+Sets = Sequence[X] | Mapping[str, Sequence[X]]  # held-out examples, or several named sets of them
+
+
+def by_set(examples: Sets[X]) -> dict[str, Sequence[X]]:
+    """Held-out examples by the name of their set, "" where they have none."""
+    return {**examples} if isinstance(examples, Mapping) else {"": examples} if len(examples) else {}
+
+
+def every(*parts: Sets[X]) -> list[X]:
+    """The examples of all parts."""
+    return [x for part in parts for some in by_set(part).values() for x in some]
 
 
 def check_examples(name: str, examples: Sequence[Any], fields: tuple[str, ...], maker: str) -> None:
@@ -71,7 +89,8 @@ def train_examples(
     *,
     prepare: Callable[[Sequence[X]], tuple[Batch, Losses]],
     batch_size: int,
-    eval_examples: Sequence[X],
+    eval_examples: Sets[X],
+    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
 ) -> Path:
     """`supervised` on the mean over a step's examples of one loss per example.
 
@@ -91,14 +110,14 @@ def train_examples(
                 metrics = merge(metrics, new)
         return metrics, batch.num_tokens
 
-    def evaluate() -> Metrics:
+    def evaluate(some: Sequence[X]) -> Metrics:
         with torch.no_grad():
-            return reduce_metrics(passes(eval_examples, train=False)[0], mesh=mesh)
+            return reduce_metrics(passes(some, train=False)[0], mesh=mesh)
 
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
         backward=lambda rows: passes([examples[i] for i in rows], train=True),
-        evaluate=evaluate if eval_examples else None,
+        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets,
     )  # fmt: skip
 
 
@@ -110,7 +129,9 @@ def supervised(
     *,
     num_examples: int,
     backward: Backward,
-    evaluate: Callable[[], Metrics] | None,
+    evaluate: Callable[[Sequence[X]], Metrics],
+    eval_examples: Sets[X],
+    eval_sets: Mapping[str, EvalSet],
     batch_size: int,
 ) -> Path:
     """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
@@ -118,24 +139,32 @@ def supervised(
     With 0 steps it only evaluates, exports nothing and returns `schedule.output`.
 
     `backward(indices)` computes the loss of a batch's examples, micro-batch by micro-batch, and leaves the gradients on
-    the parameters; its weights hold the denominators of the whole batch. `evaluate` returns metrics of held-out data,
-    reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one.
+    the parameters; its weights hold the denominators of the whole batch. `evaluate(examples)` returns metrics of
+    held-out data, reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one: of named
+    sets on each, logged as `eval/NAME/...`, with the means over the sets as `eval/...`.
     Each epoch visits every example once, in an order that depends on `schedule.seed`.
     """
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
-    first = max(start, 0)
+    first, sets = max(start, 0), by_set(eval_examples)
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
-    def held_out(done: int) -> dict[str, float]:
-        if evaluate is None or not is_due(done, schedule):
-            return {}
-        return {f"eval/{name}": value for name, value in finalize(evaluate()).items()}
+    def held_out(done: int, on_group: Callable[..., None]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        keys: list[str] = []
+        for name, some in sets.items() if is_due(done, schedule) else ():
+            metrics = finalize(evaluate(some))
+            found |= {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in metrics.items()}
+            keys = [*metrics]
+        if eval_sets and is_due(done, schedule):
+            found |= run_sync(_answered(model, tokenizer, eval_sets, seed=schedule.seed, on_group=on_group))
+        return found | over_sets(found, sets, names=keys)
 
     with saving.open_training(schedule, start=start) as (run, stop, saver):
-        if start < 0 and (scores := held_out(0)):
+        samples = Samples(run, tokenizer, engine=None)
+        if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             run.log(0, scores)
             saving.keep_best(run, 0, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
         order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first)
@@ -148,12 +177,12 @@ def supervised(
             )
             line = finalize(metrics) | {"lr": lr_at(step)}
             clock.lap("train")
-            line |= held_out(done)
+            line |= held_out(done, partial(samples.completed, step=done))
             clock.lap("eval")
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
-            if evaluate is not None and is_due(done, schedule):
+            if (sets or eval_sets) and is_due(done, schedule):
                 saving.keep_best(run, done, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
             if saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
@@ -166,3 +195,14 @@ def supervised(
         exported = saving.export(run, model, tokenizer)
         report(run)
         return exported
+
+
+async def _answered(
+    model: Any, tokenizer: Any, sets: Mapping[str, EvalSet], *, seed: int, on_group: Callable[..., None]
+) -> dict[str, float]:
+    """`evaluate_sets` with the weights as they are."""
+    async with LocalEngine(model, tokenizer=tokenizer) as engine:
+        return await evaluate_sets(
+            sets, generate=engine.generate, params=SamplingParams(), score=None, seed=seed, engine=engine,
+            on_group=on_group, answer=partial(answer_of, tokenizer=tokenizer),
+        )  # fmt: skip

@@ -142,10 +142,16 @@ def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
     return replace(trajectory, mask=[False] * num, logp=[0.0] * num, versions=[-1] * num, token_rewards=None, info=info)
 
 
-def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
-    mask = trajectory.mask
+def completion_of(tokenizer: Any, trajectory: Trajectory) -> str:
+    """The text of the last sampled turn, without special tokens."""
+    mask = [*map(bool, trajectory.mask)]
     end = len(mask) - mask[::-1].index(True) if True in mask else 0  # of the last run of sampled tokens
     start = end - mask[:end][::-1].index(False) if False in mask[:end] else 0
-    text = tokenizer.decode(trajectory.ids[start:end], skip_special_tokens=True)
+    text: str = tokenizer.decode([*trajectory.ids[start:end]], skip_special_tokens=True)
+    return text
+
+
+def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
+    text = completion_of(tokenizer, trajectory)
     tokens = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.ids, "truncated": trajectory.truncated}
     return Sample(text, prompt.row, prompt.index, {**trajectory.info, **tokens})

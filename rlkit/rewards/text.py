@@ -86,6 +86,16 @@ def last_number(text: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
+def final_answer(text: str) -> str | None:
+    """The answer of a text, to compare it with others: its last box, else `<answer>` tag, else number, else last line.
+
+    >>> final_answer("It is 4.") == final_answer("<answer>4</answer>")
+    True
+    """
+    found = last_boxed(text) or last_tag(text) or last_number(text) or text.strip().rpartition("\n")[2]
+    return "".join(found.split()) or None
+
+
 def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", "python3")) -> str | None:
     """The content of the last closed Markdown code block in one of the languages.
 

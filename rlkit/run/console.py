@@ -54,8 +54,8 @@ def header(columns: Sequence[Column] = COLUMNS, *, evals: str = "sampled/greedy"
 def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] = COLUMNS) -> str:
     """One step in fixed columns, at most 120 characters; "-" where a metric is missing."""
     cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
-    pairs = [("eval/sampled", "eval/greedy"), ("eval/loss", "eval/accuracy")]
-    evals = [metrics.get(key) for key in next((pair for pair in pairs if any(k in metrics for k in pair)), pairs[0])]
+    pair = ("eval/loss", "eval/accuracy") if "eval/loss" in metrics else ("eval/sampled", "eval/greedy")
+    evals = [metrics.get(key) for key in pair]
     shown = "/".join("-" if x is None else f"{x:.3f}" for x in evals) if any(x is not None for x in evals) else ""
     return f"{step:>6}{cells}  {shown}".rstrip()
 

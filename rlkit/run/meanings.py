@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -32,5 +33,10 @@ KEYS = tuple(_BY_KEY)
 
 
 def meaning_of(key: str) -> Meaning | None:
-    """The row of a metric; a reward's own part has that of `reward/NAME`, another unknown key has none."""
-    return _BY_KEY.get(key) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)
+    """The row of a metric; a reward's own part has that of `reward/NAME`, another unknown key has none.
+
+    A metric of a named held-out set, `eval/NAME/...`, has the row of `eval/...`; `eval/pass@8` that of `eval/pass@K`.
+    """
+    known = re.sub(r"pass@\d+", "pass@K", key)
+    plain = re.sub(r"^eval/[^/]+/", "eval/", known)
+    return _BY_KEY.get(known) or _BY_KEY.get(plain) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)

@@ -14,7 +14,7 @@ MAX_BYTES = 32 << 20  # of the rows that are taken
 MAX_READ = 256 << 20  # of the files that are opened
 MAX_CHARACTERS = 100_000  # of one text
 
-_NAME = re.compile(r"(train|dropped|eval_sampled|eval_greedy)_(\d+)\.jsonl")
+_NAME = re.compile(r"(train|dropped|eval_(?:sampled|greedy)(?:_[^\W\d]\w*?)?)_(\d+)\.jsonl")
 _GROUP = re.compile(rb'\{"step": \d+, "group": (-?\d+)')  # how `rlkit.run.samples` begins a row
 _TOKENS = b'"tokens": {'  # inside a string its quotes are escaped
 

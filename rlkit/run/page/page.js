@@ -4,6 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const state = { index: null, chunks: [], zoom: null, charts: [], shown: [], at: -1, colour: "", hits: null, order: "best", range: [0, 1] };
 const KINDS = { train: "training", eval_sampled: "held-out, sampled", eval_greedy: "held-out, greedy", dropped: "dropped" };
+const kindName = (kind) => KINDS[kind] || kind.replace(/^eval_(sampled|greedy)_(.*)$/, "held-out $2, $1"); // of a named set
 const ENDS = { stop: "by itself", length: "length limit", abort: "aborted" };
 const SORTS = {
   newest: ["newest step", (g) => -g.step],
@@ -297,9 +298,9 @@ function fill(select, options) {
 }
 
 function drawControls() {
-  const { groups, runs } = state.index, kinds = Object.keys(KINDS).filter((kind) => groups.some((g) => g.kind === kind));
+  const { groups, runs } = state.index, kinds = [...new Set([...Object.keys(KINDS), ...groups.map((g) => g.kind)])].filter((kind) => groups.some((g) => g.kind === kind));
   fill($("run"), runs.length > 1 ? [[-1, "all"], ...runs.map((run, i) => [i, visible(run.name)])] : [[-1, "all"]]);
-  fill($("kind"), [...kinds.map((kind) => [kind, KINDS[kind]]), ...(kinds.length === 1 ? [] : [["", "all"]])]);
+  fill($("kind"), [...kinds.map((kind) => [kind, kindName(kind)]), ...(kinds.length === 1 ? [] : [["", "all"]])]);
   fill($("sort"), Object.entries(SORTS).map(([key, [name]]) => [key, name]));
   $("tokens").parentElement.hidden = !groups.some((g) => g.tokens);
   document.body.classList.toggle("no-samples", !groups.length);
@@ -338,7 +339,7 @@ function row(group, i) {
   const change = group.change ? h("span", { class: group.change > 0 ? "up" : "down" }, `${signed(group.change)} `) : null;
   return h("div", { role: "option", id: `row${i}`, class: "item", "aria-selected": String(i === state.at), style: { top: `${i * HEIGHT}px` }, click: () => choose(i, true) },
     h("div", { class: "what", dir: "auto" }, visible(group.title) || "(empty prompt)"),
-    h("div", { class: "small muted" }, h("span", {}, `${run}${KINDS[group.kind]}, step ${group.step} `), h("span", { class: "marks" }, marks),
+    h("div", { class: "small muted" }, h("span", {}, `${run}${kindName(group.kind)}, step ${group.step} `), h("span", { class: "marks" }, marks),
       h("span", { class: "right" }, change, `reward ${short(group.mean)}`)));
 }
 
@@ -417,7 +418,7 @@ async function drawDetail(group) {
   const { others } = group, range = state.index.runs[group.run].args.success_range;
   const why = Array.isArray(range) ? `its mean success is outside --success-range ${range.join(" ")}` : "keep_group rejected it";
   $("detail").replaceChildren(...present([
-    h("div", { class: "row" }, h("h3", {}, `${KINDS[group.kind]}, step ${group.step}`), h("span", { class: "muted" }, `row ${group.row + 1} of the data`)),
+    h("div", { class: "row" }, h("h3", {}, `${kindName(group.kind)}, step ${group.step}`), h("span", { class: "muted" }, `row ${group.row + 1} of the data`)),
     others.length > 1 ? h("div", { class: "small" }, "The same prompt at step ", others.map((g) => h("button", { type: "button", class: "link", "aria-pressed": String(g === group), click: () => jump(g) }, `${g.step} (${short(g.mean)})`))) : null,
     h("details", { open: !long }, h("summary", {}, long ? `Prompt: ${visible(group.title)}` : "Prompt"), h("div", { class: "text", dir: "auto" }, visible(prompt))),
     gold === null || gold === undefined ? null : h("div", { class: "gold" }, h("span", { class: "muted" }, "Gold answer "), h("span", { class: "text", dir: "auto" }, visible(show(gold)))),
