@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.scripts import grpo, sft
-from rlkit.scripts.args import Data, Episodes, Examples, Model
+from rlkit.scripts.args import Data, Episodes, Evaluation, Examples, Model
 from rlkit.scripts.cli import run
 from rlkit.settings import Count, CountOr0, Engines, Optim, ParallelArgs, Rollouts, Schedule, Seed, check, refuse_if
 
@@ -113,9 +113,8 @@ def main(args: Args) -> None:
         grpo.Args(
             model=Model(str(warm), device=args.device, parallel=args.parallel),
             data=Data(str(args.output / "train.jsonl"), eval_data=str(args.output / "eval.jsonl")),
-            episodes=Episodes(
-                reward=reward, max_prompt_tokens=args.digits + 26, eval_limit=args.eval_limit, eval_kl=True
-            ),
+            episodes=Episodes(reward=reward, max_prompt_tokens=args.digits + 26, eval_kl=True),
+            evaluation=Evaluation(eval_limit=args.eval_limit),
             rollouts=Rollouts(
                 prompts_per_step=16, minibatches=2, max_new_tokens=args.digits + 2, print_samples_steps=100
             ),

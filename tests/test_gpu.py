@@ -192,7 +192,7 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
 
     from rlkit.model.weights import export_hf
     from rlkit.scripts import grpo, sft
-    from rlkit.scripts.args import Data, Episodes, Model
+    from rlkit.scripts.args import Data, Episodes, Evaluation, Model
     from rlkit.settings import Engines, Optim, Penalties, Rollouts, Schedule
 
     demo.make_data(tmp_path, seed=0)
@@ -210,7 +210,8 @@ def test_the_demos_task_learns_and_resumes(dtype, tmp_path, monkeypatch):
     args = {
         "model": Model(str(warm), device=DEVICE),
         "data": Data(str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl")),
-        "episodes": Episodes(reward=reward, max_prompt_tokens=32, eval_limit=16),
+        "episodes": Episodes(reward=reward, max_prompt_tokens=32),
+        "evaluation": Evaluation(eval_limit=16),
         "rollouts": Rollouts(prompts_per_step=8, minibatches=2, max_new_tokens=8), "engine": Engines(max_batch=64),
         "optim": Optim(lr=1.5e-4, dtype=dtype), "penalties": Penalties(kl_coef=0.01),
     }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from rlkit.settings import (
     ParallelArgs,
     Positive,
     Rollouts,
+    SamplingParams,
     Share,
     check,
     is_default,
@@ -63,7 +65,8 @@ class Data:
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name: `--rename question prompt output response`"""
     eval_data: str | tuple[str, ...] | None = None
-    """held-out data, in the same formats; of several splits the only test or validation split. None: no evaluation"""
+    """held-out data, in the same formats; of several splits the only test or validation split. NAME=FILE is a set that
+    is measured by itself, as eval/NAME/...; files without a name are one set. None: no evaluation"""
     system_prompt: str | None = None
     """system message for conversations that have none"""
     chat_template: ChatTemplate = True
@@ -83,6 +86,18 @@ class Data:
             raise ValueError(
                 f"`system_prompt` {self.system_prompt!r} is the name of a file, and would be the message: {fix}"
             )
+        self.eval_files()
+
+    def eval_files(self) -> dict[str, list[str]]:
+        """The files of each held-out set; those without a name are the set ""."""
+        found: dict[str, list[str]] = {}
+        for text in (self.eval_data,) if isinstance(self.eval_data, str) else self.eval_data or ():
+            name, spec = ("", text) if os.path.exists(text) else split_name(text)
+            fix = "give each file a name of its own, or one glob, as in 'hard=part-*.jsonl'"
+            refuse_if(name and name in found, f"`eval_data` has two sets {name}: {fix}")
+            refuse_if(not spec, f"`eval_data` {text}: no file after the name")
+            found.setdefault(name, []).append(spec)
+        return found
 
     def template(self) -> Any:
         """The parsed `template_args`; None if it is not JSON."""
@@ -92,27 +107,48 @@ class Data:
             return None
 
     @data_progress()
-    def rows(self, *forms: Any, limit: int | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The training rows and at most `limit` held-out rows; ValueError for a row that has none of the `forms`."""
-        from rlkit.compat.rows import read
-        from rlkit.data.load import Rows, load_rows, mixed_types
+    def rows(
+        self, *forms: Any, limit: int | None = None
+    ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+        """The training rows, and at most `limit` rows of each held-out set; ValueError for a row that has none of the
+        `forms`."""
+        from rlkit.data.load import load_rows, mixed_types
         from rlkit.data.rows import PROMPT
 
-        held_out, elsewhere = Rows((), source="", places=()), set[str]()
+        elsewhere = set[str]()
         rows = load_rows(self.data, rename=self.rename, unused=elsewhere if self.eval_data else None)
-        if self.eval_data:  # a column that one of the two has need not be in the other
-            absent = set[str]()
-            held_out = load_rows(self.eval_data, rename=self.rename, limit=limit, held_out=True, unused=absent)
-            if both := sorted(elsewhere & absent):
-                raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
-        found = [read(part, *forms, apply_chat_template=bool(self.chat_template)) for part in (rows, held_out)]
+        held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, set[str]())
+        if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
+            raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
+        found = self.read(rows, *forms), {name: self.read(part, *forms) for name, part in held_out.items()}
         for column in mixed_types(rows) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
-        if both := [name for name in rows.sources if name in held_out.sources]:
-            log.warning("--eval-data is not held out: %s is also in --data", both[0])
-        elif held_out and not {*map(_hashed, held_out)}.difference(map(_hashed, rows)):
-            log.warning("--eval-data is not held out: all its rows (%s) are also in --data", held_out.sources[0])
-        return found[0], found[1]
+        seen = {*map(_hashed, rows)} if held_out else set()
+        for part in held_out.values():
+            if both := [name for name in rows.sources if name in part.sources]:
+                log.warning("--eval-data is not held out: %s is also in --data", both[0])
+            elif not {*map(_hashed, part)}.difference(seen):
+                log.warning("--eval-data is not held out: all its rows (%s) are also in --data", part.sources[0])
+        return found
+
+    def load_eval(self, *, limit: int | None, unused: set[str] | None) -> tuple[dict[str, Any], set[str]]:
+        """The rows of each held-out set as they are, and the columns of `rename` that none of the sets has."""
+        from rlkit.data.load import load_rows
+
+        found, absent = {}, {*self.rename}
+        for name, files in self.eval_files().items():
+            here = set[str]()
+            found[name] = load_rows(files, rename=self.rename, limit=limit, held_out=True, unused=here)
+            absent &= here
+        if absent and unused is None:
+            raise ValueError(f"--rename {min(absent)}: --eval-data does not have that column")
+        return found, absent
+
+    def read(self, rows: Any, *forms: Any) -> list[dict[str, Any]]:
+        """The rows in the columns of rlkit."""
+        from rlkit.compat.rows import read
+
+        return read(rows, *forms, apply_chat_template=bool(self.chat_template))
 
     def files(self) -> list[str]:
         """What `data` names, as a list."""
@@ -126,12 +162,95 @@ class Data:
             found = [path for spec in ((given,) if isinstance(given, str) else given or ()) for path in expand(spec)]
             return tuple(found) if len(found) > 1 else next(iter(found), None)
 
-        return replace(self, data=files(self.data), eval_data=files(self.eval_data))
+        sets = self.eval_files()
+        return replace(
+            self, data=files(self.data), eval_data=self.eval_data if {*sets} - {""} else files(self.eval_data)
+        )
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """NAME and the rest of NAME=REST; "" and the text where nothing before a `=` is a name."""
+    name, equals, rest = text.partition("=")
+    return (name, rest) if equals and name.isidentifier() else ("", text)
 
 
 def _hashed(row: dict[str, Any]) -> int:
     """The same number for the same row, in any order of its columns."""
     return hash(repr(sorted(row.items())))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rewards and sampling of the held-out sets."""
+
+    eval_reward: tuple[str, ...] = ()
+    """reward on held-out prompts in place of --reward: FILE.py:FUNCTION, with a weight where there are several, as for
+    --reward; NAME=FILE.py:FUNCTION is for the set NAME of --eval-data"""
+    eval_sampling: tuple[str, ...] = ()
+    """sampling on held-out prompts, as temperature:0.6,samples:4 (also top_p, top_k, max_new_tokens); NAME=... is for
+    the set NAME of --eval-data"""
+    eval_limit: Count = 128
+    """maximum number of held-out prompts of each set"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name, given in self._by_set(self.eval_sampling).items():
+            refuse_if(len(given) > 1, f"`eval_sampling` is given twice{f' for {name}' if name else ''}: join by commas")
+            self._sampling(given[0])
+
+    @staticmethod
+    def _by_set(given: tuple[str, ...]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, rest in map(split_name, given):
+            found.setdefault(name, []).append(rest)
+        return found
+
+    def reward_of(self, name: str) -> tuple[str, ...] | None:
+        """The rewards of a set; None: those of training."""
+        given = self._by_set(self.eval_reward)
+        return tuple(given.get(name, given.get("", ()))) or None
+
+    def sampling_of(self, name: str) -> dict[str, Any]:
+        """What differs in the sampling of a set: fields of `SamplingParams`, and `samples`."""
+        given = self._by_set(self.eval_sampling)
+        texts = given.get(name, given.get("", ()))
+        return self._sampling(texts[0]) if texts else {}
+
+    def _sampling(self, text: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for pair in text.split(","):
+            key, _, value = pair.partition(":")
+            kind = _SAMPLING.get(key)
+            try:
+                found[key] = kind(value) if kind else None
+            except ValueError:
+                kind = None
+            what = f"{', '.join(_SAMPLING)}, each with a number, as in temperature:0.6,samples:4"
+            refuse_if(kind is None, f"`eval_sampling` {text}: {pair} is not one of {what}")
+        if None in found.values():
+            return {}
+        refuse_if(found.get("samples", 1) < 1, f"`eval_sampling` {text}: samples must be at least 1")
+        alone = found.get("temperature") == 0 and found.get("samples", 1) > 1
+        refuse_if(alone, f"`eval_sampling` {text}: at temperature 0 all samples are the same: drop samples")
+        try:
+            SamplingParams(**{key: value for key, value in found.items() if key != "samples"})
+        except ValueError as error:
+            refuse_if(True, f"`eval_sampling` {text}: {error}")
+        return found
+
+    def check_sets(self, sets: Iterable[str]) -> None:
+        """Refuse settings of a set that `eval_data` does not have, and any without `eval_data`."""
+        known = {*sets}
+        for flag in ("eval_reward", "eval_sampling"):
+            given = self._by_set(getattr(self, flag))
+            refuse_if(given and not known, f"`{flag}` requires `eval_data`")
+            for name in sorted({*given} - known - {""}) if known else ():
+                there = f"has no set {name}; its names are {', '.join(sorted(known - {''}))}"
+                there = there if known - {""} else f"names no set: write `eval_data` {name}=FILE"
+                refuse_if(True, f"`{flag}` {name}=...: `eval_data` {there}")
+
+
+_SAMPLING: dict[str, Any] = {"temperature": float, "samples": int, "top_p": float, "top_k": int, "max_new_tokens": int}
 
 
 @dataclass(frozen=True)
@@ -207,8 +326,6 @@ class Episodes:
     reward_max_failed: Share | None = None
     """share of the last 100 samples whose reward or agent may fail; failed samples do not train. 0: the first ends the
     run. None: 0, and 0.5 with an agent"""
-    eval_limit: Count = 128
-    """maximum number of held-out prompts"""
     eval_kl: bool = False
     """measure the KL to the reference model (which is loaded for it) on held-out prompts"""
 

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlkit.scripts.args import Data, Examples, Lora, Model
+from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import load_policies, offline, own_loss, where
+from rlkit.scripts.task import offline_sets
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, named, refuse_if
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")
@@ -60,6 +61,7 @@ class Args:
 
     model: Flat[Model]
     data: Flat[Data]
+    evaluation: Flat[Evaluation] = Evaluation()
     examples: Flat[Examples] = Examples()
     schedule: Flat[Schedule] = Schedule(Path("runs/dpo"), steps=300, eval_steps=50, save_steps=100)
     optim: Flat[Optim] = Optim(lr=1e-6, lr_schedule="linear", warmup_steps=20)
@@ -81,20 +83,24 @@ def main(args: Args) -> Path:
     why = f"`loss` {flags.loss} compares log-probs without a reference"
     refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
     refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")
-    args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR, reference=args.reference)
+    args, tokenizer, pairs, held_out, sets = offline(
+        args, preference_pairs, PAIR, reference=args.reference, answers=offline_sets
+    )
     from rlkit.loops.preference import dpo, with_reference
     from rlkit.model.launch import load_policy
 
     model, reference = load_policies(args, has_reference=has_reference and not args.precompute_reference)
     if args.precompute_reference:
         first = load_policy(args.reference, **where(args)) if args.reference else model  # a checkpoint is read later
-        pairs, held_out = (with_reference(part, first, args.optim) for part in (pairs, held_out))
+        pairs = with_reference(pairs, first, args.optim)
+        held_out = {name: with_reference(part, first, args.optim) for name, part in held_out.items()}
         del first
         gc.collect()  # a sharded model is part of cycles
     loss, reduce = loss_of(flags, own)
     return dpo(
         model, tokenizer, pairs, args.schedule, args.optim, reference=reference, loss=loss, reduce=reduce,
         sft_coef=flags.sft_coef, batch_size=args.examples.batch_size, eval_pairs=held_out,
+        eval_sets=sets(tokenizer, model),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import own_loss
@@ -73,6 +73,7 @@ class Args:
     model: Flat[Model]
     data: Flat[Data]
     episodes: Flat[Episodes]
+    evaluation: Flat[Evaluation] = Evaluation()
     rollouts: Flat[Rollouts] = Rollouts()
     schedule: Flat[Schedule] = Schedule(Path("runs/grpo"), steps=200, eval_steps=25, save_steps=50)
     optim: Flat[Optim] = Optim()

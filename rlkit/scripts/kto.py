@@ -62,7 +62,7 @@ def main(args: Args) -> Path:
 
     flags = args.loss
     own = own_loss(flags.loss)
-    args, tokenizer, examples, held_out = offline(args, labelled_examples, PAIR, LABELLED, reference=args.reference)
+    args, tokenizer, examples, held_out, _ = offline(args, labelled_examples, PAIR, LABELLED, reference=args.reference)
     warn_of_labels(args, examples)
     from rlkit import losses
     from rlkit.loops.preference import kto

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import where
@@ -41,6 +41,7 @@ class Args:
     model: Flat[Model]
     data: Flat[Data]
     episodes: Flat[Episodes]
+    evaluation: Flat[Evaluation] = Evaluation()
     rollouts: Flat[Rollouts] = Rollouts(prompts_per_step=64, group_size=1)
     schedule: Flat[Schedule] = Schedule(Path("runs/ppo"), steps=200, eval_steps=25, save_steps=50)
     optim: Flat[Optim] = Optim()

@@ -49,7 +49,7 @@ def main(args: Args) -> Path:
     from rlkit.data.rows import PAIR
 
     own = own_loss(args.loss)
-    args, tokenizer, pairs, held_out = offline(args, preference_pairs, PAIR)
+    args, tokenizer, pairs, held_out, _ = offline(args, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
     from rlkit.model.launch import load_judge, report_model

@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlkit.scripts.args import Data, Examples, Lora, Model
+from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import load_policies, offline
+from rlkit.scripts.task import offline_sets
 from rlkit.settings import Optim, Schedule
 
 
@@ -24,6 +25,7 @@ class Args:
 
     model: Flat[Model]
     data: Flat[Data]
+    evaluation: Flat[Evaluation] = Evaluation()
     examples: Flat[Examples] = Examples()
     schedule: Flat[Schedule] = Schedule(Path("runs/sft"), steps=300, eval_steps=50, save_steps=100)
     optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
@@ -35,12 +37,15 @@ def main(args: Args) -> Path:
     from rlkit.data.examples import sft_examples
     from rlkit.data.rows import SFT
 
-    args, tokenizer, examples, held_out = offline(args, sft_examples, *SFT)
+    args, tokenizer, examples, held_out, sets = offline(args, sft_examples, *SFT, answers=offline_sets)
     from rlkit.loops.sft import sft
 
     model, _ = load_policies(args, has_reference=False)
     batch_size = args.examples.batch_size
-    return sft(model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out)
+    return sft(
+        model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out,
+        eval_sets=sets(tokenizer, model),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -253,11 +253,17 @@ def image_reader(path: str, tokenizer: Any) -> Any:
 
 
 def offline(
-    args: Any, read: Callable[..., tuple[list[Any], int]], *forms: Any, reference: str | None = None
-) -> tuple[Any, Any, Any, Any]:
-    """The flags (see `begin`), the tokenizer, and the training and held-out examples that `read` makes of rows."""
+    args: Any,
+    read: Callable[..., tuple[list[Any], int]],
+    *forms: Any,
+    reference: str | None = None,
+    answers: Callable[[Any, Any], Any] = lambda _args, _rows: None,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The flags (see `begin`), the tokenizer, the examples that `read` makes of the training rows and of those of each
+    held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
     rows, held_out = args.data.rows(*forms)
+    of_answers = answers(args, held_out)
     warn_of_warmup(args)
     args = begin(args)
     tokenizer = load_tokenizer(args.model.model, reference, chat_template=template_file(args))
@@ -273,7 +279,8 @@ def offline(
         examples = read(rows, **render)[0]
     note_strings(args.data, rows)
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
-    return args, tokenizer, examples, read(held_out, **render)[0] if held_out else []
+    examples_of = {name: read(part, **render)[0] for name, part in held_out.items()}
+    return args, tokenizer, examples, examples_of, of_answers
 
 
 def function_of(flag: str, spec: str) -> Any:

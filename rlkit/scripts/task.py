@@ -7,10 +7,12 @@ rows, the environment. Then it loads the tokenizer and makes of them what the lo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlkit.data.load import place_of
+from rlkit.ranks import launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Episodes, log
 from rlkit.scripts.engines import check_engine
@@ -27,9 +29,10 @@ from rlkit.scripts.start import (
     warn_of_repeats,
     warn_of_warmup,
 )
-from rlkit.settings import Rollouts, refuse_if
+from rlkit.settings import Rollouts, SamplingParams, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
+_ANSWERS = ("chosen", "rejected", "response", "completion")  # columns of fixed data
 OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once there is a tokenizer
 
 
@@ -39,8 +42,12 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     check_engine(args)
     from rlkit.data.rows import PROMPT
 
-    rows = args.data.rows(PROMPT, limit=args.episodes.eval_limit)
-    make_score, make_env = read_reward(args.episodes, *rows), read_env(args, *rows)
+    rows, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
+    own = own_rewards(args, held_out)
+    make_score, make_env = (
+        read_reward(args.episodes, rows, *(held_out[x] for x in held_out if x not in own)),
+        read_env(args, rows, *held_out.values()),
+    )
     args = begin(args)
     from rlkit.loops.rl import Task
     from rlkit.model.pretrained import load_config
@@ -53,19 +60,106 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
         score = scored(score)
     with data_progress():
-        prompts, held_out = (render(args, tokenizer, part) for part in rows)
+        prompts = render(args, tokenizer, rows)
+        sets = eval_sets(args, tokenizer, held_out, own)
+    shown = [prompt for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one if prompt.images]
     refuse_if(
-        args.engine.engine != "local" and any(prompt.images for prompt in prompts + held_out),
+        shown and args.engine.engine != "local",
         f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
     )
-    note_strings(args.data, rows[0])
+    note_strings(args.data, rows)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = load_config(args.model.model).get_text_config()
-    check_lengths(args, prompts + held_out, config)
+    check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
-    held_out = held_out if args.schedule.eval_steps else []
-    return args, tokenizer, Task(prompts, score, env=env, eval_prompts=held_out, **options)
+    sets = sets if args.schedule.eval_steps else {}
+    return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, **options)
+
+
+def own_rewards(args: Any, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
+    """`read_reward` of each held-out set that has a reward of its own."""
+    given = {name: args.evaluation.reward_of(name) for name in held_out}
+    return {
+        name: read_reward(replace(args.episodes, reward=specs), held_out[name], flag="eval_reward")
+        for name, specs in given.items() if specs
+    }  # fmt: skip
+
+
+def eval_sets(args: Any, tokenizer: Any, held_out: Mapping[str, Any], own: Mapping[str, OfTokenizer]) -> dict[str, Any]:
+    """The held-out sets of the flags, tokenized."""
+    from rlkit.loops.evaluate import EvalSet
+
+    found = {}
+    for name, rows in held_out.items():
+        how = args.evaluation.sampling_of(name)
+        samples = how.pop("samples", None)
+        params = replace(args.rollouts.params, **how) if how else None
+        score = own[name](tokenizer) if name in own else None
+        found[name] = EvalSet(render(args, tokenizer, rows), score, params, samples)
+    return found
+
+
+def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any], dict[str, Any]]:
+    """Of a script on fixed data, a function from tokenizer and model to the held-out sets on which answers are sampled
+    and given the rewards of `eval_reward`; none without that flag. Checks them before torch is loaded."""
+    from rlkit.data.load import Rows
+
+    how = args.evaluation
+    how.check_sets(args.data.eval_files())
+    refuse_if(how.eval_sampling and not how.eval_reward, "`eval_sampling` requires `eval_reward`")
+    refuse_if(
+        how.eval_reward and launched(),
+        "`eval_reward` samples in one process: drop it, and run rlkit eval on the export",
+    )
+    rows, own = {}, {}
+    for name in held_out if how.eval_reward else ():
+        if specs := how.reward_of(name):
+            part = held_out[name][: how.eval_limit]
+            rows[name] = Rows(
+                map(asked, part), source="", places=[place_of(held_out[name], i) for i in range(len(part))]
+            )
+            own[name] = read_reward(Episodes(reward=specs), rows[name], flag="eval_reward")
+
+    def sets(tokenizer: Any, model: Any) -> dict[str, Any]:
+        from rlkit.data.chat import stop_token_ids
+        from rlkit.data.prompts import rl_prompts
+        from rlkit.loops.evaluate import EvalSet
+
+        found = {}
+        ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
+        for name, part in rows.items():
+            sampling = how.sampling_of(name)
+            samples = sampling.pop("samples", 1)
+            prompts = rl_prompts(
+                part, tokenizer=tokenizer, max_prompt_tokens=args.examples.max_example_tokens,
+                system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
+                template_args=args.data.template() or None, images=image_reader(args.model.model, tokenizer),
+            )[0]  # fmt: skip
+            params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
+            found[name] = EvalSet(prompts, own[name](tokenizer), params, samples)
+        return found
+
+    return sets
+
+
+def asked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of fixed data as a question: its prompt, or its conversation without the last answer.
+
+    Where the row has no gold answer, `answer` is the text of that answer.
+    """
+    from rlkit.rewards.text import gold_answer
+
+    given = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
+    answer = next((value for value in given if value is not None), None)
+    question = {
+        name: value for name, value in row.items() if name not in ("chosen", "rejected", "response", "completion")
+    }
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and answer[-1].get("role") == "assistant":
+        if len(answer) > 1:
+            question["messages"] = answer[:-1]
+        answer = answer[-1].get("content")
+    return question if gold_answer(row) is not None or not isinstance(answer, str) else question | {"answer": answer}
 
 
 def needs_reference(args: Any) -> bool:
@@ -86,6 +180,7 @@ def check_rl(args: Any) -> None:
     refuse_if(
         args.engine.has_own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
     )
+    args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args)
     warn_of_warmup(args)
     warn_of_escapes(rollouts.stop)
@@ -100,13 +195,13 @@ def warn_of_escapes(stop: Sequence[str]) -> None:
             log.warning(said, text, found[0][1], what, text)
 
 
-def read_reward(episodes: Episodes, *parts: Any) -> OfTokenizer:
+def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfTokenizer:
     """A function from the tokenizer to the `score` of `rlkit.rollout.rollout`, of the functions of `reward`.
 
     They are checked against the rows of each of the `parts` of the data. ValueError for a function that does not exist,
     that cannot be called with what a sample has, or that needs a column which a row lacks. Does not import torch.
     """
-    found = _reward_functions(episodes, *parts)
+    found = _reward_functions(episodes, *parts, flag=flag)
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.rewards.combine import weighted
@@ -125,7 +220,7 @@ def read_reward(episodes: Episodes, *parts: Any) -> OfTokenizer:
     return of_tokenizer
 
 
-def _reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
+def _reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:
     """The checked functions of `reward`, by name."""
     from rlkit.compat.rewards import adapted
     from rlkit.data.rows import drop
@@ -135,13 +230,13 @@ def _reward_functions(episodes: Episodes, *parts: Any) -> dict[str, Any]:
 
     found = {}
     for name, (spec, _) in episodes.rewards().items():
-        function = function_of("reward", spec)
+        function = function_of(flag, spec)
         try:
             found[name] = function = adapted(function)
             check_signature(function, set(ONE_TURN) if episodes.one_turn else None)
             check_rows(function, *parts)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`reward` {spec}: {error}") from None
+            raise ValueError(f"`{flag}` {spec}: {error}") from None
     for rows in parts if found else ():
         golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
         if any(gold is not None for _, gold in golds):

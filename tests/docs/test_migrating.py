@@ -201,7 +201,8 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
         file, name = args.episodes.reward.split(":")
         assert file in ("my_rewards.py", "rlkit.rewards.math")
         how = {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
-        small["episodes"] = replace(args.episodes, max_prompt_tokens=64, eval_limit=2, **how)
+        small["episodes"] = replace(args.episodes, max_prompt_tokens=64, **how)
+        small["evaluation"] = replace(args.evaluation, eval_limit=2)
         small["rollouts"] = replace(args.rollouts, prompts_per_step=4, max_new_tokens=8)
         small["engine"] = Engines()
         if file == "rlkit.rewards.math":  # a random model never solves the task, and every group would be dropped

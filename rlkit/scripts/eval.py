@@ -1,0 +1,193 @@
+"""Measure a model on held-out data, without a run: mean@k, pass@k, the majority's answer and greedy decoding.
+
+    rlkit eval MODEL --eval-data test.jsonl --reward my_rewards.py:score
+    rlkit eval runs/grpo --eval-data gsm=a.jsonl hard=b.jsonl --samples 8 ...
+    rlkit eval MODEL ... --eval-reward hard=other.py:score
+    rlkit eval MODEL ... --eval-sampling hard=temperature:0.6,samples:16
+    rlkit eval MODEL ... --output results     write metrics.json, answers.jsonl
+
+The args.json of a run gives the system prompt and the sampling, unless a flag does.
+Intervals are 95%, mean +- 1.96 standard errors over the prompts: too narrow for few prompts, or a mean near 0 or 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import tyro
+
+from rlkit.files import check_model_path, replace_file
+from rlkit.run.console import data_progress, say
+from rlkit.scripts import grpo
+from rlkit.scripts.args import Data, Episodes, Evaluation, Model
+from rlkit.scripts.chat import kept_flags, load
+from rlkit.scripts.cli import Flat, run
+from rlkit.scripts.engines import check_engine, open_engine
+from rlkit.scripts.flags import ChatTemplate
+from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
+from rlkit.scripts.task import eval_sets, own_rewards, read_env, read_reward
+from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
+
+_KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """folder written by save_pretrained, hub id, or run folder (its model/, else its newest checkpoint)"""
+    eval_data: str | tuple[str, ...]
+    """held-out data, as for --eval-data of the other commands: NAME=FILE is a set that is measured by itself"""
+    episodes: Flat[Episodes]
+    evaluation: Flat[Evaluation] = Evaluation()
+    samples: Count = 1
+    """samples per prompt"""
+    temperature: Positive | None = None
+    """sampling temperature; None: the run's, else 1. Each set is decoded greedily, too"""
+    max_new_tokens: Count | None = None
+    """maximum tokens of an answer (of a turn, in an episode of several); None: the run's, else 1024"""
+    top_p: Share | None = None
+    """nucleus sampling; None: the run's, else off"""
+    top_k: CountOr0 | None = None
+    """sample from the k most likely tokens; None: the run's, else off"""
+    stop: tuple[str, ...] = ()
+    """strings that end a turn, in addition to the model's own stop tokens"""
+    rename: dict[str, str] = field(default_factory=dict, hash=False)
+    """rename columns of the data, old name and new name"""
+    system_prompt: str | None = None
+    """system message for conversations that have none; None: the run's"""
+    chat_template: ChatTemplate = True
+    """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
+    template_args: str | None = None
+    """JSON object of further arguments of the chat template; None: the run's"""
+    seed: Seed = 0
+    """random seed of the sampling"""
+    device: str | None = None
+    """cpu, cuda or mps (untested). None: cuda if there is a GPU, else cpu"""
+    engine: Flat[Engines] = Engines()
+    output: Path | None = None
+    """folder for metrics.json and answers.jsonl; None: print only"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        refuse_if(self.output and self.output.exists(), f"`output` {self.output} is there already: give a new folder")
+        refuse_if(self.episodes.eval_kl, "`eval_kl` compares a run with its reference: drop it")
+
+
+def main(args: Args) -> None:
+    """Print the numbers of each set, and write them and the answers to `output`."""
+    from rlkit.data.rows import PROMPT
+    from rlkit.run.sync import run_sync
+
+    folder = Path(args.model)
+    kept = kept_flags(folder)
+    flags = flags_of_grpo(args, kept)
+    if not kept or flags.engine.engine != "local":
+        check_model_path(flags.model.model)
+    flags.evaluation.check_sets(flags.data.eval_files())
+    check_engine(flags)
+    if args.device:
+        check_device(args.device)
+    with data_progress():
+        loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
+    rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
+    own = own_rewards(flags, rows)
+    make_score = read_reward(flags.episodes, *(part for name, part in rows.items() if name not in own))
+    make_env = read_env(flags)
+    model, tokenizer = load_for(flags, folder, kept)
+    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
+    sets = eval_sets(flags, tokenizer, rows, own)
+    for part in rows.values():
+        note_strings(flags.data, part)
+    answers: list[dict[str, Any]] = []
+
+    async def measure() -> dict[str, float]:
+        from rlkit.loops.evaluate import answer_of, evaluate_sets
+        from rlkit.run.samples import trajectory_row
+
+        def keep(prompt: Any, group: Any, *, kind: str) -> None:
+            decode = partial(tokenizer.decode, skip_special_tokens=False)
+            answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
+
+        async with open_engine(flags, model, tokenizer) as engine:
+            return await evaluate_sets(
+                sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples,
+                env=make_env(tokenizer), score=make_score(tokenizer), seed=args.seed, on_group=keep, engine=engine,
+                answer=partial(answer_of, tokenizer=tokenizer),
+            )  # fmt: skip
+
+    with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
+        flags = replace(flags, schedule=replace(flags.schedule, output=args.output or Path(scratch)))
+        found = run_sync(measure())
+    for line in table(found, {name: len(one.prompts) for name, one in sets.items()}):
+        say(line)
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        replace_file(args.output / "metrics.json", (json.dumps(found, indent=1) + "\n").encode())
+        lines = "".join(json.dumps(row) + "\n" for row in answers)
+        replace_file(args.output / "answers.jsonl", lines.encode())
+        say(f"wrote {args.output / 'metrics.json'} and answers.jsonl")
+
+
+def flags_of_grpo(args: Args, kept: Mapping[str, Any]) -> grpo.Args:
+    """The same flags as those of `rlkit grpo`, with what the run of the model kept where none is given."""
+    given = {name: getattr(args, name) for name in _KEPT if getattr(args, name) is not None}
+    plain = args.chat_template is False
+    options = {name: kept[name] for name in _KEPT if name in kept and not (plain and name in _KEPT[:2])} | given
+    rendering = {name: options[name] for name in _KEPT[:2] if name in options}
+    sampling = {name: options[name] for name in _KEPT[2:] if name in options}
+    data = Data("-", eval_data=args.eval_data, rename=args.rename, chat_template=args.chat_template, **rendering)
+    served = replace(args.engine, weight_sync_lora="merged") if args.engine.serves else args.engine
+    exported = Path(args.model) / "model"
+    path = str(exported) if (exported / "config.json").is_file() else args.model
+    return grpo.Args(
+        Model(path, device=args.device), data, args.episodes, args.evaluation,
+        Rollouts(stop=args.stop, eval_samples=args.samples, **sampling), Schedule(Path("-"), steps=0), engine=served,
+    )  # fmt: skip
+
+
+def load_for(flags: grpo.Args, folder: Path, kept: dict[str, Any]) -> tuple[Any, Any]:
+    """The model, None where servers have it, and its tokenizer."""
+    from rlkit.data.template_files import set_template
+
+    if flags.engine.engine != "local":
+        return None, load_tokenizer(flags.model.model, chat_template=template_file(flags))
+    model, tokenizer = load(folder, kept, device=flags.model.device)
+    if file := template_file(flags):
+        set_template(tokenizer, file)
+    return model, tokenizer
+
+
+def ends_of(flags: grpo.Args, model: Any, tokenizer: Any, kept: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a turn."""
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.model.pretrained import load_config
+
+    configs = (load_config(flags.model.model),) if model is None else (model.config, model.generation_config)
+    ends = stop_token_ids(tokenizer, *configs) if flags.data.chat_template else ()
+    return (*ends, *kept.get("stop_token_ids", ()))
+
+
+def table(found: Mapping[str, float], sizes: Mapping[str, int]) -> list[str]:
+    """Lines of the numbers of each set, with their 95% intervals."""
+    lines = []
+    for name, size in sizes.items():
+        prefix = f"eval/{name}/" if name else "eval/"
+        keys = [key for key in found if key.startswith(prefix) and "/" not in key.removeprefix(prefix)]
+        lines.append(f"{name or 'held-out data'}: {size} prompts")
+        for key in (key for key in keys if not key.endswith("_se")):
+            error = found.get(f"{key}_se")
+            interval = "" if error is None else f" +- {1.96 * error:.4f}"
+            lines.append(f"  {key.removeprefix(prefix):12} {found[key]:.4f}{interval}")
+    return lines
+
+
+if __name__ == "__main__":
+    run(main, Args, __doc__)
