@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data.chat import encode, encode_all, end_of_turn_id
 from rlkit.data.images import ImageReader
@@ -14,12 +14,13 @@ from rlkit.data.rows import (
     PAIR,
     SFT,
     Template,
+    TooLong,
     Turn,
     check_dicts,
     drop,
-    drop_long,
     is_text,
     read_rows,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def sft_examples(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
+    too_long: TooLong = "drop",
 ) -> tuple[list[Example], int]:
     """`(examples, num_dropped)` from rows of `{prompt, response}` or `{messages}`; only assistant tokens are trained.
 
@@ -72,11 +74,12 @@ def sft_examples(
 
     `{text}`: language modelling. Every token is trained, and `eos_token` after them; the chat template has no part.
 
-    An example of more than `max_example_tokens` is dropped, never cut, and so is a row in which every assistant turn is
-    empty (neither text nor a tool call); rows with some empty turns are kept. Each is counted and logged, and the
-    number dropped is returned. ValueError, with the row (see `place_of`), for malformed rows, for a conversation
-    without an assistant turn, where the template does not write the generation prompt before an assistant's turn (so
-    that no mask is right), and where no example is left.
+    An example of more than `max_example_tokens` is dropped (with `too_long` "cut-right" it keeps its first tokens, with
+    "cut-left" its last; "error" raises), and so is a row in which every assistant turn is empty (neither text nor a
+    tool call); rows with some empty turns are kept. Each is counted and logged, and the number dropped is returned.
+    ValueError, with the row (see `place_of`), for malformed rows, for a conversation without an assistant turn, where
+    the template does not write the generation prompt before an assistant's turn (so that no mask is right), and where
+    no example is left.
 
     Differs: TRL's `assistant_only_loss` needs `{% generation %}` and adds it to the templates of known families; verl
     renders message by message. Neither splits a conversation whose history is rewritten.
@@ -96,7 +99,8 @@ def sft_examples(
     tokens = _tokenized([of_row for _, of_row in left], template)
     _note_split(rows, left, tokens)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
-    kept = drop_long(rows, found, lambda e: len(e.ids), what="examples", max_example_tokens=max_example_tokens)
+    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    kept = shorten(rows, found, lambda e: len(e.ids), _cut_example, what="examples", **how)
     return [example for _, example in kept], len(turns) - len(left) + len(found) - len(kept)
 
 
@@ -139,6 +143,7 @@ def preference_pairs(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
+    too_long: TooLong = "drop",
 ) -> tuple[list[Pair], int]:
     """`(pairs, num_dropped)` from rows of `{prompt or messages, chosen, rejected}`; responses are strings or messages.
 
@@ -152,7 +157,8 @@ def preference_pairs(
     same on both sides. A whole conversation (it begins with a system or user message) replaces the prompt. The prompt
     of two whole texts is their common beginning, up to white space.
 
-    A pair is dropped as a whole, never cut, where prompt and one response exceed `max_example_tokens`, where the chosen
+    A pair is dropped as a whole where prompt and one response exceed `max_example_tokens` (`too_long` "cut-right" cuts
+    the ends of the responses, "cut-left" the start of the prompt, "error" raises), where the chosen
     response is empty (which would teach the model to say nothing), and where the two responses are the same tokens,
     which no loss can distinguish. Pairs with an empty rejected response are kept. Each is counted and logged, and the
     number dropped is returned. Raises ValueError, with the row (see `place_of`), for a row without the columns, two
@@ -164,10 +170,12 @@ def preference_pairs(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
-    return _pairs(rows, template, max_example_tokens)
+    return _pairs(rows, template, max_example_tokens, too_long)
 
 
-def _pairs(rows: Sequence[dict[str, Any]], template: Template, max_example_tokens: int) -> tuple[list[Pair], int]:
+def _pairs(
+    rows: Sequence[dict[str, Any]], template: Template, max_example_tokens: int, too_long: TooLong
+) -> tuple[list[Pair], int]:
     turns = read_rows(rows, template, PAIR, max_example_tokens=max_example_tokens)
     tokens = _tokenized([[turn] for of_row in turns for turn in of_row], template)
     pairs = [
@@ -179,7 +187,8 @@ def _pairs(rows: Sequence[dict[str, Any]], template: Template, max_example_token
     pairs = drop(rows, pairs, lambda p: p[0].chosen == p[0].rejected, what="pairs", why=why)
     some = not all(p[2] for _, p in pairs)
     drop(rows, pairs, lambda p: p[2], what="pairs", why="have an empty rejected response", keep=some)
-    left = drop_long(rows, [(i, p[0]) for i, p in pairs], _length, what="pairs", max_example_tokens=max_example_tokens)
+    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    left = shorten(rows, [(i, p[0]) for i, p in pairs], _length, _cut_response, what="pairs", **how)
     return [pair for _, pair in left], len(rows) - len(left)
 
 
@@ -203,6 +212,7 @@ def labelled_examples(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
+    too_long: TooLong = "drop",
 ) -> tuple[list[Labelled], int]:
     """`(examples, num_dropped)` from rows of `{prompt or messages, completion or response, label}`, or from pairs.
 
@@ -213,8 +223,9 @@ def labelled_examples(
 
     A label is true or false, 1 or 0, also as text. Prompt and response are rendered as by `preference_pairs`, which
     also reads rows that are pairs. Of several assistant messages the last is trained, and the row is logged. An example
-    of more than `max_example_tokens` is dropped (of a pair, both), never cut, and so is a desirable response that is
-    empty; undesirable ones are kept. Each is counted (in rows) and logged, and the number dropped is returned.
+    of more than `max_example_tokens` is dropped (of a pair, both; `too_long`: see `preference_pairs`), and so is a
+    desirable response that is empty; undesirable ones are kept. Each is counted (in rows) and logged, and the number
+    dropped is returned.
 
     Raises ValueError, with the row (see `place_of`), for a row without the columns, a label that is not a boolean, a
     response that is not text, data in which only some rows are pairs, and where no example is left.
@@ -224,7 +235,7 @@ def labelled_examples(
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     if rows and "chosen" in rows[0]:
-        pairs, num_dropped = _pairs(rows, template, max_example_tokens)
+        pairs, num_dropped = _pairs(rows, template, max_example_tokens, too_long)
         two = [Labelled(p.prompt, x, x is p.chosen, p.images) for p in pairs for x in (p.chosen, p.rejected)]
         return two, num_dropped
     read = read_rows(rows, template, LABELLED, max_example_tokens=max_example_tokens)
@@ -238,13 +249,42 @@ def labelled_examples(
     tokens = _tokenized([[turn] for _, turn in left], template)
     made = zip(left, tokens, strict=True)
     examples = [(i, Labelled(*_split(e), bool(turn.label), turn.images)) for (i, turn), (e,) in made]
-    examples = drop_long(rows, examples, _length, what="examples", max_example_tokens=max_example_tokens)
+    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    examples = shorten(rows, examples, _length, _cut_response, what="examples", **how)
     return [example for _, example in examples], len(rows) - len(examples)
+
+
+P = TypeVar("P", Pair, Labelled)
 
 
 def _length(item: Pair | Labelled) -> int:
     responses = (item.chosen, item.rejected) if isinstance(item, Pair) else (item.response,)
     return len(item.prompt) + max(map(len, responses))
+
+
+def _cut_example(example: Example, limit: int, left: bool) -> Example | None:
+    """The first or last tokens; an example trains on a token after its first."""
+    if example.images:
+        return None
+    part = slice(-limit, None) if left else slice(limit)
+    ids, mask = example.ids[part], example.mask[part]
+    if not any(mask[1:]):
+        return None
+    end = max(t for t, on in enumerate(mask) if on) + 1
+    return Example(ids[:end], mask[:end])
+
+
+def _cut_response(item: P, limit: int, left: bool) -> P | None:
+    """On the left the prompt is cut, on the right the responses."""
+    names = ("chosen", "rejected") if isinstance(item, Pair) else ("response",)
+    longest = max(len(getattr(item, name)) for name in names)
+    room = limit - (longest if left else len(item.prompt))
+    if room < 1 or (left and item.images):
+        return None
+    if left:
+        return replace(item, prompt=item.prompt[-room:])
+    shorter = replace(item, **{name: getattr(item, name)[:room] for name in names})
+    return None if isinstance(shorter, Pair) and shorter.chosen == shorter.rejected else shorter
 
 
 def _split(example: Example) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlkit.data import columns
 from rlkit.data import messages as of_row
@@ -468,16 +468,43 @@ def drop(
     return [*items] if keep else [(index, item) for index, item in items if not bad(item)]
 
 
-def drop_long(
-    rows: Sequence[Row], items: Sequence[tuple[int, X]], length: Callable[[X], int], *, what: str, **limit: int
+TooLong = Literal["drop", "cut-left", "cut-right", "error"]
+
+
+def shorten(
+    rows: Sequence[Row],
+    items: Sequence[tuple[int, X]],
+    length: Callable[[X], int],
+    cut: Callable[[X, int, bool], X | None],
+    *,
+    what: str,
+    too_long: TooLong,
+    **limit: int,
 ) -> list[tuple[int, X]]:
-    """`drop` of the items with more tokens than the limit."""
+    """`drop` the items with more tokens than the limit, or raise ValueError for the first, or cut them.
+
+    `cut(item, limit, left)` returns the item without its first (`left`) or last tokens, None where nothing is left to
+    train on: it is dropped. How many are cut is logged.
+    """
     ((name, value),) = limit.items()
-    fix = f"the shortest has {min(length(item) for _, item in items)} tokens: raise it, or give shorter ones"
-    return drop(
-        rows, items, lambda item: length(item) > value, what=what, why=f"are longer than `{name}` {value}", fix=fix,
-        note=lambda item: f" ({length(item)} tokens)",
-    )  # fmt: skip
+    wrong = [(index, item) for index, item in items if length(item) > value]
+    if not wrong or too_long == "drop":
+        fix = f"the shortest has {min(length(item) for _, item in items)} tokens: raise it, or give shorter ones"
+        return drop(
+            rows, items, lambda item: length(item) > value, what=what, why=f"are longer than `{name}` {value}", fix=fix,
+            note=lambda item: f" ({length(item)} tokens)",
+        )  # fmt: skip
+    if too_long == "error":
+        index, item = wrong[0]
+        found = f"{len(wrong)} of {len(items)} {what} are longer than `{name}` {value}"
+        fix = "raise it, or `too_long` drop, cut-left or cut-right"
+        raise ValueError(f"{place_of(rows, index)}: {length(item)} tokens; {found}: {fix}")
+    shorter = [(i, cut(item, value, too_long == "cut-left") if length(item) > value else item) for i, item in items]
+    side = "first" if too_long == "cut-left" else "last"
+    why = f"are longer than `{name}` {value} and lose their {side} tokens"
+    drop(rows, items, lambda item: length(item) > value, what=what, why=why, keep=True)
+    kept = drop(rows, shorter, lambda item: item is None, what=what, why="have nothing left to train on")
+    return [(index, item) for index, item in kept if item is not None]
 
 
 def _with_text(message: Message, place: str) -> dict[str, Any]:

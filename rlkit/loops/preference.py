@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
+from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
 from rlkit.loops.supervised import Losses, Sets, by_set, check_examples, check_fits, every, response, train_examples
 from rlkit.metrics import Metrics, mean
@@ -41,6 +42,7 @@ def dpo(
     batch_size: int = 64,
     eval_pairs: Sets[Pair] = (),
     eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
+    parts: Parts = (),
 ) -> Path:
     """Train `model` in place on pairs of responses; returns the folder of the exported model.
 
@@ -90,7 +92,7 @@ def dpo(
 
     return train_pairs(
         model, tokenizer, pairs, schedule, optim, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses,
-        batch_size=batch_size, eval_pairs=eval_pairs, eval_sets=eval_sets,
+        batch_size=batch_size, eval_pairs=eval_pairs, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip
 
 
@@ -133,13 +135,14 @@ def train_pairs(
     batch_size: int,
     eval_pairs: Sets[Pair],
     eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
+    parts: Parts = (),
 ) -> Path:
     """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(pairs, eval_pairs))
     check_fits(sizes, max_tokens=optim.max_tokens, what="pair")
     return train_examples(
         model, tokenizer, pairs, schedule, optim, batch_size=batch_size, eval_examples=eval_pairs,
-        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses), eval_sets=eval_sets,
+        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses), eval_sets=eval_sets, parts=parts,
     )  # fmt: skip
 
 
@@ -177,6 +180,7 @@ def kto(
     reference_point: Callable[[Tensor], Tensor] | None = losses.kto_reference_point,
     batch_size: int = 64,
     eval_examples: Sets[Labelled] = (),
+    parts: Parts = (),
 ) -> Path:
     """Train `model` in place on labelled responses; returns the folder of the exported model.
 
@@ -241,7 +245,7 @@ def kto(
 
     return train_examples(
         model, tokenizer, examples, schedule, optim, prepare=prepare, batch_size=batch_size,
-        eval_examples=eval_examples,
+        eval_examples=eval_examples, parts=parts,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlkit import losses
 from rlkit.data.examples import Pair
+from rlkit.data.order import Parts
 from rlkit.loops.preference import check_pairs, pair_metrics, train_pairs
 from rlkit.loops.supervised import Sets
 from rlkit.metrics import Metrics, mean
@@ -31,6 +32,7 @@ def reward_model(
     loss: Callable[[Tensor, Tensor], Tensor] = partial(losses.bradley_terry, center_coef=0.01),
     batch_size: int = 64,
     eval_pairs: Sets[Pair] = (),
+    parts: Parts = (),
 ) -> Path:
     """Train `model`, from `load_reward_model`, in place; returns the folder of the exported sequence classifier.
 
@@ -56,5 +58,5 @@ def reward_model(
 
     return train_pairs(
         model, tokenizer, pairs, schedule, optim, pack=pack_whole, pair_losses=pair_losses, batch_size=batch_size,
-        eval_pairs=eval_pairs,
+        eval_pairs=eval_pairs, parts=parts,
     )  # fmt: skip

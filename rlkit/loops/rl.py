@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from rlkit.data.order import batch_indices
+from rlkit.data.order import Parts, check_parts, mixed_index
 from rlkit.loops import coefficients, nans
 from rlkit.loops.evaluate import (
     Clock,
@@ -72,7 +72,8 @@ class Task:
 
     `score` gives an episode its reward (None: the environment does). A group that `keep_group` rejects is replaced by
     another one. `eval_prompts` are never trained on, nor are those of `eval_sets`, named sets with a reward and a
-    sampling of their own.
+    sampling of their own. `parts` are the sizes and weights of consecutive parts of the prompts, which are mixed in
+    these shares; (): each prompt comes once in a pass over all.
     """
 
     prompts: Sequence[Prompt]
@@ -81,6 +82,7 @@ class Task:
     keep_group: Callable[[Group], bool] | None = None
     eval_prompts: Sequence[Prompt] = ()
     eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
+    parts: Parts = ()
 
     @property
     def held_out(self) -> dict[str, EvalSet]:
@@ -207,7 +209,7 @@ async def rl(
             saving.keep_best(run, 0, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
         signal = Signal()
         async with SharedStream(
-            prompt_order(task.prompts, seed=schedule.seed), engine=engine, params=params,
+            prompt_order(task.prompts, seed=schedule.seed, parts=task.parts), engine=engine, params=params,
             group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
             staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
             max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=saved.get("stream"),
@@ -286,6 +288,7 @@ def check_task(task: Task, tokenizer: Any) -> None:
     """Refuse a task without prompts or with functions of another form, and a tokenizer that does not decode."""
     if not len(task.prompts):
         raise ValueError("task.prompts is empty: there is nothing to train on")
+    check_parts(len(task.prompts), task.parts)
     check_sampling(task.prompts, env=task.env, score=task.score, keep_group=task.keep_group)
     for one in task.held_out.values():
         check_sampling(one.prompts, env=task.env, score=one.score or task.score)
@@ -332,9 +335,13 @@ def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequ
     return mask_off_policy(groups, version=version) if rollouts.drop_off_policy else groups
 
 
-def prompt_order(prompts: Sequence[Prompt], *, seed: int) -> Callable[[int], Prompt]:
-    """Index in an endless stream -> prompt: each epoch visits all prompts, in its own order. A pure function."""
-    return lambda index: prompts[batch_indices(len(prompts), batch_size=1, seed=seed, step=index)[0]]
+def prompt_order(prompts: Sequence[Prompt], *, seed: int, parts: Parts = ()) -> Callable[[int], Prompt]:
+    """Index in an endless stream -> prompt: each epoch visits all prompts, in its own order. A pure function.
+
+    With `parts` they are mixed by their weights, see `rlkit.data.order.mixed_index`.
+    """
+    check_parts(len(prompts), parts)
+    return lambda index: prompts[mixed_index(index, parts=parts or [(len(prompts), 1.0)], seed=seed)]
 
 
 async def run_inline(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:

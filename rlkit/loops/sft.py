@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
 from rlkit.loops.supervised import Sets, check_examples, check_fits, every, response, supervised
 from rlkit.loops.updates import per_token
@@ -51,6 +52,7 @@ def sft(
     batch_size: int = 64,
     eval_examples: Sets[Example] = (),
     eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
+    parts: Parts = (),
 ) -> Path:
     """Train `model` in place on the tokens of the examples where `mask` is True; returns the folder of the exported
     model.
@@ -89,5 +91,5 @@ def sft(
 
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=gradients,
-        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets,
+        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip

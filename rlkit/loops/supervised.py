@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlkit.data.order import batches
+from rlkit.data.order import Parts, batches
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
@@ -91,6 +91,7 @@ def train_examples(
     batch_size: int,
     eval_examples: Sets[X],
     eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
+    parts: Parts = (),
 ) -> Path:
     """`supervised` on the mean over a step's examples of one loss per example.
 
@@ -117,7 +118,7 @@ def train_examples(
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
         backward=lambda rows: passes([examples[i] for i in rows], train=True),
-        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets,
+        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip
 
 
@@ -133,6 +134,7 @@ def supervised(
     eval_examples: Sets[X],
     eval_sets: Mapping[str, EvalSet],
     batch_size: int,
+    parts: Parts = (),
 ) -> Path:
     """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
 
@@ -142,7 +144,8 @@ def supervised(
     the parameters; its weights hold the denominators of the whole batch. `evaluate(examples)` returns metrics of
     held-out data, reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one: of named
     sets on each, logged as `eval/NAME/...`, with the means over the sets as `eval/...`.
-    Each epoch visits every example once, in an order that depends on `schedule.seed`.
+    Each epoch visits every example once, in an order that depends on `schedule.seed`; with `parts` they are mixed by
+    weights (`rlkit.data.order.mixed_index`).
     """
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
@@ -167,7 +170,7 @@ def supervised(
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             run.log(0, scores)
             saving.keep_best(run, 0, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
-        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first)
+        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts)
         for step, rows in zip(range(first, schedule.steps), order):
             done, clock = step + 1, Clock()
             metrics, num_tokens = backward(rows)

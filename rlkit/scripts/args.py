@@ -60,8 +60,8 @@ class Data:
 
     data: str | tuple[str, ...]
     """training data: JSON, JSONL, CSV, TSV (also .gz), Parquet or Arrow files or a glob, folders (of shards, or of
-    save_to_disk; FOLDER:SPLIT names a split) or hub ids OWNER/NAME:CONFIG:SPLIT. Several are read one after the other
-    """
+    save_to_disk; FOLDER:SPLIT names a split) or hub ids OWNER/NAME:CONFIG:SPLIT. Several are read one after the
+    other, or mixed by weights: a.jsonl=2 b.jsonl=1"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name: `--rename question prompt output response`"""
     eval_data: str | tuple[str, ...] | None = None
@@ -73,6 +73,9 @@ class Data:
     """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
     template_args: str = "{}"
     """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
+    too_long: Literal["drop", "cut-left", "cut-right", "error"] = "drop"
+    """prompts and examples above the limit of tokens: drop (and report) them, cut their first (left) or last tokens, or
+    end with an error. Of a pair, cut-left cuts the prompt, cut-right the responses"""
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("system_prompt", "template_args"))
@@ -87,6 +90,20 @@ class Data:
                 f"`system_prompt` {self.system_prompt!r} is the name of a file, and would be the message: {fix}"
             )
         self.eval_files()
+        self.parts()
+
+    def parts(self) -> list[tuple[list[str], float]]:
+        """The files and the weight of each part of `data`: one part of all files where there are no weights."""
+        given = [self.data] if isinstance(self.data, str) else self.data
+        found = [_weighted(text) for text in given]
+        weights = [weight for _, weight in found if weight is not None]
+        if not weights:
+            return [([*given], 1.0)]
+        fix = "give each file a weight, as in a.jsonl=2 b.jsonl=1, or none"
+        refuse_if(len(weights) < len(given), f"`data` has weights for {len(weights)} of {len(given)} files: {fix}")
+        for text, (_, weight) in zip(given, found, strict=True):
+            refuse_if(weight is not None and not 0 < weight < math.inf, f"`data` {text}: the weight must be above 0")
+        return [([spec], 1.0 if weight is None else weight) for spec, weight in found]
 
     def eval_files(self) -> dict[str, list[str]]:
         """The files of each held-out set; those without a name are the set ""."""
@@ -109,24 +126,31 @@ class Data:
     @data_progress()
     def rows(
         self, *forms: Any, limit: int | None = None
-    ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-        """The training rows, and at most `limit` rows of each held-out set; ValueError for a row that has none of the
-        `forms`."""
+    ) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
+        """The training rows of each of `parts`, and at most `limit` rows of each held-out set.
+
+        ValueError for a row that has none of the `forms`.
+        """
         from rlkit.data.load import load_rows, mixed_types
         from rlkit.data.rows import PROMPT
 
-        elsewhere = set[str]()
-        rows = load_rows(self.data, rename=self.rename, unused=elsewhere if self.eval_data else None)
-        held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, set[str]())
+        elsewhere, rows = {*self.rename}, []
+        for files, _ in self.parts():
+            unused = set[str]()
+            rows.append(load_rows(files, rename=self.rename, unused=unused))
+            elsewhere &= unused
+        held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, {*self.rename})
         if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
-            raise ValueError(f"--rename {both[0]}: neither --data nor --eval-data has that column")
-        found = self.read(rows, *forms), {name: self.read(part, *forms) for name, part in held_out.items()}
-        for column in mixed_types(rows) if PROMPT in forms else ():
+            where = "neither --data nor --eval-data has that column" if self.eval_data else "no file has that column"
+            raise ValueError(f"--rename {both[0]}: {where}")
+        found = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
+        for column in (line for part in rows for line in mixed_types(part)) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
-        seen = {*map(_hashed, rows)} if held_out else set()
+        seen = {_hashed(row) for part in rows for row in part} if held_out else set()
+        names = [name for part in rows for name in part.sources]
         for part in held_out.values():
-            if both := [name for name in rows.sources if name in part.sources]:
-                log.warning("--eval-data is not held out: %s is also in --data", both[0])
+            if same := [name for name in names if name in part.sources]:
+                log.warning("--eval-data is not held out: %s is also in --data", same[0])
             elif not {*map(_hashed, part)}.difference(seen):
                 log.warning("--eval-data is not held out: all its rows (%s) are also in --data", part.sources[0])
         return found
@@ -166,6 +190,17 @@ class Data:
         return replace(
             self, data=files(self.data), eval_data=self.eval_data if {*sets} - {""} else files(self.eval_data)
         )
+
+
+def _weighted(text: str) -> tuple[str, float | None]:
+    """FILE and the weight of FILE=WEIGHT; None where the text is a file, or what follows the last `=` is no number."""
+    spec, equals, number = text.rpartition("=")
+    if not equals or os.path.exists(text):
+        return text, None
+    try:
+        return spec, float(number)
+    except ValueError:
+        return text, None
 
 
 def split_name(text: str) -> tuple[str, str]:

@@ -83,7 +83,7 @@ def main(args: Args) -> Path:
     why = f"`loss` {flags.loss} compares log-probs without a reference"
     refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
     refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")
-    args, tokenizer, pairs, held_out, sets = offline(
+    args, tokenizer, (pairs, parts), held_out, sets = offline(
         args, preference_pairs, PAIR, reference=args.reference, answers=offline_sets
     )
     from rlkit.loops.preference import dpo, with_reference
@@ -100,7 +100,7 @@ def main(args: Args) -> Path:
     return dpo(
         model, tokenizer, pairs, args.schedule, args.optim, reference=reference, loss=loss, reduce=reduce,
         sft_coef=flags.sft_coef, batch_size=args.examples.batch_size, eval_pairs=held_out,
-        eval_sets=sets(tokenizer, model),
+        eval_sets=sets(tokenizer, model), parts=parts,
     )  # fmt: skip
 
 

@@ -62,7 +62,9 @@ def main(args: Args) -> Path:
 
     flags = args.loss
     own = own_loss(flags.loss)
-    args, tokenizer, examples, held_out, _ = offline(args, labelled_examples, PAIR, LABELLED, reference=args.reference)
+    args, tokenizer, (examples, parts), held_out, _ = offline(
+        args, labelled_examples, PAIR, LABELLED, reference=args.reference
+    )
     warn_of_labels(args, examples)
     from rlkit import losses
     from rlkit.loops.preference import kto
@@ -76,7 +78,7 @@ def main(args: Args) -> Path:
         model, tokenizer, examples, args.schedule, args.optim,
         reference=reference, loss=partial(own or losses.kto_unpaired, beta=flags.beta, **weights),
         reference_point=None if flags.loss == "apo_zero" else losses.kto_reference_point,
-        batch_size=args.examples.batch_size, eval_examples=held_out,
+        batch_size=args.examples.batch_size, eval_examples=held_out, parts=parts,
     )  # fmt: skip
 
 

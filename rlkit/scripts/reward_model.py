@@ -49,7 +49,7 @@ def main(args: Args) -> Path:
     from rlkit.data.rows import PAIR
 
     own = own_loss(args.loss)
-    args, tokenizer, pairs, held_out, _ = offline(args, preference_pairs, PAIR)
+    args, tokenizer, (pairs, parts), held_out, _ = offline(args, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
     from rlkit.model.launch import load_judge, report_model
@@ -57,7 +57,7 @@ def main(args: Args) -> Path:
     model = load_judge(args.model.model, **where(args))
     report_model(model, dtype=str(args.optim.dtype))
     return reward_model(
-        model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out,
+        model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,
         loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,
     )  # fmt: skip
 

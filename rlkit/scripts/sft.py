@@ -37,14 +37,14 @@ def main(args: Args) -> Path:
     from rlkit.data.examples import sft_examples
     from rlkit.data.rows import SFT
 
-    args, tokenizer, examples, held_out, sets = offline(args, sft_examples, *SFT, answers=offline_sets)
+    args, tokenizer, (examples, parts), held_out, sets = offline(args, sft_examples, *SFT, answers=offline_sets)
     from rlkit.loops.sft import sft
 
     model, _ = load_policies(args, has_reference=False)
     batch_size = args.examples.batch_size
     return sft(
         model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out,
-        eval_sets=sets(tokenizer, model),
+        eval_sets=sets(tokenizer, model), parts=parts,
     )  # fmt: skip
 
 

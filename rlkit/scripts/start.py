@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -259,10 +259,10 @@ def offline(
     reference: str | None = None,
     answers: Callable[[Any, Any], Any] = lambda _args, _rows: None,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """The flags (see `begin`), the tokenizer, the examples that `read` makes of the training rows and of those of each
-    held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
+    """The flags (see `begin`), the tokenizer, the examples that `read` makes of the training rows (and their `mixture`)
+    and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
-    rows, held_out = args.data.rows(*forms)
+    parts, held_out = args.data.rows(*forms)
     of_answers = answers(args, held_out)
     warn_of_warmup(args)
     args = begin(args)
@@ -274,13 +274,21 @@ def offline(
         "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
         "images": image_reader(args.model.model, tokenizer),
+        "too_long": args.data.too_long,
     }
     with data_progress():
-        examples = read(rows, **render)[0]
-    note_strings(args.data, rows)
-    warn_of_repeats("--batch-size", args.examples.batch_size, len(examples))
+        of_part = [read(part, **render)[0] for part in parts]
+    examples = [example for some in of_part for example in some], mixture(args.data, map(len, of_part))
+    note_strings(args.data, parts[0])
+    warn_of_repeats("--batch-size", args.examples.batch_size, len(examples[0]))
     examples_of = {name: read(part, **render)[0] for name, part in held_out.items()}
     return args, tokenizer, examples, examples_of, of_answers
+
+
+def mixture(data: Data, sizes: Iterable[int]) -> list[tuple[int, float]]:
+    """The size and the weight of each part of the data; [] where its files have no weights."""
+    parts = data.parts()
+    return [(size, weight) for size, (_, weight) in zip(sizes, parts, strict=True)] if len(parts) > 1 else []
 
 
 def function_of(flag: str, spec: str) -> Any:

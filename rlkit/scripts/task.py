@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from rlkit.data.load import place_of
@@ -23,6 +24,7 @@ from rlkit.scripts.start import (
     image_reader,
     load_policies,
     load_tokenizer,
+    mixture,
     note_strings,
     template_file,
     warn_of_clip,
@@ -42,11 +44,11 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     check_engine(args)
     from rlkit.data.rows import PROMPT
 
-    rows, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
+    parts, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
     own = own_rewards(args, held_out)
     make_score, make_env = (
-        read_reward(args.episodes, rows, *(held_out[x] for x in held_out if x not in own)),
-        read_env(args, rows, *held_out.values()),
+        read_reward(args.episodes, *parts, *(held_out[x] for x in held_out if x not in own)),
+        read_env(args, *parts, *held_out.values()),
     )
     args = begin(args)
     from rlkit.loops.rl import Task
@@ -60,21 +62,24 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
         score = scored(score)
     with data_progress():
-        prompts = render(args, tokenizer, rows)
+        rendered = [render(args, tokenizer, part) for part in parts]
         sets = eval_sets(args, tokenizer, held_out, own)
+    note_strings(args.data, parts[0])
+    starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
+    prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
+    mixed = mixture(args.data, map(len, rendered))
     shown = [prompt for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one if prompt.images]
     refuse_if(
         shown and args.engine.engine != "local",
         f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
     )
-    note_strings(args.data, rows)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = load_config(args.model.model).get_text_config()
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
     sets = sets if args.schedule.eval_steps else {}
-    return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, **options)
+    return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
 
 
 def own_rewards(args: Any, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
@@ -134,7 +139,8 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
             prompts = rl_prompts(
                 part, tokenizer=tokenizer, max_prompt_tokens=args.examples.max_example_tokens,
                 system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
-                template_args=args.data.template() or None, images=image_reader(args.model.model, tokenizer),
+                template_args=args.data.template() or None, too_long=args.data.too_long,
+                images=image_reader(args.model.model, tokenizer),
             )[0]  # fmt: skip
             params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
             found[name] = EvalSet(prompts, own[name](tokenizer), params, samples)
@@ -386,7 +392,8 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
         return rl_prompts(
             rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
             apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
-            template_args=args.data.template() or None, images=image_reader(args.model.model, tokenizer),
+            template_args=args.data.template() or None, too_long=args.data.too_long,
+            images=image_reader(args.model.model, tokenizer),
         )[0]  # fmt: skip
     except ValueError as error:
         if total >= longest:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.data.order import batch_indices, batches, epoch_order
+from rlkit.data.order import batch_indices, batches, epoch_order, mixed_index
 
 
 @given(n=st.integers(1, 9), batch_size=st.integers(1, 20), seed=st.integers(0, 2**40), start=st.integers(0, 30))
@@ -40,6 +40,41 @@ def test_what_epoch_order_returns_is_the_callers_own():
     first = epoch_order(5, seed=3, epoch=0)
     first[0] = 99
     assert 99 not in epoch_order(5, seed=3, epoch=0)
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0])), min_size=1, max_size=4)
+
+
+@given(parts=PARTS, seed=st.integers(0, 2**40), length=st.integers(1, 60))
+def test_a_mixture_holds_the_shares_at_any_length_and_each_part_in_passes(parts, seed, length):
+    rows = [mixed_index(position, parts=parts, seed=seed) for position in range(length)]
+    total, first = sum(weight for _, weight in parts), 0
+    for before, (n, weight) in enumerate(parts):
+        own = [row - first for row in rows if first <= row < first + n]
+        assert abs(len(own) - length * weight / total) <= 1 + before
+        stream = [i for epoch in range(len(own) // n + 1) for i in epoch_order(n, seed=seed, epoch=epoch)]
+        assert own == stream[: len(own)]
+        first += n
+    assert sum(n for n, _ in parts) == first
+    assert {*rows} <= {*range(first)}
+
+
+def test_one_part_is_the_plain_order_and_batches_mix():
+    n, parts = 7, [(3, 2.0), (4, 1.0)]
+    plain = batch_indices(n, batch_size=5, seed=3, step=2)
+    assert plain == batch_indices(n, batch_size=5, seed=3, step=2, parts=[(n, 9.0)])
+    mixed = batch_indices(n, batch_size=6, seed=3, step=2, parts=parts)
+    assert sum(row < 3 for row in mixed) == 4
+    assert next(batches(n, batch_size=6, seed=3, start_step=2, parts=parts)) == mixed
+
+
+def test_parts_that_are_not_those_of_the_rows_are_refused():
+    for parts, message in (
+        ([(3, 1.0)], "parts hold 3 rows, and there are 4"),
+        ([(3, 1.0), (1, 0.0)], "above 0, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch_indices(4, batch_size=1, seed=0, step=0, parts=parts)
 
 
 def test_bad_arguments_fail_at_the_call():

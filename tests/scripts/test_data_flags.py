@@ -8,7 +8,9 @@ import os
 
 import pytest
 
+from rlkit.data import order
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.scripts.args import Data
 from rlkit.scripts.cli import run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -89,3 +91,53 @@ def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_p
     assert "column 'seed' mixes types: string in a.jsonl, line 1, number in line 2 (1): a reward sees" in caplog.text
     rows = (tmp_path / "2" / "trajectories" / "train_000001.jsonl").read_text()
     assert json.loads(rows.splitlines()[0])["step"] == 1
+
+
+def test_files_with_weights_are_mixed_in_their_shares(task, tmp_path, monkeypatch):
+    """3 to 1 at every fourth group; the files have two rows each, so those of a repeat."""
+    monkeypatch.chdir(task)
+    call(task, tmp_path, "--data", "a.jsonl=3", "b.jsonl=1", "--too-long", "cut-left", script="grpo", steps=4)
+    rows = [json.loads(line) for path in sorted((tmp_path / "trajectories").glob("train_*.jsonl"))
+            for line in path.read_text().splitlines()]  # fmt: skip
+    assert [sum(row["group"] < 2 for row in rows[:n]) for n in (8, 16)] == [6, 12]
+    assert {row["group"] for row in rows} == {0, 1, 2, 3}
+    assert kept(tmp_path)["data"] == ["a.jsonl=3", "b.jsonl=1"]
+    (task / "a=2").write_text((task / "a.jsonl").read_text())
+    assert Data(("a=2", "b.jsonl")).parts() == [(["a=2", "b.jsonl"], 1.0)], "a file of that name"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (("a.jsonl=3", "b.jsonl"), "--data has weights for 1 of 2 files: give each file a weight"),
+        (("a.jsonl=0", "b.jsonl=1"), "--data a.jsonl=0: the weight must be above 0"),
+        (("a.jsonl=inf", "b.jsonl=1"), "--data a.jsonl=inf: the weight must be above 0"),
+        (("a.jsonl=1", "gone.jsonl=1"), "gone.jsonl: no such file"),
+        (
+            ("a.jsonl", "--too-long", "error", "--max-example-tokens", "4"),
+            "a.jsonl, line 1: 14 tokens; 2 of 2 examples",
+        ),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(data, message, task, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        call(task, tmp_path / "run", "--data", *data)
+    assert " ".join(capsys.readouterr().err.split()).rpartition("error: ")[2].startswith(message)
+
+
+@pytest.mark.parametrize("script", ["dpo", "kto", "reward_model", "sft"])
+def test_all_commands_on_fixed_data_mix(script, task, tmp_path, monkeypatch):
+    """One step of a batch of three from two files: two rows of the first, one of the second."""
+    monkeypatch.chdir(task)
+    for name in ("x", "y"):
+        (task / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "chosen": name, "rejected": "no"}) + "\n")
+        (task / f"{name}_sft.jsonl").write_text(json.dumps({"prompt": name, "response": name * 3}) + "\n")
+    seen = []
+    real = order.mixed_index
+    monkeypatch.setattr(order, "mixed_index", lambda *args, **how: seen.append(real(*args, **how)) or seen[-1])
+    ends = "_sft.jsonl" if script == "sft" else ".jsonl"
+    module = importlib.import_module(f"rlkit.scripts.{script}")
+    flags = ["--model", "model", "--data", f"x{ends}=2", f"y{ends}=1", "--batch-size", "3", "--steps", "1"]
+    run(module.main, module.Args, None, argv=[*flags, "--output", str(tmp_path), "--device", "cpu"])
+    sizes = 2 if script == "kto" else 1
+    assert [row // sizes for row in seen[-3:]].count(0) == 2

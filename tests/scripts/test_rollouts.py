@@ -64,7 +64,7 @@ def args_of(files, **changes):
 
 
 def prompts_of(args, tokenizer):
-    return render(args, tokenizer, args.data.rows(PROMPT)[0])
+    return render(args, tokenizer, args.data.rows(PROMPT)[0][0])
 
 
 def test_flags_reach_the_task_and_the_rollouts(files):

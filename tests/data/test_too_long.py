@@ -1,0 +1,81 @@
+"""What becomes of prompts and examples above the limit: dropped, cut, or an error; the tokens counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()  # without a template one token per byte
+PLAIN = {"tokenizer": TOKENIZER, "apply_chat_template": False}
+END = TOKENIZER.eos_token_id
+PAIR = {"prompt": "abcd", "chosen": "efg", "rejected": "hi"}
+LABELLED = [{"prompt": "abcd", "completion": "efg", "label": True}, {"prompt": "a", "completion": "b", "label": False}]
+
+
+def made(function, rows, limit, **how):
+    name = "max_prompt_tokens" if function is rl_prompts else "max_example_tokens"
+    return function(rows, **PLAIN, **{name: limit}, **how)[0]
+
+
+@pytest.mark.parametrize(("too_long", "left"), [("cut-left", b"cdef"), ("cut-right", b"abcd")])
+def test_a_prompt_keeps_one_end(too_long, left, caplog):
+    prompts = made(rl_prompts, [{"prompt": "abcdef"}, {"prompt": "xyz"}], 4, too_long=too_long)
+    assert [prompt.ids for prompt in prompts] == [[*left], [*b"xyz"]]
+    side = "first" if too_long == "cut-left" else "last"
+    assert f"1 of 2 prompts that are longer than `max_prompt_tokens` 4 and lose their {side} tokens" in caplog.text
+
+
+def test_an_example_keeps_one_end_and_the_tokens_that_train():
+    rows = [{"prompt": "abc", "response": "def"}, {"prompt": "a", "response": "b"}]  # "abcdef" and the end
+    (cut, whole) = made(sft_examples, rows, 5, too_long="cut-right")
+    assert (cut.ids, cut.mask) == ([*b"abcde"], [False] * 3 + [True] * 2)
+    assert whole.ids == [*b"ab", END]
+    (cut, _) = made(sft_examples, rows, 5, too_long="cut-left")
+    assert (cut.ids, cut.mask) == ([*b"cdef", END], [False] + [True] * 4)
+
+
+def test_an_example_without_a_trained_token_is_dropped(caplog):
+    rows = [{"prompt": "abcdef", "response": "g"}, {"prompt": "a", "response": "b"}]
+    assert [x.ids for x in made(sft_examples, rows, 6, too_long="cut-right")] == [[*b"ab", END]]
+    assert "dropped 1 of 2 examples that have nothing left to train on" in caplog.text
+
+
+def test_of_a_pair_the_left_is_the_prompt_and_the_right_the_responses():
+    (pair,) = made(preference_pairs, [PAIR], 6, too_long="cut-left")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([*b"cd"], [*b"efg", END], [*b"hi", END])
+    (pair,) = made(preference_pairs, [PAIR], 6, too_long="cut-right")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([*b"abcd"], [*b"ef"], [*b"hi"])
+    same = PAIR | {"rejected": "eh"}
+    assert len(made(preference_pairs, [same, PAIR], 5, too_long="cut-right")) == 1, "both responses would be e"
+
+
+def test_a_labelled_response_is_cut_alike():
+    (cut, _) = made(labelled_examples, LABELLED, 6, too_long="cut-right")
+    assert (cut.prompt, cut.response) == ([*b"abcd"], [*b"ef"])
+    (cut, _) = made(labelled_examples, LABELLED, 6, too_long="cut-left")
+    assert (cut.prompt, cut.response) == ([*b"cd"], [*b"efg", END])
+
+
+SHORT = {"prompt": "a", "completion": "b", "label": False}
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "limit"),
+    [
+        (rl_prompts, [{"prompt": "abc"}, {"prompt": "abcd"}], 3),
+        (sft_examples, [SHORT, {"prompt": "abcd", "completion": "efg"}], 6),
+        (preference_pairs, [PAIR | {"prompt": "a"}, PAIR], 6),
+        (labelled_examples, LABELLED[::-1], 6),
+    ],
+)
+def test_an_error_names_the_first_row(function, rows, limit):
+    rows = [
+        {key: value for key, value in row.items() if key != "label" or function is labelled_examples} for row in rows
+    ]
+    with pytest.raises(
+        ValueError, match=r"^row 2: \d tokens; 1 of 2 .* are longer than .*`too_long` drop, cut-left or"
+    ):
+        made(function, rows, limit, too_long="error")
