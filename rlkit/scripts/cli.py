@@ -48,6 +48,7 @@ COMMANDS = {
     "dpo": "preference optimization on pairs: DPO and its variants",
     "kto": "preference optimization on single responses, each labelled good or bad",
     "reward_model": "train a reward model on pairs",
+    "data": "what a data file is: its form, a rendered row, lengths, wrong rows",
     "eval": "measure a model on held-out data, without a run",
     "sweep": "search for the best values of a command's flags (Optuna)",
     "plan": "what fits on how many GPUs, and the flags for it",

@@ -1,0 +1,99 @@
+"""`rlkit data`: forms, a rendered row with its mask, lengths, and the rows that are wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import screens
+
+from rlkit.scripts import cli
+
+
+def conversation(question, *answers):
+    turns = [{"role": "user", "content": question}]
+    for answer in answers:
+        turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+    return {"messages": turns[:-1] if answers else turns}
+
+
+@pytest.fixture(scope="module")
+def task(make_task):
+    good = [conversation("hi", "a" * (10 * i + 1)) for i in range(10)]
+    wrong = [{"messages": []}, {"text": "x"}, conversation("no answer")]
+    pairs = [{"prompt": "p", "chosen": "yes", "rejected": "no"}, {"prompt": "p", "chosen": "ja", "rejected": "nein"}]
+    return make_task(good=good, mixed=[*good[:2], wrong[0], *good[2:4], *wrong[1:], *good[4:]], pairs=pairs)
+
+
+@pytest.fixture
+def command(task, monkeypatch, capsys):
+    monkeypatch.chdir(task)
+
+    def call(*flags):
+        ended = 0
+        try:
+            cli.main(["data", *flags])
+        except SystemExit as error:
+            ended = error.code
+        return ended, capsys.readouterr().out
+
+    return call
+
+
+def test_a_row_is_shown_with_what_is_trained_and_the_lengths_are_counted(command, monkeypatch):
+    ended, out = command("good.jsonl", "--model", "model", "--row", "2", "--max-tokens", "50")
+    assert not ended
+    assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«aaaaaaaaaaa<|im_end|>»\n" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[:6] == [
+        "good.jsonl: 10 rows", "columns: messages (list)", "rlkit grpo, ppo prompt", "rlkit sft conversation",
+        "rlkit dpo, reward_model no: good.jsonl, line 1: no column 'chosen'",
+        "rlkit kto no: good.jsonl, line 1: no column 'label'",
+    ]  # fmt: skip
+    short = 11  # tokens of the shortest: start, user, line, h, i, end, line, start, assistant, line, then a and the end
+    assert f"tokens of 10 examples: median {short + 51}, 95% at most {short + 91}, longest {short + 91}" in out
+    assert "longer than 50: 6" in out
+    bars = [re.findall(r"^(\d+) - (\d+) (\d+) #+$", line) for line in lines]
+    assert sum(int(found[0][2]) for found in bars if found) == 10
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[32maaaaaaaaaaa<|im_end|>\x1b[0m" in command("good.jsonl", "--model", "model", "--row", "2")[1]
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "model")])
+def test_all_wrong_rows_are_named(model, command):
+    ended, out = command("mixed.jsonl", *model)
+    assert ended == 1
+    named = re.findall(r"^  mixed.jsonl, line (\d+): (.*)$", out, re.MULTILINE)
+    assert [number for number, _ in named] == ["3", "6", "7"]
+    assert "at least one message" in named[0][1]
+    assert "neither 'messages' nor 'prompt'" in named[1][1]
+    assert "no response to train on" in named[2][1]
+    assert "wrong: 3 of 13 rows" in out
+    assert ("tokens of 10 examples" in out) == bool(model)
+
+
+def test_pairs_show_both_responses_for_the_command_that_is_asked_for(command):
+    for flags, answers in (((), ["yes", "no"]), (("--script", "kto", "--row", "2"), ["ja", "nein"])):
+        ended, out = command("pairs.jsonl", "--model", "model", *flags)
+        assert not ended
+        assert re.findall(r"«(.*?)<\|im_end\|>»", out) == answers
+    ended, out = command("pairs.jsonl", "--script", "sft")
+    assert ended == 1
+    assert "rlkit sft                no: pairs.jsonl, line 1: no response" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["gone.jsonl"], "gone.jsonl: no such file"),
+        ([], "missing FILE"),
+        (["good.jsonl", "--row", "11"], "--row 11: there are 10 rows"),
+        (["good.jsonl", "--model", "nowhere"], "model 'nowhere': no folder"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(flags, message, task, monkeypatch):
+    monkeypatch.chdir(task)
+    assert message in screens.refused(cli.main, ["data", *flags])
