@@ -5,23 +5,30 @@
 
 After `--` comes the command with the flags that all trials share: any command, torchrun too, that takes `--output`
 and writes `metrics.jsonl` there. A trial worse than the median of earlier ones at the same step ends early.
-A sweep that is started again continues. `optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs the extra `sweep`.
+A sweep that is started again continues, and several at once with one --output share the study: each trains trials of
+its own. It ends with a table, the best command, and importances.png: how much of the metric each flag explains.
+`optuna-dashboard sqlite:///OUTPUT/study.db` shows it. Needs the extra `sweep`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import itertools
 import math
 import os
 import shlex
 import signal
 import subprocess
 import time
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -38,6 +45,9 @@ DEFAULTS = {  # the metric of each script, and whether less is better
     "grpo": ("eval/sampled", False), "ppo": ("eval/sampled", False), "dpo": ("eval/accuracy", False),
     "kto": ("eval/accuracy", False), "reward_model": ("eval/accuracy", False), "sft": ("eval/loss", True),
 }  # fmt: skip
+
+_SHOWN = 10  # trials of the table
+_FEWEST = 4  # trials whose importances mean something
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,9 @@ class Args:
     """the same on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
     choice: dict[str, str] = field(default_factory=dict, hash=False)
     """flags and the values to choose from: `--choice group-size 4,8,16`"""
+    sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
+    """how values are chosen: tpe (tree-structured Parzen estimator, as hyperopt), gp (Gaussian process, as
+    scikit-optimize and bayesian-optimization; needs scipy), random, or grid (each combination of --choice once)"""
     startup_trials: Count = 5
     """first runs, which are drawn at random and never ended early"""
     seed: Seed = 0
@@ -75,6 +88,10 @@ class Args:
             refuse_if(low > high, f"`range` {name}: lowest first, got {low:g} {high:g}")
         for name, (low, high) in self.log_range.items():
             refuse_if(not 0 < low <= high, f"`log_range` {name}: lowest first and above 0, got {low:g} {high:g}")
+        fix = "give values, as in --choice lr 1e-6,1e-5"
+        ranges = [*self.range, *self.log_range]
+        refuse_if(self.sampler == "grid" and ranges, f"`sampler` grid has no values of {', '.join(ranges)}: {fix}")
+        refuse_if(self.sampler == "gp" and not find_spec("scipy"), "`sampler` gp needs scipy: pip install scipy")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -94,21 +111,22 @@ def main(args: Args) -> Any:
     metric, minimize = check_command(args)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        storage=f"sqlite:///{args.output / 'study.db'}",
-        study_name="sweep",
-        load_if_exists=True,
-        direction="minimize" if minimize else "maximize",
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=args.startup_trials),
-    )
-    seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
-    study.sampler = optuna.samplers.TPESampler(n_startup_trials=args.startup_trials, seed=seed)
+    with alone(args.output):
+        study = open_study(optuna, args, metric, minimize)
     states, ended = optuna.trial.TrialState, []
     for _ in range(args.trials):
-        trial = study.ask()
-        flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
-        flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
-        flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
+        if args.sampler == "grid" and not any(trial.state == states.WAITING for trial in study.trials):
+            break
+        with alone(args.output):  # SQLite gives a waiting trial to two processes that ask at once
+            trial = study.ask()
+        try:
+            flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
+            flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
+            flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
+        except ValueError as error:  # of a flag that was searched in another way
+            study.tell(trial, state=states.FAIL)
+            what = "has a study over other values, give another folder"
+            raise ValueError(f"`output` {args.output} {what}: {error}") from None
         shown = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
         say(f"trial {trial.number}: {shown}")
         folder = args.output / f"trial_{trial.number:04d}"
@@ -134,7 +152,100 @@ def main(args: Args) -> Any:
         done = [t for t in study.trials if t.state == states.COMPLETE]
         best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if done else ""
         say(f"trial {trial.number}: {metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
+    for line in [*table(study, metric), *best_command(study, args.command), *importances(optuna, study, args.output)]:
+        say(line)
     return study
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process of those that share a study at a time."""
+    with (folder / "study.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
+    """The study in the folder, new or to be continued; ValueError for one of another command or metric."""
+    study = optuna.create_study(
+        storage=f"sqlite:///{args.output / 'study.db'}",
+        study_name="sweep",
+        load_if_exists=True,
+        direction="minimize" if minimize else "maximize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=args.startup_trials),
+    )
+    measured = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.trials)
+    for name, now in (("command", script_of(args.command) or args.command[0]), ("metric", metric)):
+        before = study.user_attrs.get(name, now)
+        if before != now and measured:
+            what = f"has a study of the {name} {before}, and this one is of {now}: give another folder"
+            raise ValueError(f"`output` {args.output} {what}")
+        study.set_user_attr(name, now)
+    seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
+    kinds, startup = optuna.samplers, {"n_startup_trials": args.startup_trials}
+    study.sampler = {
+        "tpe": lambda: kinds.TPESampler(seed=seed, constant_liar=True, **startup),  # trials of other processes run
+        "gp": lambda: kinds.GPSampler(seed=seed, **startup),
+        "random": lambda: kinds.RandomSampler(seed=seed),
+        "grid": lambda: kinds.RandomSampler(seed=seed),  # of `enqueue_grid` all values are given
+    }[args.sampler]()
+    if args.sampler == "grid":
+        enqueue_grid(study, {name: values.split(",") for name, values in args.choice.items()})
+    return study
+
+
+def enqueue_grid(study: Any, choices: Mapping[str, Sequence[str]]) -> None:
+    """Let each combination wait that no trial has, or only failed ones; all processes take from these."""
+    known = [t.system_attrs.get("fixed_params", t.params) for t in study.trials if t.state.name != "FAIL"]
+    for values in itertools.product(*choices.values()):
+        if (params := dict(zip(choices, values, strict=True))) not in known:
+            study.enqueue_trial(params)
+
+
+def table(study: Any, metric: str) -> list[str]:
+    """Lines of the best trials: metric, number and flags."""
+    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    done.sort(key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
+    names = [*dict.fromkeys(name for trial in done for name in trial.params)]
+    rows = [[metric, "trial", *names]]
+    for trial in done[:_SHOWN]:
+        values = [trial.params.get(name, "-") for name in names]
+        shown = [f"{x:.3g}" if isinstance(x, float) else str(x) for x in values]
+        rows.append([f"{trial.value:.4g}", str(trial.number), *shown])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{x:>{width}}" for x, width in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, f"... and {len(done) - _SHOWN} more"] if len(done) > _SHOWN else lines if done else []
+
+
+def best_command(study: Any, command: Sequence[str]) -> list[str]:
+    """The command of the best trial, to copy."""
+    if not any(trial.state.name == "COMPLETE" for trial in study.trials):
+        return []
+    given = [x for name, value in study.best_trial.params.items() for x in (f"--{name}", str(value))]
+    return [f"best: {shlex.join([*command, *given])}"]
+
+
+def importances(optuna: Any, study: Any, folder: Path) -> list[str]:
+    """A line with the share of the metric's variation among good trials that each flag explains, drawn in a picture.
+
+    Reference: PED-ANOVA, arXiv:2304.10255. Nothing for fewer than `_FEWEST` trials, or where all have one value.
+    """
+    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    if len(done) < _FEWEST or len({trial.value for trial in done}) < 2 or not find_spec("matplotlib"):
+        return []
+    with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    from matplotlib.figure import Figure
+
+    names = [*found][::-1]
+    figure = Figure(figsize=(6, 1 + 0.4 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, [found[name] for name in names], color="#0072b2")
+    axes.set(xlim=(0, 1), xlabel="share of the importance", title=f"{study.user_attrs['metric']}, {len(done)} trials")
+    path = folder / "importances.png"
+    figure.savefig(path, dpi=150)
+    return [f"importance: {', '.join(f'{name} {x:.2f}' for name, x in found.items())} ({path})"]
 
 
 def check_command(args: Args) -> tuple[str, bool]:
@@ -149,8 +260,8 @@ def check_command(args: Args) -> tuple[str, bool]:
         ]
         if same:
             raise ValueError(f"{same[0]} of the command is searched by the sweep: drop it there")
-    script = next((name for name in DEFAULTS for word in words[:8] if word in (name, f"rlkit.scripts.{name}")), None)
-    if script is None or not any(word.endswith("rlkit") or word.startswith("rlkit.") for word in words[:8]):
+    script = script_of(words)
+    if script is None:
         if args.metric is None:
             raise ValueError("`metric` has no default for this command: give a key of its metrics.jsonl")
         return args.metric, args.minimize
@@ -186,6 +297,13 @@ def check_command(args: Args) -> tuple[str, bool]:
             f"--output of the command is set by the sweep: drop it; trials are in {args.output}/trial_0000 ..."
         )
     return metric, minimize or args.minimize
+
+
+def script_of(words: Sequence[str]) -> str | None:
+    """The script of rlkit that the words of a command run."""
+    if not any(word.endswith("rlkit") or word.startswith("rlkit.") for word in words[:8]):
+        return None
+    return next((name for name in DEFAULTS for word in words[:8] if word in (name, f"rlkit.scripts.{name}")), None)
 
 
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:

@@ -13,19 +13,19 @@ from subprocess import run
 import pytest
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.scripts import cli, dpo, eval, grpo, sft
+from rlkit.scripts import cli, eval, grpo, sft, sweep
 from rlkit.scripts.flags import wrong_words
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()
-ARGS = {"grpo": grpo.Args, "sft": sft.Args, "dpo": dpo.Args, "eval": eval.Args}
-REQUIRED = {"grpo": "--model m --data d --reward a:b", "sft": "--model m --data d", "eval": ""}
+ARGS = {"grpo": grpo.Args, "sft": sft.Args, "eval": eval.Args, "sweep": sweep.Args}
+REQUIRED = {"grpo": "--model m --data d --reward a:b", "sft": "--model m --data d", "eval": "", "sweep": ""}
 
 
 def test_the_commands_of_the_page_are_accepted():
     text = re.sub(r" {3,}(one set|two, each.*)$", "", PAGE.replace("\\\n", " "), flags=re.MULTILINE)
     found = re.findall(r"^    rlkit (\w+) (.*)$", text, re.MULTILINE)
-    assert [script for script, _ in found] == ["grpo", "grpo", "grpo", "sft", "eval", "eval"]
+    assert [script for script, _ in found] == ["grpo", "grpo", "grpo", "sft", "eval", "eval", "sweep", "sweep"]
     for script, flags in found:
         words = shlex.split(f"{REQUIRED[script]} {flags.replace('...', '')}")
         assert wrong_words(words, ARGS[script]) == {}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
+import subprocess
 import sys
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import optuna
 import pytest
 import screens
+import warm
 
 from rlkit.scripts.cli import run
 from rlkit.scripts.sweep import Args, main
@@ -57,7 +61,71 @@ def test_the_best_values_are_found_and_a_second_call_continues(tmp_path, capsys)
         assert t.value == 4 - (t.params["x"] - 3) ** 2 - 5 * (t.params["kind"] == "b")
         assert (tmp_path / f"out/trial_{t.number:04d}/metrics.jsonl").exists()
     best = max(finished, key=lambda t: t.value)
-    assert f"best so far: trial {best.number}, {best.value:.4g}" in capsys.readouterr().out.splitlines()[-1]
+    out = capsys.readouterr().out
+    assert f"best so far: trial {best.number}, {best.value:.4g}" in out
+    command = shlex.join([sys.executable, str(tmp_path / "train.py")])
+    given = " ".join(f"--{name} {value}" for name, value in best.params.items())
+    assert f"best: {command} {given}" in out.splitlines()[-2:]
+
+
+def test_two_processes_divide_a_grid_and_a_third_finds_nothing_left(tmp_path, capfd):
+    """Each combination once, whoever takes it; the table has all, the best first, and a picture the importances."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    flags = ["--output", "out", "--metric", "score", "--sampler", "grid", "--choice", "x", "1,2,3", "kind", "a,b"]
+    command = [sys.executable, "-m", "rlkit.scripts.sweep", *flags, "--", sys.executable, "train.py"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    both = [warm.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    capfd.readouterr()
+    warm.run(command, cwd=tmp_path, env=env, check=True)
+    trials = trials_of(tmp_path)
+    assert sorted((t.params["x"], t.params["kind"]) for t in trials) == sorted(product("123", "ab"))
+    assert {t.state.name for t in trials} <= {"COMPLETE", "PRUNED"}
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    done = sorted((t for t in trials if t.state.name == "COMPLETE"), key=lambda t: -t.value)
+    assert lines[0] == ["score", "trial", "x", "kind"]
+    assert [line[0] for line in lines[1 : 1 + len(done)]] == [f"{t.value:.4g}" for t in done]
+    assert lines[-2][-4:] == ["--x", "3", "--kind", "a"]
+    if len(done) >= 4:
+        assert lines[-1][0] == "importance:"
+        assert (tmp_path / "out/importances.png").stat().st_size > 1000
+
+
+def test_a_failed_combination_is_run_again(tmp_path):
+    space = ["--sampler", "grid", "--choice", "x", "1,2", "bad", "no,fails", "--startup-trials", "20"]
+    sweep(tmp_path, *space, trials=9)
+    assert sorted(t.state.name for t in trials_of(tmp_path)) == ["COMPLETE"] * 2 + ["FAIL"] * 2
+    sweep(tmp_path, *space, trials=9)
+    assert sorted(t.params["bad"] for t in trials_of(tmp_path)) == ["fails"] * 4 + ["no"] * 2
+
+
+def test_random_values_are_those_of_the_seed(tmp_path):
+    drawn = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).mkdir()
+        sweep(tmp_path / name, "--sampler", "random", "--range", "x", "0", "10", "--seed", seed, train=["--kind", "a"])
+        drawn.append([t.params["x"] for t in trials_of(tmp_path / name)])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_study_of_something_else_is_refused(tmp_path, capsys):
+    sweep(tmp_path, "--range", "x", "0", "10", trials=1, train=["--kind", "a"])
+    for flags, command, message in [
+        (["--metric", "x", "--range", "x", "0", "1"], [sys.executable], "has a study of the metric score, and this"),
+        (
+            ["--metric", "score", "--range", "x", "0", "1"],
+            ["other"],
+            f"has a study of the command {sys.executable}, and",
+        ),
+        (
+            ["--metric", "score", "--choice", "x", "0,1"],
+            [sys.executable],
+            "has a study over other values, give another",
+        ),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            run(main, Args, None, argv=["--output", str(tmp_path / "out"), *flags, "--", *command])
+        assert message in capsys.readouterr().err
 
 
 def test_a_worse_run_is_ended_early(tmp_path, capsys):
@@ -79,6 +147,7 @@ def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
         (["--log-range", "x", "3", "1"], [], "--log-range x: lowest first and above 0, got 3 1"),
         (["--log-range", "x", "0", "1"], [], "--log-range x: lowest first and above 0, got 0 1"),
         (["--range", "x", "3", "1"], [], "--range x: lowest first, got 3 1"),
+        (["--range", "x", "0", "1", "--sampler", "grid"], [], "--sampler grid has no values of x: give values, as in"),
     ]:
         with pytest.raises((SystemExit, RuntimeError)) as ended:
             sweep(tmp_path, *flags, train=train)
