@@ -29,8 +29,8 @@ from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, 
 from rlkit.types import Batch, Picture, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
-_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts")
-_PER_SEQ = ("rewards", "truncated")
+_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "teacher_ids", "teacher_logp")
+_PER_SEQ = ("rewards", "truncated", "teachers")
 _IDS = ("group_ids", "episode_ids")
 
 
@@ -260,7 +260,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
     per_token = {k: x[tokens] for k in _PER_TOKEN if (x := getattr(batch, k)) is not None}
     return Batch(
         **per_token,
-        **{k: getattr(batch, k)[index] for k in _PER_SEQ},
+        **{k: x[index] for k in _PER_SEQ if (x := getattr(batch, k)) is not None},
         **{k: getattr(batch, k)[index].unique(return_inverse=True)[1] for k in _IDS},
         cu_seqlens=cu_seqlens,
         prefix_tokens=batch.prefix_tokens[prefix_tokens],

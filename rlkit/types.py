@@ -158,6 +158,25 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Teacher(Protocol):
+    """What distillation asks of a teacher: log-probs of tokens that a student sampled. docs/distillation.md has both of
+    rlkit's, a model in this process and a server.
+
+    The batch is packed and holds the student's token ids, so both must have one tokenizer. Log-probs are of the whole
+    vocabulary, at the temperature of the rollouts; where the mask is False they may be anything. On many ranks all call
+    it together, with the whole batch.
+    """
+
+    def logp(self, batch: Batch) -> Float[Tensor, "T"]:
+        """The log-prob of each target."""
+        ...
+
+    def top_logp(self, batch: Batch, k: int) -> tuple[Int[Tensor, "T K"], Float[Tensor, "T K"]]:
+        """The `k` most likely tokens at each position and their log-probs."""
+        ...
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One sampled sequence: a prompt, and tokens of which the policy sampled those with `mask` True.
@@ -211,6 +230,9 @@ class Batch:
     (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts` are the experts
     that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the pictures of each
     prefix, then of each sequence, in the order of their placeholders; None: there are none.
+
+    Of a distillation: `teachers` is the index of each sequence's teacher, `teacher_ids` are K tokens at each position
+    and `teacher_logp` the teacher's log-probs of them.
     """
 
     tokens: Int[Tensor, "T"]
@@ -237,6 +259,9 @@ class Batch:
     experts: Int[Tensor, "T layers k"] | None = None
     prefix_experts: Int[Tensor, "P layers k"] | None = None
     images: tuple[tuple[Picture, ...], ...] | None = None
+    teachers: Int[Tensor, "N"] = None  # type: ignore[assignment]
+    teacher_ids: Int[Tensor, "T K"] = None  # type: ignore[assignment]
+    teacher_logp: Float[Tensor, "T K"] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:

@@ -381,7 +381,7 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
     rewards = batch.rewards.tolist()
     low, high = min([before.low, *rewards]), max([before.high, *rewards])
     now = Signal(bool((batch.advantages != 0).any()), low, high, before.num_reports)
-    if not before.present or now.present:
+    if not before.present or now.present or batch.teachers is not None:  # a teacher's loss needs no advantage
         return now
     if batch.num_tokens == int(batch.truncated.sum()):  # only the last token that a truncated sequence keeps
         run.say("no token of this step is trained on: no episode asked the policy for an answer")

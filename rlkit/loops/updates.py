@@ -61,6 +61,7 @@ def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
 
 
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T], its micro-batch -> a loss per token
+TeacherLoss = Callable[[Batch], tuple[LogProbs, Tensor]]
 Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a weight per token
 
 
@@ -133,11 +134,17 @@ def grpo_update(
     kl_coef: float,
     entropy_coef: float,
     seed: int,
+    teacher: TeacherLoss | None = None,
+    teacher_coef: float = 1.0,
 ) -> Metrics:
     """`rollouts.minibatches * rollouts.epochs` optimizer steps on one batch.
 
-        loss = sum_t w_t (correction_t * surrogate_t + kl_coef * KL_t - entropy_coef * entropy_t)
+        loss = sum_t w_t (correction_t * surrogate_t + kl_coef * KL_t - entropy_coef * entropy_t
+                          + teacher_coef * teacher_t)
         w    = loss.aggregate(batch of the optimizer step)
+
+    `teacher(micro)` gives, from one forward, `policy(micro)` and a further loss per token
+    (`rlkit.model.teachers.with_divergence`).
 
     Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
@@ -160,12 +167,13 @@ def grpo_update(
         weights = loss.aggregate(mini)
         no_advantage = sum_per_seq(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
         micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, isolate=no_advantage))
-        always = bool(kl_coef or entropy_coef) or has_gradient_without_advantage(surrogate, mini)
+        always = bool(kl_coef or entropy_coef) or teacher is not None or has_gradient_without_advantage(surrogate, mini)
         needed = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
             for (micro, *rest), needs_grad in zip(micros, needed, strict=True):
                 with torch.set_grad_enabled(needs_grad):
-                    out = policy(micro)  # still on the host, where its segments are read without waiting for the GPU
+                    # still on the host, where its segments are read without waiting for the GPU
+                    out, divergence = (policy(micro), None) if teacher is None else teacher(micro)
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
@@ -177,6 +185,9 @@ def grpo_update(
                     total = total + kl_coef * w_kept * unbiased_kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
                     total = total - entropy_coef * w * out.entropy
+                if divergence is not None:
+                    total = total + teacher_coef * w * divergence
+                    metrics = merge(metrics, {"teacher/loss": mean(divergence.detach(), mask=micro.mask)})
                 if needs_grad:
                     backward(total.sum())
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))

@@ -165,7 +165,7 @@ def uld(
     Differs: TRL `GOLDTrainer` averages it over a sequence and multiplies the probabilities of split tokens first.
     Reference: arXiv:2402.12030; TRL experimental/gold.
     """
-    return _divergence(_uld_rows, student_logits, teacher_logits, temperature, chunk_size, mask, same_vocab=False)
+    return _divergence(uld_rows, student_logits, teacher_logits, temperature, chunk_size, mask, same_vocab=False)
 
 
 def forward_kl_rows(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -203,7 +203,8 @@ def jsd_rows(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
     return rows
 
 
-def _uld_rows(log_q: Tensor, log_p: Tensor) -> Tensor:
+def uld_rows(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """The L1 distance of sorted probabilities, over the last axis."""
     q, p = (x.exp().sort(dim=-1, descending=True).values for x in (log_q, log_p))
     size = max(q.shape[-1], p.shape[-1])
     q, p = (torch.nn.functional.pad(x, (0, size - x.shape[-1])) for x in (q, p))
@@ -366,10 +367,15 @@ def _topk(
     check_mask(mask, student_logits=student_logits[..., 0])
 
     def divergence(logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
-        whole = ids.shape[-1] == logits.shape[-1]
-        return rows(_student_logp(upcast(logits) / temperature, ids, whole), _teacher_logp(upcast(teacher_logp), whole))
+        return topk_rows(rows, upcast(logits) / temperature, ids, teacher_logp)
 
     return by_rows(divergence, student_logits, ids, teacher_logp.detach(), chunk_size=chunk_size, mask=mask)
+
+
+def topk_rows(rows: Callable[[Tensor, Tensor], Tensor], logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
+    """`rows` over K tokens and the tail, of the student's logits (at the temperature) and the teacher's log-probs."""
+    whole = ids.shape[-1] == logits.shape[-1]
+    return rows(_student_logp(logits, ids, whole), _teacher_logp(upcast(teacher_logp), whole))
 
 
 def _student_logp(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:

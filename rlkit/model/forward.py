@@ -176,7 +176,7 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     """
     _check_temperature(batch, temperature)
     kind = _dtype_named(dtype)
-    head = partial(_log_probs, model=model, batch=batch, temperature=temperature, dtype=kind)
+    head = partial(log_probs_head, model=model, batch=batch, temperature=temperature, dtype=kind)
     return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=kind))
 
 
@@ -290,7 +290,7 @@ def _head_dim(config: Any) -> int:
     return max(own, *(getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim")))
 
 
-def _log_probs(
+def log_probs_head(
     hidden: Tensor,
     spread: Spread,
     *,
@@ -299,10 +299,11 @@ def _log_probs(
     temperature: float,
     dtype: torch.dtype,
 ) -> LogProbs:
+    """The head of `token_outputs` that gives log-probs and entropies."""
     mesh, mask, targets = mesh_of(model), batch.mask, spread(batch.targets)
     if gives_logits(model):
         return logits_logp(hidden, targets, mask=spread(mask), temperature=temperature)
-    hidden, weight, options = _logits(model, hidden, temperature=temperature, dtype=dtype)
+    hidden, weight, options = head_inputs(model, hidden, temperature=temperature, dtype=dtype)
     if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
         mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
     compute = sharded_linear_logp if is_sharded(weight) else linear_logp
@@ -315,7 +316,7 @@ def _log_kept_mass(
     if gives_logits(model):
         what = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
         raise ValueError(f"model type {model.config.model_type!r}: {what}; use top_p=1 and top_k=0")
-    hidden, weight, options = _logits(model, hidden, temperature=params.temperature, dtype=dtype)
+    hidden, weight, options = head_inputs(model, hidden, temperature=params.temperature, dtype=dtype)
     if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
         options["bias"] = None if bias is None else bias.full_tensor()
@@ -323,7 +324,7 @@ def _log_kept_mass(
     return (linear_log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
 
 
-def _logits(
+def head_inputs(
     model: Any, hidden: Tensor, *, temperature: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Hidden states and head weight in the dtype of their product, and keyword arguments of the log-prob kernels."""

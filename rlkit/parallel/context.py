@@ -65,10 +65,10 @@ class Layout(NamedTuple):
         return hidden[self.start :] if self.rows is None else hidden
 
     def spread(self, x: Tensor) -> Tensor:
-        """A `[T]` stream at the head's rows; 0 (False) at rows that are not tokens of the batch."""
+        """A `[T, ...]` stream at the head's rows; 0 (False) at rows that are not tokens of the batch."""
         if self.rows is None:
             return x
-        whole = x.new_zeros(self.size)
+        whole = x.new_zeros(self.size, *x.shape[1:])
         whole[self.start : self.start + x.shape[0]] = x
         return whole[self.rows]
 

@@ -32,6 +32,7 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("loss", ("loss",), 7, ".4f"),
     Column("acc", ("accuracy",), 7, ".3f"),
+    Column("teacher", ("teacher/loss",), 7, ".4f"),
     Column("reward", ("reward/mean",), 7, ".3f"),
     Column("entropy", ("entropy",), 7, ".3f"),
     Column("kl", ("kl/ref",), 8, ".5f"),

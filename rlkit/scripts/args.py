@@ -368,8 +368,6 @@ class Episodes:
         check(self)
         self.rewards()
         refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
-        nothing = not self.reward and self.env is None and self.agent is None
-        refuse_if(nothing, "give `reward`, `env` or `agent`: something has to judge")
         refuse_if(
             self.max_turns is not None and self.one_turn,
             "`max_turns` is for `env`, `agent` or `tools`: else there is one turn",

@@ -44,6 +44,7 @@ Flat = Annotated[X, FLAT]  # a field of settings whose flags have no prefix
 COMMANDS = {
     "grpo": "reinforcement learning without a critic: GRPO and its variants, synchronous or asynchronous",
     "ppo": "reinforcement learning with a critic: PPO",
+    "distill": "distillation from teachers on the student's own samples, with or without a reward",
     "sft": "supervised fine-tuning on conversations",
     "dpo": "preference optimization on pairs: DPO and its variants",
     "kto": "preference optimization on single responses, each labelled good or bad",
@@ -229,7 +230,7 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
     if "command" in names:
         return None
     found = []
-    for script in ("grpo", "ppo", "sft", "dpo", "kto", "reward_model"):
+    for script in ("grpo", "ppo", "distill", "sft", "dpo", "kto", "reward_model"):
         kind = importlib.import_module(f"rlkit.scripts.{script}").Args
         if name in {flag.name for flag in list_flags(kind)}:
             found.append(script)

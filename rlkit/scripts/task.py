@@ -177,7 +177,9 @@ def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     check_ranks(args.model.parallel)
     penalties, rollouts = args.penalties, args.rollouts
-    moves, has_reference = penalties.ref_sync_steps, needs_reference(args)
+    moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
+    judged = how.reward or how.env is not None or hasattr(args.loss, "teacher")
+    refuse_if(not judged, "give `reward`, `env` or both: something has to judge")
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")

@@ -58,6 +58,11 @@ RUNS = {  # name -> script, data, flags: together every metric
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
+    "distill": (
+        "distill",
+        "prompts",
+        "--teacher FOLDER/model --loss advantage --prompts-per-step 2 --max-new-tokens 4",
+    ),
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),
 }
 
@@ -84,7 +89,7 @@ def keys(folder) -> dict[str, set[str]]:
     for name, (script, data, flags) in RUNS.items():
         path = folder / f"{data}.jsonl"
         given = f"--model {folder}/model --data {path} --eval-data {path} --output {folder}/{name.replace(' ', '_')}"
-        flags = flags.replace("reward.py", str(folder / "reward.py"))
+        flags = flags.replace("reward.py", str(folder / "reward.py")).replace("FOLDER", str(folder))
         args = f"{given} --device cpu --steps 2 {flags}".split()
         if "--overlap" in flags:
             command = [sys.executable, "-m", f"rlkit.scripts.{script}", *args]

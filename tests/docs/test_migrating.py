@@ -34,7 +34,7 @@ from rlkit.settings import Engines, ParallelArgs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
-SCRIPTS = ("grpo", "ppo", "sft", "dpo", "kto", "reward_model")
+SCRIPTS = ("grpo", "ppo", "distill", "sft", "dpo", "kto", "reward_model")
 COMMANDS = re.findall(r"^(?:torchrun .*?)?rlkit(?:\.scripts\.| )(\w+) +(--.*)", PAGE.replace("\\\n", " "), re.MULTILINE)
 
 
@@ -45,7 +45,8 @@ def module_of(script: str) -> Any:
 @cache
 def defaults(script: str) -> Any:
     """The flags as parsed from a command line with the required ones only."""
-    needed = ["--model", "m", "--data", "d", *(["--reward", "a:b"] if script in ("grpo", "ppo") else [])]
+    more = {"grpo": ["--reward", "a:b"], "ppo": ["--reward", "a:b"], "distill": ["--teacher", "t"]}
+    needed = ["--model", "m", "--data", "d", *more.get(script, [])]
     return tyro.cli(module_of(script).Args, args=needed)
 
 
@@ -87,6 +88,8 @@ def test_the_flags_and_defaults_of_the_tables_match_the_scripts() -> None:
             value = value_of(script, flag)
             if stated == "off":
                 assert not value, (flag, value)
+            elif stated == "required":
+                assert value == "t", (flag, value)
             else:
                 assert type(value)(stated) == value, (flag, stated, value)
 
@@ -102,7 +105,7 @@ def test_every_other_flag_of_the_page_is_another_systems_or_exists() -> None:
     beside = {
         "--actor.dual_clip", "--algo.kl.unbiased_gradient", "--model.label_smoothing", "--model.nll_loss_coef",
         "--model.ipo_enable", "--train.batch_size", "--eps-clip-c", "--num-epoch", "--use-unbiased-kl",
-        "--normalize-advantages", "--algo", "--reward-type",
+        "--normalize-advantages", "--algo", "--reward-type", "--use-opd",
         *re.findall(flag, re.findall(r"have the flat names.*?\n\n", text, re.DOTALL)[0]),
     }  # fmt: skip
     found = set(re.findall(flag, text)) - theirs - beside - {str(flag) for flag in CONFIG}
@@ -183,7 +186,7 @@ anywhere, boxed = (partial(judge, timeout_s=120) for judge in (math.anywhere, ma
 """
 HUB = {
     "openai/gsm8k:main:train": "gsm8k.jsonl", "trl-lib/ultrafeedback_binarized": "pairs.jsonl",
-    "my/conversations": "conversations.jsonl", "trl-lib/kto-mix-14k": "labelled.jsonl",
+    "my/conversations": "conversations.jsonl", "my/prompts": "train.jsonl", "trl-lib/kto-mix-14k": "labelled.jsonl",
 }  # fmt: skip
 
 
@@ -207,6 +210,9 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
         small["engine"] = Engines()
         if file == "rlkit.rewards.math":  # a random model never solves the task, and every group would be dropped
             small["loss"] = replace(args.loss, success_range=None)
+    elif script == "distill":
+        small["loss"] = replace(args.loss, teacher=str(task / "model"))
+        small["rollouts"] = replace(args.rollouts, prompts_per_step=4, max_new_tokens=8)
     else:
         small["examples"] = replace(args.examples, batch_size=4)
     exported = module.main(replace(args, **small))
@@ -253,6 +259,7 @@ def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: p
     assert usual - names - answered == missing
     own = {"sft": {"completion_only_loss"}, "reward_model": {"center_rewards_coefficient"}}
     own |= {"dpo": {"loss_type", "precompute_ref_log_probs"}, "kto": {"loss_type"}}
+    own |= {"distill": {"teacher_model_name_or_path"}}
     own |= {"grpo": {"num_iterations", "scale_rewards"}, "ppo": {"cliprange", "num_ppo_epochs", "response_length"}}
     assert own[script] <= answered
 

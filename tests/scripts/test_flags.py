@@ -24,7 +24,7 @@ import tyro
 import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
-from rlkit.scripts import cli, grpo, ppo
+from rlkit.scripts import cli, distill, grpo, ppo
 from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.engines import check_engine
@@ -598,3 +598,21 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
     assert isinstance(found.error, SystemExit)
     assert found.err.startswith("error: http://host: no answer for 31 s\n  go on from the last checkpoint: ")
     assert found.err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"teacher": "http://x"}, "`teacher` http://x gives its most likely tokens: add `teacher_top_k` 16"),
+        ({"teacher": "http://x", "loss": "uld"}, "`loss` uld needs all log-probs of http://x: load that model here"),
+        ({"teacher": ("a", "b")}, "`teacher` a: several teachers have names, as in math=a"),
+        ({"teacher": ("x=a", "x=b")}, "`teacher` has two of the name x: rename one"),
+        ({"teacher": ()}, "`teacher` is empty: give a folder, a hub id or a URL"),
+        ({"teacher": "a", "teacher_column": "x"}, "`teacher_column` chooses among several"),
+        ({"teacher": "a", "teacher_top_k": 4, "loss": "advantage"}, "`teacher_top_k` is not part of `loss` advantage"),
+        ({"teacher": "a", "beta": 0.3}, "`beta` is for `loss` jsd"),
+    ],
+)
+def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        distill.Loss(**flags)

@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.packing import pack
+from rlkit.types import Trajectory
 
 
 def make_checkpoint(folder: Path, *, seed: int, tied: bool = False) -> Path:
@@ -121,3 +125,23 @@ def check_trained(folder: Path, done: subprocess.CompletedProcess[str], *, steps
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-3
     assert max(line["staleness/max"] for line in lines) == 0
     assert min(line["grad_norm"] for line in lines) > 0
+
+
+def check_teacher(teacher: Any, model: torch.nn.Module) -> None:
+    """A teacher of the fresh server has the log-probs of the checkpoint that it serves, and the tokenizer."""
+    teacher.check(tiny_tokenizer(), k=4)
+    prompt, answers = [5, 6, 7], [[9, 8, 7, 40], [4], [50, 51]]
+    made = [Trajectory(prompt, ids, [True] * len(ids), [-1.0] * len(ids), [0] * len(ids)) for ids in answers]
+    batch = pack([[made[0], replace(made[1], truncated=True)], [made[2]]])
+    logp, (ids, top) = teacher.logp(batch), teacher.top_logp(batch, 4)
+    wanted = [x for answer in answers for x in forward_logp(model, prompt, answer)]
+    torch.testing.assert_close(logp[batch.mask], torch.tensor(wanted), rtol=1e-3, atol=1e-3)
+    at = 0
+    for answer in answers:
+        for i in range(len(answer)):
+            with torch.no_grad():
+                whole = model(torch.tensor([prompt + answer[:i]])).logits[0, -1].log_softmax(-1)
+            row = ids[batch.mask][at]
+            torch.testing.assert_close(top[batch.mask][at], whole[row], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(whole[row], whole.topk(4).values, rtol=1e-3, atol=1e-3)
+            at += 1

@@ -1,0 +1,193 @@
+"""Distillation on the student's own samples: the student samples, a teacher gives the log-probs of what it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.advantages import group_centered
+from rlkit.loops import coefficients
+from rlkit.loops.rl import Step, Task, check_settings, rl
+from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
+from rlkit.losses import opd_advantages
+from rlkit.losses.distillation import reverse_kl_rows
+from rlkit.metrics import Metrics, mean
+from rlkit.model.families import runs_packed
+from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.optim import adamw, learning_rate
+from rlkit.model.teachers import Divergence, LocalTeacher, with_divergence
+from rlkit.packing import pack, select, with_advantages, with_streams
+from rlkit.rollout.rollout import Group, mix
+from rlkit.run.sync import blocking
+from rlkit.segments import broadcast_to_tokens
+from rlkit.settings import Optim, Penalties, Rollouts, Schedule
+from rlkit.types import Batch, Engine, Teacher, Trajectory
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What becomes of the teacher's log-probs.
+
+    Args:
+        divergence: `divergence(log_q, log_p)`, a loss per row of the student's and the teacher's log-probs [.., V]: one
+            of `rlkit.losses.distillation` (`reverse_kl_rows`, `forward_kl_rows`, `jsd_rows(beta)`, ...). None: the
+            difference of the log-probs of the sampled token is its advantage (`opd_advantages`), for `loss`.
+        top_k: the teacher's distribution is its k most likely tokens and one for all others; 0: the whole vocabulary.
+        coef: weight of the divergence, or of that advantage.
+    """
+
+    divergence: Divergence | None = reverse_kl_rows
+    top_k: int = 0
+    coef: float = 1.0
+
+
+async def distill(
+    model: Any,
+    teachers: Teacher | Mapping[str, Teacher],
+    tokenizer: Any,
+    engine: Engine,
+    task: Task,
+    rollouts: Rollouts,
+    schedule: Schedule,
+    optim: Optim = Optim(),
+    penalties: Penalties = Penalties(),
+    *,
+    distillation: Distillation = Distillation(),
+    column: str = "teacher",
+    loss: PolicyLoss = PolicyLoss(),
+    baseline: Callable[..., Tensor] = group_centered,
+    reference: Any = None,
+) -> Path:
+    """Train `model` in place towards a teacher on its own samples; returns the folder of the exported model.
+
+        loss = sum_t w_t (surrogate_t + coef * D(student, teacher)_t)          w = loss.aggregate, by default 1 / tokens
+
+    Of several `teachers` each row's `column` names its own. A `task` without a reward has advantage 0 and trains on the
+    divergence alone; with one, `loss` and `baseline` are those of `rlkit.loops.grpo.grpo`, and so are all settings.
+    A divergence over the whole vocabulary needs teachers in this process (`LocalTeacher`), which are forwarded with
+    each micro-batch; the top k and the log-probs of the sampled tokens come from any `Teacher`, once per step.
+
+    Logged: `teacher/loss`, the divergence per trained token in nats; of advantages, the mean of log q - log p.
+
+    Differs: TRL's `DistillationTrainer` and `GKDTrainer` have no reward; their divergence and mean over tokens are the
+    same (tested). Off-policy distillation is `rlkit.loops.sft` on the teacher's samples.
+    Errors: ValueError for a row that names no teacher, for a whole vocabulary of a teacher that does not give it, and
+    those of `rlkit.loops.grpo.grpo`.
+    Reference: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM).
+    """
+    check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
+    check_loss(loss)
+    named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
+    check_teachers(named, distillation)
+    task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task
+    has_kl = coefficients.has_kl(penalties, reference)
+    policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
+    ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
+    lr_at = learning_rate(optim, num_steps=schedule.steps)
+    optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
+    scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
+    known = [*named.values()]
+
+    def prepare(groups: Sequence[Group], _step: Step) -> Batch:
+        batch = with_advantages(pack(groups, share_prompts=runs_packed(model)), baseline)
+        batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
+        if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1:
+            batch = with_old_logp(policy, batch, **scoring)
+        batch = with_kept_mass(policy, batch, params=rollouts.params, **scoring)
+        of_group = torch.tensor([teacher_of(group, [*named]) for group in groups])
+        return with_teachers(replace(batch, teachers=of_group[batch.group_ids]), known, distillation)
+
+    def update(batch: Batch, step: Step) -> Metrics:
+        lr, divergence = lr_at(step.index), distillation.divergence
+        local = [teacher for teacher in known if isinstance(teacher, LocalTeacher)]  # all, for a whole vocabulary
+        whole = partial(with_divergence, policy, divergence=divergence, teachers=local) if divergence else None
+        metrics = grpo_update(
+            batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
+            kl_coef=step.kl_coef, entropy_coef=step.entropy_coef, seed=mix(schedule.seed, step.index),
+            teacher=whole, teacher_coef=distillation.coef,
+        )  # fmt: skip
+        if divergence is None:
+            metrics["teacher/loss"] = mean(batch.old_logp - batch.teacher_logp[:, 0], mask=batch.mask)
+        return metrics | {"lr": mean(lr)}
+
+    state = {"model": model, "optimizer": optimizer, "reference": reference if penalties.ref_sync_steps else None}
+    return await rl(
+        policy, tokenizer, engine, task, rollouts, schedule, penalties, prepare=prepare, update=update, state=state,
+        reference=ref_policy, max_tokens=optim.max_tokens,
+    )  # fmt: skip
+
+
+def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) -> None:
+    """Refuse (ValueError) a divergence over the whole vocabulary of a teacher that does not give it, and one over k
+    tokens or on sampled tokens of a teacher with another tokenizer."""
+    whole = distillation.divergence is not None and not distillation.top_k
+    for name, teacher in teachers.items():
+        if whole and not isinstance(teacher, LocalTeacher):
+            what = f"the teacher {name or type(teacher).__name__} gives log-probs of some tokens only"
+            raise ValueError(f"{what}: give Distillation(top_k=16), or divergence=None")
+        if not whole and getattr(teacher, "tokenizers", None) is not None:
+            raise ValueError(f"the teacher {name} has another tokenizer: only a divergence such as uld_rows suits it")
+
+
+def check_routes(task: Task, names: Sequence[str], *, column: str) -> None:
+    """Refuse (ValueError) a row whose `column` names none of the teachers."""
+    for prompt in [*task.prompts, *task.eval_prompts]:
+        if (name := prompt.row.get(column)) not in names:
+            has = f"{column!r} is {name!r}" if column in prompt.row else f"there is no column {column!r}"
+            raise ValueError(f"row {prompt.index + 1}: {has}, and the teachers are {', '.join(names)}")
+
+
+def routed(task: Task, names: Sequence[str], *, column: str) -> Task:
+    """The task whose trajectories carry the teacher that their row's `column` names, as "teacher" in `info`."""
+    check_routes(task, names, column=column)
+
+    async def score(prompt: Any, group: list[Trajectory]) -> list[Trajectory]:
+        group = group if task.score is None else await task.score(prompt, group)
+        return [replace(t, info={**t.info, "teacher": prompt.row[column]}) for t in group]
+
+    return replace(task, score=score)
+
+
+def teacher_of(group: Group, names: Sequence[str]) -> int:
+    """The index of the group's teacher."""
+    return names.index(next((t.info["teacher"] for t in group if "teacher" in t.info), names[0]))
+
+
+def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Distillation) -> Batch:
+    """The batch with `teacher_ids` and `teacher_logp` of each sequence's teacher, and for a divergence of None with
+    coef (log p - log q) added to the advantages. Unchanged for the whole vocabulary.
+
+    Errors: ValueError for ids and log-probs of another shape.
+    """
+    if distillation.divergence is not None and not distillation.top_k:
+        return batch
+    k = distillation.top_k or 1
+    ids, logp = torch.zeros(batch.num_tokens, k, dtype=torch.long), torch.zeros(batch.num_tokens, k)
+    for i, teacher in enumerate(teachers):
+        mine = batch.teachers == i
+        part = batch if bool(mine.all()) else select(batch, mine.nonzero().flatten())
+        if distillation.divergence is None:
+            found = part.targets[:, None], teacher.logp(part)[:, None]
+        else:
+            found = teacher.top_logp(part, k)
+        for name, x in zip(("ids", "log-probs"), found, strict=True):
+            if x.shape != (part.num_tokens, k):
+                raise ValueError(
+                    f"the teacher gave {name} of shape {[*x.shape]} for {part.num_tokens} tokens and k = {k}"
+                )
+        tokens = broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
+        ids[tokens], logp[tokens] = found[0].to(ids), found[1].to(logp)
+    batch = replace(batch, teacher_ids=ids, teacher_logp=logp)
+    if distillation.divergence is not None:
+        return batch
+    gap = distillation.coef * opd_advantages(batch.old_logp, logp[:, 0], mask=batch.mask)
+    return with_streams(batch, advantages=batch.advantages + gap)
+
+
+distill_sync = blocking(distill)  # a plain function, also where an event loop runs

@@ -1,0 +1,212 @@
+"""Distillation from a teacher on the student's own samples, with or without a reward.
+
+    rlkit distill --model STUDENT --teacher TEACHER --data prompts.jsonl
+    rlkit distill ... --teacher http://HOST:8000 --teacher-top-k 16
+    rlkit distill ... --teacher math=M code=C --teacher-column subject
+    rlkit distill ... --reward my_rewards.py:score --teacher-coef 0.1
+
+A teacher is a folder, a hub id, or the URL of an SGLang or vLLM server. Data, environments and engines are those of
+`rlkit grpo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rlkit.ranks import is_first, on_all_ranks
+from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model
+from rlkit.scripts.cli import Flat, run
+from rlkit.scripts.engines import open_engine
+from rlkit.scripts.start import function_of, load_tokenizer, where
+from rlkit.scripts.task import load_models, open_task
+from rlkit.settings import (
+    CountOr0,
+    Engines,
+    LimitOr0,
+    NotNegative,
+    Optim,
+    Penalties,
+    Rollouts,
+    Schedule,
+    Share,
+    check,
+    is_default,
+    named,
+    refuse_if,
+)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The teacher, and what becomes of its log-probs."""
+
+    teacher: str | tuple[str, ...]
+    """folder, hub id or URL (SGLang, vLLM) of the teacher; several as NAME=TEACHER, chosen by --teacher-column"""
+    loss: Annotated[str, named("reverse_kl", "forward_kl", "jsd", "advantage", "uld")] = "reverse_kl"
+    """divergence of student q and teacher p at each token: reverse_kl is KL(q, p), forward_kl KL(p, q), jsd has --beta.
+    advantage: log p - log q of the sampled token is its advantage, for PPO's clip. uld: of two tokenizers.
+    Or FILE.py:FUNCTION, `def loss(log_q, log_p)`, a loss per row of log-probs"""
+    beta: Share = 0.5
+    """jsd: weight of the teacher in the mixture (TRL's; its 0 and 1 are forward_kl and reverse_kl)"""
+    teacher_top_k: CountOr0 = 0
+    """use the teacher's k most likely tokens and one for the rest (0: the whole vocabulary, of local teachers)"""
+    teacher_coef: NotNegative = 1.0
+    """weight of the divergence, or of the advantage, beside that of the reward"""
+    teacher_column: str = "teacher"
+    """column of the rows that names one of several teachers"""
+    clip_low: LimitOr0 = 0.2
+    """clip the ratio of advantages below at 1 - clip_low"""
+    clip_high: LimitOr0 = 0.28
+    """clip the ratio of advantages above at 1 + clip_high"""
+    aggregate: Literal["token", "episode", "prompt"] = "token"
+    """average the loss over tokens, answers or prompts"""
+    baseline: Literal["group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg"] = (
+        "group_centered"
+    )
+    """estimator of the reward's advantages (docs/advantages.md)"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        served = next((url for url in self.teachers().values() if is_url(url)), "")
+        refuse_if(self.loss != "jsd" and not is_default(self, "beta"), "`beta` is for `loss` jsd")
+        refuse_if(
+            self.teacher_top_k and self.loss in ("advantage", "uld"),
+            f"`teacher_top_k` is not part of `loss` {self.loss}: drop it",
+        )
+        refuse_if(served and self.loss == "uld", f"`loss` uld needs all log-probs of {served}: load that model here")
+        refuse_if(
+            served and self.loss not in ("advantage", "uld") and not self.teacher_top_k,
+            f"`teacher` {served} gives its most likely tokens: add `teacher_top_k` 16, or use `loss` advantage",
+        )
+        several = len(self.teachers()) > 1
+        refuse_if(
+            not several and not is_default(self, "teacher_column"),
+            "`teacher_column` chooses among several: give `teacher` more than one",
+        )
+
+    def teachers(self) -> dict[str, str]:
+        """The place of each teacher by its name; that of a single one without a name is ""."""
+        given = (self.teacher,) if isinstance(self.teacher, str) else self.teacher
+        found: dict[str, str] = {}
+        for text in given:
+            name, equals, place = text.partition("=")
+            if not (equals and name.isidentifier() and not Path(text).exists()):
+                refuse_if(len(given) > 1, f"`teacher` {text}: several teachers have names, as in math={text}")
+                name, place = "", text
+            refuse_if(not place, f"`teacher` {text}: a folder, hub id or URL is missing")
+            refuse_if(name in found, f"`teacher` has two of the name {name}: rename one")
+            found[name] = place
+        refuse_if(not found, "`teacher` is empty: give a folder, a hub id or a URL")
+        return found
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    model: Flat[Model]
+    data: Flat[Data]
+    loss: Flat[Loss]
+    episodes: Flat[Episodes] = Episodes()
+    rollouts: Flat[Rollouts] = Rollouts(prompts_per_step=64, group_size=1)
+    schedule: Flat[Schedule] = Schedule(Path("runs/distill"), steps=200, eval_steps=25, save_steps=50)
+    optim: Flat[Optim] = Optim()
+    correction: Flat[Correction] = field(default_factory=Correction)
+    penalties: Flat[Penalties] = Penalties()
+    reference: str | None = None
+    """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
+    lora: Flat[Lora] = Lora()
+    engine: Flat[Engines] = Engines()
+
+
+def main(args: Args) -> Path:
+    """Train, and return the folder of the exported model."""
+    flags, judged = args.loss, args.episodes.reward or args.episodes.env
+    refuse_if(
+        args.rollouts.group_size < 2 and judged,
+        "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
+    )
+    refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
+    served = next((place for place in flags.teachers().values() if is_url(place)), "")
+    refuse_if(
+        served and args.rollouts.temperature != 1,
+        f"`temperature` {args.rollouts.temperature:g}: {served} gives log-probs of temperature 1",
+    )
+    own = function_of("loss", flags.loss) if ":" in flags.loss else None
+    args, tokenizer, task = open_task(args)
+    from rlkit import advantages
+    from rlkit.loops import updates
+    from rlkit.loops.distill import Distillation, check_routes, distill
+    from rlkit.run.sync import run_sync
+
+    places = flags.teachers()
+    several = len(places) > 1
+    if several:
+        check_routes(task, [*places], column=flags.teacher_column)
+    load = {name: checked_teacher(args, place, tokenizer) for name, place in places.items()}
+    model, reference, rollouts = load_models(args, tokenizer)
+    teachers = {name: make() for name, make in load.items()}
+    surrogate = partial(updates.clipped, clip_low=flags.clip_low, clip_high=flags.clip_high)
+    loss = updates.PolicyLoss(surrogate, getattr(updates, f"per_{flags.aggregate}"), args.correction.function())
+
+    async def train() -> Path:
+        async with open_engine(args, model, tokenizer) as engine:
+            return await distill(
+                model, teachers if several else next(iter(teachers.values())), tokenizer, engine, task, rollouts,
+                args.schedule, args.optim, args.penalties, loss=loss, reference=reference, column=flags.teacher_column,
+                distillation=Distillation(own or divergence_of(flags), flags.teacher_top_k, flags.teacher_coef),
+                baseline=getattr(advantages, flags.baseline),
+            )  # fmt: skip
+
+    return run_sync(train())
+
+
+def is_url(place: str) -> bool:
+    """Whether a teacher is a server."""
+    return place.startswith(("http://", "https://"))
+
+
+def divergence_of(flags: Loss) -> Any:
+    """The divergence of the flags; None for advantages."""
+    from rlkit.losses import distillation
+
+    if flags.loss == "jsd":
+        return distillation.jsd_rows(flags.beta)
+    return None if flags.loss == "advantage" else getattr(distillation, f"{flags.loss}_rows")
+
+
+def checked_teacher(args: Args, place: str, tokenizer: Any) -> Callable[[], Any]:
+    """A function that makes the teacher, which is checked now: that it answers, and that it has the tokenizer."""
+    from rlkit.data.chat import check_same_tokens
+
+    if is_url(place):
+        from rlkit.rollout.engines.servers.teacher import ServedTeacher
+
+        served = ServedTeacher(place.rstrip("/"))
+        on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
+        return lambda: served
+    tokenizers = None
+    if args.loss.loss != "uld":
+        check_same_tokens(tokenizer, place)
+    elif (theirs := load_tokenizer(place)).get_vocab() != tokenizer.get_vocab():
+        tokenizers = tokenizer, theirs
+
+    def make() -> Any:
+        from rlkit.model.forward import Policy
+        from rlkit.model.launch import load_policy, report_model
+        from rlkit.model.teachers import LocalTeacher
+
+        model = load_policy(place, frozen=True, **where(args))
+        report_model(model, dtype=str(args.optim.dtype), name="teacher")
+        policy = Policy(model, args.rollouts.temperature, str(args.optim.dtype))
+        return LocalTeacher(policy, args.optim.max_tokens, tokenizers)
+
+    return make
+
+
+if __name__ == "__main__":
+    run(main, Args, __doc__)
