@@ -162,8 +162,8 @@ NO_FLAG = {  # what needs no flag here, or has none
     "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch",
     "use_opd": "on-policy distillation is rlkit distill --loss advantage",
     "val_before_train": "--eval-data is measured before the first step, always",
-    "overlong_buffer_len": "rlkit.rewards.text.soft_overlong is a reward for it",
-    "soft_over_length_punishment": "rlkit.rewards.text.soft_overlong is a reward for it",
+    "overlong_buffer_len": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
+    "soft_over_length_punishment": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
     "train_sampling_strategy": "rows are shuffled in every pass", "whiten_rewards": "advantages are whitened, always",
     "vf_coef": "the critic has its own optimizer: --critic-lr",
 }  # fmt: skip

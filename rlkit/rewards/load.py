@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,11 +20,14 @@ from typing import Any
 from rlkit._extras import MissingExtra
 
 PRIVATE = "_rlkit_"  # how the module of a file begins that no `import` would find
+_CALL = re.compile(r"(.+?:\w+)\((.*)\)", re.DOTALL)  # FILE.py:FUNCTION(arguments)
 _TEXT = "__rlkit_text__"  # of a module: the text of the file when it was executed
 
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function named by `"my_rewards.py:reward"` (a file) or `"package.module:reward"` (an importable module).
+
+    Keyword arguments may follow, as literals: `"rlkit.rewards.text:length_target(target=200, scale=0.001)"`.
 
     The folder of a file, the one that holds its package (folders with `__init__.py`) and the current one are appended
     to `sys.path`, so that the file can import files next to it, of its package and of the project. The file is executed
@@ -32,6 +38,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     ModuleNotFoundError, AttributeError (lists the functions of the module), TypeError (not callable), and ImportError
     with the traceback if the user's code fails while it is imported.
     """
+    if called := _CALL.fullmatch(spec):
+        return _bound(load_function(called[1]), called[2], spec)
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
         raise ValueError(
@@ -45,6 +53,24 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
     return function
+
+
+def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., Any]:
+    """The function with the keyword arguments in `text`; ValueError for anything but literals, and for other names."""
+    try:
+        call: Any = ast.parse(f"f({text})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (ValueError, SyntaxError, AttributeError):
+        raise ValueError(
+            f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
+        ) from None
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if unknown := [x for x in given if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:
+        raise ValueError(f"{spec}: there is no argument {unknown[0]!r}; the function has {', '.join(names)}")
+    return partial(function, **given)
 
 
 def _hint(spec: str) -> str:

@@ -325,7 +325,8 @@ class Episodes:
 
     reward: str | tuple[str, ...] | None = None
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
-    Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged)"""
+    Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged).
+    Arguments may follow: "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)=0.5\""""
     env: str | None = None
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
     class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
@@ -412,10 +413,10 @@ class Episodes:
         from rlkit.rewards.call import RESERVED
 
         given = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
-        names = [spec.rpartition(":")[2] for spec, *_ in given]
+        names = [spec.partition("(")[0].rpartition(":")[2] for spec, *_ in given]
         found: dict[str, tuple[str, float | None]] = {}
         for name, (spec, weight, text) in zip(names, given):
-            place = spec.rpartition(":")[0]
+            place = spec.partition("(")[0].rpartition(":")[0]
             stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
             name = f"{stem}.{name}" if names.count(name) > 1 else name
             finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or weight is not None)
@@ -436,7 +437,8 @@ class Episodes:
 
 def _parsed(text: str) -> tuple[str, float | None, str]:
     """FILE.py:FUNCTION, the weight after `=` (None without one, NaN for what is no number), and the text itself."""
-    _, equals, number = text.rpartition(":")[2].partition("=")
+    end = text.rfind(")") + 1 or text.rfind(":") + 1  # of the arguments, which have a `=` too
+    _, equals, number = text[end:].partition("=")
     try:
         weight = float(number) if equals else None
     except ValueError:

@@ -169,3 +169,29 @@ def test_code_that_fails_while_imported_shows_its_own_traceback(folder, source, 
     assert not [name for name in sys.modules if name.startswith("_rlkit_broken")]
     with pytest.raises(ImportError, match=message):
         load_function("broken:score")
+
+
+def test_arguments_follow_the_name(folder):
+    reward = load_function("rlkit.rewards.text:soft_overlong(max_tokens=10, cache_tokens=4)")
+    assert reward("", {}, range(8)) == -0.5
+    (folder / "options.py").write_text("def f(completion, row, *, tags=(), text=''):\n    return tags, text\n")
+    given = load_function(f"{folder / 'options.py'}:f(tags=('a', 'b'), text='x:y(z)=1')")
+    assert given("", {}) == (("a", "b"), "x:y(z)=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("10", "arguments are keywords with literal values"),
+        ("max_tokens=open('x')", "arguments are keywords with literal values"),
+        ("**{}", "arguments are keywords with literal values"),
+        ("max_tokens=1) or f(", "arguments are keywords with literal values"),
+        (
+            "max_token=1",
+            "there is no argument 'max_token'; the function has _completion, _row, completion_ids, max_tokens",
+        ),
+    ],
+)
+def test_only_literal_arguments_that_the_function_has(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_function(f"rlkit.rewards.text:soft_overlong({arguments})")

@@ -616,3 +616,12 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
 def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         distill.Loss(**flags)
+
+
+def test_a_reward_has_arguments_and_a_weight():
+    spec = "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)"
+    assert Episodes(reward=(f"{spec}=0.5", "a/b.py:f=2")).rewards() == {
+        "soft_overlong": (spec, 0.5),
+        "f": ("a/b.py:f", 2),
+    }
+    assert Episodes(reward=spec).rewards() == {"soft_overlong": (spec, None)}

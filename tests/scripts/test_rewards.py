@@ -180,6 +180,7 @@ def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
 
 
 WRONG = [
+    (["reward.py:score(x=1)=0.5"], "reward.py:score(x=1): "),
     (
         ["reward.py:score", "other.py:score", "sub/other.py:score=0.5"],
         "names two functions other.score, other.py:score and sub/other.py:score, and each is logged as "
