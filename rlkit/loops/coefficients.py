@@ -22,10 +22,13 @@ KL(policy || reference) on samples of the policy. Without a controller a coeffic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from rlkit import controllers as library
+from rlkit import losses
 from rlkit.controllers import Coef
 from rlkit.settings import Penalties
 from rlkit.types import Controller
@@ -80,6 +83,25 @@ def has_kl(penalties: Penalties, reference: Any) -> bool:
     if reference is None and (penalties.has_kl or penalties.ref_sync_steps):
         raise ValueError("kl_coef, a KL controller and ref_sync_steps need a reference model")
     return penalties.has_kl
+
+
+class KlTerm(NamedTuple):
+    """Where the KL to the reference goes, and its estimator `f(logp, ref_logp, mask=mask)`; None: `unbiased_kl`."""
+
+    place: str = "loss"
+    estimator: Callable[..., Tensor] | None = None
+
+    def in_loss(self, logp: Tensor, ref_logp: Tensor, old_logp: Tensor) -> Tensor:
+        """The KL of each token as a loss."""
+        if self.estimator is None:
+            return losses.unbiased_kl(logp, ref_logp, old_logp)
+        return self.estimator(logp, ref_logp)
+
+
+def kl_term(penalties: Penalties, *, default: str = "loss") -> KlTerm:
+    """The term of the settings; `default` is the loop's own place. ValueError for a pair without meaning."""
+    place, name = penalties.kl_place(default)
+    return KlTerm(place, None if name == "unbiased" else getattr(losses, name))
 
 
 def start(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
+from rlkit.loops.estimators import Advantage, with_estimates
 from rlkit.loops.rl import Step, Task, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.losses import opd_advantages
@@ -22,7 +23,7 @@ from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, learning_rate
 from rlkit.model.teachers import Divergence, LocalTeacher, with_divergence
-from rlkit.packing import pack, select, with_advantages, with_streams
+from rlkit.packing import pack, select, with_streams
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.segments import broadcast_to_tokens
@@ -62,6 +63,7 @@ async def distill(
     column: str = "teacher",
     loss: PolicyLoss = PolicyLoss(),
     baseline: Callable[..., Tensor] = group_centered,
+    advantage: Advantage | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` in place towards a teacher on its own samples; returns the folder of the exported model.
@@ -86,7 +88,7 @@ async def distill(
     named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
     check_teachers(named, distillation)
     task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task
-    has_kl = coefficients.has_kl(penalties, reference)
+    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
@@ -94,11 +96,12 @@ async def distill(
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
     known = [*named.values()]
 
-    def prepare(groups: Sequence[Group], _step: Step) -> Batch:
-        batch = with_advantages(pack(groups, share_prompts=runs_packed(model)), baseline)
+    def prepare(groups: Sequence[Group], step: Step) -> Batch:
+        batch = pack(groups, share_prompts=runs_packed(model))
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
-        if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1:
+        if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
+        batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         batch = with_kept_mass(policy, batch, params=rollouts.params, **scoring)
         of_group = torch.tensor([teacher_of(group, [*named]) for group in groups])
         return with_teachers(replace(batch, teachers=of_group[batch.group_ids]), known, distillation)
@@ -109,7 +112,8 @@ async def distill(
         whole = partial(with_divergence, policy, divergence=divergence, teachers=local) if divergence else None
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
-            kl_coef=step.kl_coef, entropy_coef=step.entropy_coef, seed=mix(schedule.seed, step.index),
+            kl_coef=step.kl_coef * (kl.place == "loss"), entropy_coef=step.entropy_coef, kl=kl.in_loss,
+             seed=mix(schedule.seed, step.index),
             teacher=whole, teacher_coef=distillation.coef,
         )  # fmt: skip
         if divergence is None:

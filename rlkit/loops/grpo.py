@@ -12,13 +12,14 @@ from torch import Tensor
 from rlkit._tensors import check_call
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
+from rlkit.loops.estimators import Advantage, with_estimates
 from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import adamw, learning_rate
-from rlkit.packing import pack, with_advantages
+from rlkit.packing import pack
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
@@ -37,6 +38,7 @@ async def grpo(
     *,
     loss: PolicyLoss = PolicyLoss(),
     baseline: Callable[..., Tensor] = group_centered,
+    advantage: Advantage | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` in place on rewards of its own samples; returns the folder of the exported model.
@@ -45,6 +47,8 @@ async def grpo(
     of all their tokens, and takes `minibatches * epochs` optimizer steps on `loss` (see `grpo_update`). Groups that
     `task.keep_group` rejects (`success_between(0.01, 0.99)`) are replaced, at most `max_dropped` in a step. The first
     NaN or infinity in a stream or a gradient norm stops the run; `skip_nan` drops it (`rlkit.loops.nans`).
+    `advantage` is an estimator per token of `rlkit.loops.estimators` that needs no critic; None: the baseline's value
+    on all tokens. `penalties.kl_in` puts the KL into the loss, the reward or the advantage.
 
     With `rollouts.overlap` the engine samples while a step trains. It needs its own copy of the weights
     (`rlkit.rollout.engines.process`, `rlkit.rollout.engines.sglang`), which each step replaces without draining the
@@ -72,25 +76,27 @@ async def grpo(
     check_loss(loss)
     check_rewarded(task)
     check_baseline(baseline, group_size=rollouts.group_size)
-    has_kl = coefficients.has_kl(penalties, reference)
+    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
     optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
-    def prepare(groups: Sequence[Group], _step: Step) -> Batch:
-        batch = with_advantages(pack(groups, share_prompts=runs_packed(model)), baseline)
+    def prepare(groups: Sequence[Group], step: Step) -> Batch:
+        batch = pack(groups, share_prompts=runs_packed(model))
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
-        if rollouts.minibatches * rollouts.epochs > 1:
+        if rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
+        batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         return with_kept_mass(policy, batch, params=rollouts.params, **scoring)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr = lr_at(step.index)
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
-            kl_coef=step.kl_coef, entropy_coef=step.entropy_coef, seed=mix(schedule.seed, step.index),
+            kl_coef=step.kl_coef * (kl.place == "loss"), entropy_coef=step.entropy_coef, kl=kl.in_loss,
+             seed=mix(schedule.seed, step.index),
         )  # fmt: skip
         return metrics | {"lr": mean(lr)}
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlkit.advantages import gae_decoupled, whiten
+from rlkit.advantages import whiten
 from rlkit.loops import coefficients
+from rlkit.loops.coefficients import KlTerm
+from rlkit.loops.estimators import Advantage, gae
 from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
-from rlkit.losses import kl_in_reward, value_clip
+from rlkit.losses import k1, kl_in_reward, value_clip, value_huber
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.families import check_is_model, runs_packed
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
@@ -39,24 +41,36 @@ def with_gae(
     kl_coef: float,
     max_tokens: int,
     checked: Callable[[Batch], Batch] = lambda batch: batch,
+    advantage: Advantage | None = None,
+    kl: KlTerm = KlTerm("reward", k1),
 ) -> Batch:
     """The batch with the critic's `values`, their targets `returns`, and whitened `advantages`.
 
-    `kl_coef` times the k1 estimate of KL(old policy || reference) is subtracted from the token rewards. A truncated
-    answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0. `checked` gets the batch with its
-    raw `values`, and may drop sequences before the advantages are whitened over all of them.
+    `advantage` is an estimator of `rlkit.loops.estimators`; None: `gae` with the numbers of `critic`. `kl_coef` times
+    the estimate of KL(old policy || reference) is subtracted from the token rewards, or from the whitened advantages
+    (`kl.place`). A truncated answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0.
+    `checked` gets the batch with its raw `values`, and may drop sequences before the advantages are whitened over all
+    of them.
     """
     check_streams(batch, **{name: f"kl_coef {kl_coef:g}" for name in ("old_logp", "ref_logp") if kl_coef})
     raw = compute_values(values.model, batch, max_tokens=max_tokens, dtype=values.dtype)
     batch = checked(replace(batch, values=raw))
-    rewards, mask = batch.token_rewards, batch.mask
-    if kl_coef:
-        rewards = kl_in_reward(rewards, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=mask)
-    traces = gae_decoupled(
-        rewards, batch.values, mask=mask, cu_seqlens=batch.cu_seqlens, gamma=critic.gamma, lam_policy=critic.lam_policy,
-        lam_value=critic.lam_value, bootstrap=bootstraps(batch.values, batch) if critic.bootstrap else None,
-    )  # fmt: skip
+    scored, mask = batch, batch.mask
+    of_critic: dict[str, Any] = {"gamma": critic.gamma, "lam_policy": critic.lam_policy, "lam_value": critic.lam_value}
+    minus_kl = partial(
+        kl_in_reward,
+        logp=batch.old_logp,
+        ref_logp=batch.ref_logp,
+        kl_coef=kl_coef,
+        mask=mask,
+        estimator=kl.estimator or k1,
+    )
+    if kl_coef and kl.place == "reward":
+        scored = replace(batch, token_rewards=minus_kl(batch.token_rewards))
+    ends = bootstraps(batch.values, batch) if critic.bootstrap else torch.zeros_like(batch.rewards)
+    traces = gae(scored, ends, **of_critic) if advantage is None else advantage(scored, ends)
     advantages = whiten(traces.advantages, mask=mask)
+    advantages = minus_kl(advantages) if kl_coef and kl.place == "advantage" else advantages
     return with_streams(batch, values=batch.values, returns=traces.returns, advantages=advantages)
 
 
@@ -70,9 +84,10 @@ def value_update(
     lr: float,
     clip: float,
     seed: int,
+    huber: float | None = None,
 ) -> Metrics:
-    """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, averaged over all tokens of a
-    step.
+    """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, or with `huber` on
+    `value_huber` of that threshold, averaged over all tokens of a step.
 
     Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`; `error`, the mean square of value
     minus return; and `spread`, that of return minus the batch's mean return. 1 - error / spread is the explained
@@ -91,6 +106,8 @@ def value_update(
                 now = values_of(model, micro, dtype=values.dtype)
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
                 loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
+                if huber is not None:
+                    loss = value_huber(now, micro.returns, delta=huber, mask=micro.mask)
                 backward((w * loss).sum())
                 shown = {
                     "loss": loss,
@@ -129,14 +146,15 @@ async def ppo(
     critic: Critic = Critic(),
     *,
     loss: PolicyLoss = PolicyLoss(partial(clipped, clip_high=0.2)),
+    advantage: Advantage | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` and `value_model` (from `load_value_model`) in place; returns the folder of the exported model.
 
-    A step samples, takes the critic's values, `gae_decoupled(lam_policy, lam_value)` and whitened advantages (see
-    `with_gae`), then `minibatches * epochs` optimizer steps of the critic, and as many of the policy on `loss`. In the
-    first `critic.critic_steps` steps only the critic trains. It is exported to `critic/`. `rollouts` (with `overlap`)
-    and `penalties` work as in `rlkit.loops.grpo.grpo`, except that the KL is subtracted from the reward.
+    A step samples, takes the critic's values and the whitened advantages of `advantage` (see `with_gae`), then
+    `minibatches * epochs` optimizer steps of the critic, and as many of the policy on `loss`. In the first
+    `critic.critic_steps` steps only the critic trains. It is exported to `critic/`. `rollouts` (with `overlap`) and
+    `penalties` work as in `rlkit.loops.grpo.grpo`, except that the KL is in the reward unless `kl_in` says otherwise.
 
     Differs from InstructGPT (arXiv:2203.02155):
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
@@ -153,7 +171,7 @@ async def ppo(
     check_rewarded(task)
     check_is_model(model)
     check_is_model(value_model, "value_model")
-    has_kl = coefficients.has_kl(penalties, reference)
+    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, default="reward")
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
@@ -168,23 +186,30 @@ async def ppo(
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
         batch = pack(groups, share_prompts=runs_packed(model))
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
-        if has_kl or rollouts.minibatches * rollouts.epochs > 1:
+        if has_kl or advantage is not None or rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)
         batch = step.check(with_kept_mass(policy, batch, params=rollouts.params, **scoring))
+        kl_coef = 0.0 if kl.place == "loss" else step.kl_coef
         return with_gae(
-            batch, values=values, critic=critic, kl_coef=step.kl_coef, max_tokens=optim.max_tokens, checked=step.check
-        )
+            batch, values=values, critic=critic, kl_coef=kl_coef, max_tokens=optim.max_tokens, checked=step.check,
+            advantage=advantage, kl=kl,
+        )  # fmt: skip
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, critic_lr = lr_at(step.index), critic_lr_at(step.index)
         options: dict[str, Any] = {
             "optimizer": optimizer, "rollouts": rollouts, "optim": optim, "seed": mix(schedule.seed, step.index),
         }  # fmt: skip
-        metrics = with_explained(value_update(batch, values=values, lr=critic_lr, clip=critic.value_clip, **options))
+        metrics = with_explained(
+            value_update(
+                batch, values=values, lr=critic_lr, clip=critic.value_clip, huber=critic.value_huber, **options
+            )
+        )
         if step.index >= critic.critic_steps:
             metrics |= grpo_update(
-                batch, policy=policy, lr=lr, loss=loss, kl_coef=0.0, entropy_coef=step.entropy_coef, **options
-            )
+                batch, policy=policy, lr=lr, loss=loss, kl_coef=step.kl_coef * (kl.place == "loss"), kl=kl.in_loss,
+                entropy_coef=step.entropy_coef, **options,
+            )  # fmt: skip
         return metrics | {"lr": mean(lr), "lr/critic": mean(critic_lr)}
 
     state = {"model": both, "optimizer": optimizer, "reference": reference if penalties.ref_sync_steps else None}

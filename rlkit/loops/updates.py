@@ -18,7 +18,18 @@ from torch import Tensor
 
 from rlkit._numbers import show
 from rlkit._tensors import FILLED_BY
-from rlkit.losses import constant_length, k3, ppo_clip, prompt_mean, ratio_stats, tis, token_mean, unbiased_kl
+from rlkit.losses import (
+    constant_length,
+    k3,
+    keep_ratio,
+    keep_whole_sequences,
+    ppo_clip,
+    prompt_mean,
+    ratio_stats,
+    tis,
+    token_mean,
+    unbiased_kl,
+)
 from rlkit.metrics import Metrics, largest, mean, merge
 from rlkit.model.forward import Policy
 from rlkit.model.optim import optimizer_step, set_lr
@@ -68,6 +79,16 @@ Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a wei
 def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Tensor:
     """PPO's clip with DAPO's upper bound, as a `PolicyLoss.surrogate`."""
     return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def skip_above(log_ratio: Tensor, batch: Batch, *, surrogate: Surrogate, max_ratio: float) -> Tensor:
+    """The surrogate, and 0 on all tokens of a sequence in which one token's ratio exceeds `max_ratio`.
+
+    Reference: ColossalAI's `skip_threshold` (20).
+    """
+    where = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}
+    keep = keep_whole_sequences(keep_ratio(log_ratio, low=0.0, high=max_ratio, mask=batch.mask), **where)
+    return keep * surrogate(log_ratio, batch)
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,7 @@ def grpo_update(
     kl_coef: float,
     entropy_coef: float,
     seed: int,
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor] = unbiased_kl,
     teacher: TeacherLoss | None = None,
     teacher_coef: float = 1.0,
 ) -> Metrics:
@@ -143,8 +165,8 @@ def grpo_update(
                           + teacher_coef * teacher_t)
         w    = loss.aggregate(batch of the optimizer step)
 
-    `teacher(micro)` gives, from one forward, `policy(micro)` and a further loss per token
-    (`rlkit.model.teachers.with_divergence`).
+    KL is `kl(logp, ref_logp, old_logp)`. `teacher(micro)` gives, from one forward, `policy(micro)` and a further loss
+    per token (`rlkit.model.teachers.with_divergence`).
 
     Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
@@ -182,7 +204,7 @@ def grpo_update(
                 token_loss, slope = with_gradient(surrogate, log_ratio, micro)
                 total = w_policy * token_loss
                 if kl_coef:
-                    total = total + kl_coef * w_kept * unbiased_kl(out.logp, micro.ref_logp, old_logp)
+                    total = total + kl_coef * w_kept * kl(out.logp, micro.ref_logp, old_logp)
                 if entropy_coef:
                     total = total - entropy_coef * w * out.entropy
                 if divergence is not None:

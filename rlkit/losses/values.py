@@ -19,7 +19,16 @@ from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.preference import PairMask, Pairs
 from rlkit.types import Mask, Tokens
 
-__all__ = ["bradley_terry", "hl_gauss", "hl_gauss_target", "hl_gauss_value", "process_bce", "value_clip", "value_mse"]
+__all__ = [
+    "bradley_terry",
+    "hl_gauss",
+    "hl_gauss_target",
+    "hl_gauss_value",
+    "process_bce",
+    "value_clip",
+    "value_huber",
+    "value_mse",
+]
 
 
 def value_mse(values: Tokens, returns: Tokens, *, mask: Mask = None) -> Tokens:
@@ -33,6 +42,21 @@ def value_mse(values: Tokens, returns: Tokens, *, mask: Mask = None) -> Tokens:
     """
     values, returns = prepared(mask, values=values, returns=returns.detach())
     return 0.5 * (values - returns).square()
+
+
+def value_huber(values: Tokens, returns: Tokens, *, delta: float, mask: Mask = None) -> Tokens:
+    """Huber loss of a value prediction: outliers of the return have a bounded gradient.
+
+        loss = 1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2)          e = V - R
+
+    Gradient: clip(V - R, -delta, delta).
+    Limits: delta -> inf is `value_mse`.
+    Reference: Huber 1964, https://doi.org/10.1214/aoms/1177703732.
+    """
+    if not delta > 0:
+        raise ValueError(f"delta must be positive, got {delta}")
+    values, returns = prepared(mask, values=values, returns=returns.detach())
+    return F.huber_loss(values, returns, reduction="none", delta=delta)
 
 
 def value_clip(values: Tokens, old_values: Tokens, returns: Tokens, *, clip: float, mask: Mask = None) -> Tokens:

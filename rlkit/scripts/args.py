@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlkit._extras import lacks
 from rlkit.run.console import data_progress
@@ -22,6 +22,7 @@ from rlkit.settings import (
     Limit,
     ParallelArgs,
     Positive,
+    Range,
     Rollouts,
     SamplingParams,
     Share,
@@ -444,6 +445,17 @@ def _parsed(text: str) -> tuple[str, float | None, str]:
     except ValueError:
         weight = math.nan
     return text.removesuffix(equals + number), weight, text
+
+
+OF_VALUES = ("gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace")
+OF_RETURNS = ("returns", "reinforce_pp")
+Estimator = Annotated[
+    str,
+    Range(
+        f"one of {', '.join((*OF_VALUES, *OF_RETURNS))}, perhaps with (arguments), or FILE.py:FUNCTION",
+        lambda x: x.partition("(")[0] in (*OF_VALUES, *OF_RETURNS) or ":" in x,
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import own_loss
+from rlkit.scripts.start import advantage_of, own_loss
 from rlkit.scripts.task import load_models, open_task
-from rlkit.settings import Engines, Finite, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, named, refuse_if
+from rlkit.settings import (
+    Engines,
+    Finite,
+    Limit,
+    LimitOr0,
+    Optim,
+    Penalties,
+    Rollouts,
+    Schedule,
+    check,
+    named,
+    refuse_if,
+)
 
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
@@ -49,16 +61,26 @@ class Loss:
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.
     length: sum over an answer's tokens, divided by --max-new-tokens (Dr. GRPO).
     None: episode for gspo, gmpo and sapo, else token"""
-    baseline: Literal["group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg"] = (
-        "group_centered"
-    )
-    """advantage estimator (docs/advantages.md); group_zscore divides by the group's standard deviation"""
+    max_ratio: Limit | None = None
+    """leave an answer out of the loss where a token's ratio exceeds this (ColossalAI: 20); None: never"""
+    baseline: Literal[
+        "group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg", "none"
+    ] = "group_centered"
+    """what a group's rewards are compared with (docs/advantages.md); group_zscore also divides by their standard
+    deviation. none, with --advantage only: the rewards as they are"""
+    advantage: Estimator | None = None
+    """estimator per token: returns or reinforce_pp, as in "returns(gamma=0.99)", on the baseline's value as the last
+    reward. Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`. None: the baseline's value on all tokens"""
     success_range: tuple[Finite, Finite] | None = None
     """dynamic sampling: replace groups whose mean score is outside this range, e.g. 0.01 0.99; None: keep all"""
 
     def __post_init__(self) -> None:
         check(self)
         low, high = self.success_range or (0, 0)
+        refuse_if(
+            self.baseline == "none" and not self.advantage,
+            "`baseline` none compares no rewards: add `advantage` reinforce_pp, or take another baseline",
+        )
         refuse_if(low > high, f"`success_range` is from low to high, got {low} {high}")
         refuse_if(
             (self.clip_low, self.clip_high) != (None, None) and (self.loss in ("cispo", "sapo") or ":" in self.loss),
@@ -89,27 +111,32 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     refuse_if(
-        args.rollouts.group_size < 2,
+        args.rollouts.group_size < 2 and args.loss.baseline != "none",
         "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo)",
     )
     refuse_if(
         args.rollouts.max_dropped is not None and args.loss.success_range is None,
         "`max_dropped` requires `success_range`",
     )
-    own = own_loss(args.loss.loss)
+    refuse_if(
+        args.loss.max_ratio and args.rollouts.minibatches * args.rollouts.epochs == 1,
+        "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
+    )
+    own, flags = own_loss(args.loss.loss), args.loss
+    advantage = advantage_of(flags.advantage, values=False) if flags.advantage else None
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
     from rlkit import advantages
     from rlkit.loops.grpo import grpo
     from rlkit.run.sync import run_sync
 
-    loss, baseline = policy_loss(args, own), getattr(advantages, args.loss.baseline)
+    loss, baseline = policy_loss(args, own), getattr(advantages, flags.baseline, lambda rewards, group_ids: rewards)  # noqa: ARG005
     model, reference, rollouts = load_models(args, tokenizer)
 
     async def train() -> Path:
         async with open_engine(args, model, tokenizer) as engine:
             return await grpo(
                 model, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties, loss=loss,
-                baseline=baseline, reference=reference,
+                baseline=baseline, advantage=advantage, reference=reference,
             )  # fmt: skip
 
     return run_sync(train())
@@ -135,6 +162,8 @@ def policy_loss(args: Args, own: Any) -> Any:
         given = {"clip_low": flags.clip_low, "clip_high": flags.clip_high}
         constants = CONSTANTS[flags.loss] | {name: value for name, value in given.items() if value is not None}
         surrogate = partial(getattr(losses, flags.loss), **constants)
+    if flags.max_ratio:
+        surrogate = partial(updates.skip_above, surrogate=updates.as_surrogate(surrogate), max_ratio=flags.max_ratio)
     mean = flags.aggregate or ("episode" if flags.loss in EPISODE_MEAN else "token")
     aggregate = getattr(updates, f"per_{mean}")
     if mean == "length":

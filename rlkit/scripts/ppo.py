@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model, log
+from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import where
+from rlkit.scripts.start import advantage_of, where
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import Critic, Engines, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
 
@@ -29,6 +29,10 @@ class Loss:
     """clip the ratio below at 1 - clip_low"""
     clip_high: LimitOr0 = 0.2
     """clip the ratio above at 1 + clip_high"""
+    advantage: Estimator = "gae"
+    """estimator of the advantages (docs/advantages.md): gae, vapo, td_lambda, n_step, vtrace or retrace, with --gamma,
+    --lam-policy and --lam-value; further arguments in brackets: "n_step(n=16)".
+    Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -60,6 +64,13 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
+    name = args.loss.advantage.partition("(")[0]
+    refuse_if(
+        name == "vtrace" and args.correction.correction != "none",
+        "`advantage` vtrace has the ratio to the sampling policy in it: add `correction` none",
+    )
+    given = {field: getattr(args.values, field) for field in ("gamma", "lam_policy", "lam_value")}
+    advantage = advantage_of(args.loss.advantage, values=True, **given) if name != "gae" else None
     if args.values.critic_steps >= args.schedule.steps > 0:
         log.warning(
             "--critic-steps %d is not below --steps %d: only the critic learns, never the policy",
@@ -81,7 +92,7 @@ def main(args: Args) -> Path:
         async with open_engine(args, model, tokenizer) as engine:
             return await ppo(
                 model, critic, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties,
-                args.values, loss=loss, reference=reference,
+                args.values, loss=loss, advantage=advantage, reference=reference,
             )  # fmt: skip
 
     return run_sync(train())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -17,7 +18,7 @@ from typing import Any
 from rlkit.files import check_model_path
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
-from rlkit.scripts.args import Data, log
+from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, log
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.settings import ParallelArgs, is_default, refuse_if
 
@@ -301,6 +302,21 @@ def function_of(flag: str, spec: str) -> Any:
         raise ValueError(f"`{flag}` {spec}: {error}") from None
     except ImportError as error:
         raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
+
+
+def advantage_of(text: str, *, values: bool, **given: Any) -> Any:
+    """The estimator of `--advantage`, with those of the options `given` that it has; ValueError for one that does not
+    exist, or that needs a critic's `values` that are not there."""
+    name = text.partition("(")[0]
+    function = function_of("advantage", text if ":" in name else f"rlkit.loops.estimators:{text}")
+    refuse_if(
+        name in OF_VALUES and not values,
+        f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
+    )
+    refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
+    bound = getattr(function, "keywords", {})
+    parameters = inspect.signature(function).parameters
+    return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
 
 
 def own_loss(spec: str) -> Any:

@@ -178,6 +178,7 @@ def check_rl(args: Any) -> None:
     check_ranks(args.model.parallel)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
+    penalties.kl_place("reward" if hasattr(args, "values") else "loss")
     judged = how.reward or how.env is not None or hasattr(args.loss, "teacher")
     refuse_if(not judged, "give `reward`, `env` or both: something has to judge")
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")

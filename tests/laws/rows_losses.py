@@ -122,6 +122,11 @@ ENTROPY = [
 ]
 
 
+def value_huber(values, returns, delta):
+    errors = [abs(v - r) for v, r in zip(values, returns)]
+    return [e**2 / 2 if e <= delta else delta * (e - delta / 2) for e in errors]
+
+
 def value_clip(values, old_values, returns, clip):
     near = [min(max(v, o - clip), o + clip) for v, o in zip(values, old_values)]
     return [0.5 * max((v - r) ** 2, (c - r) ** 2) for v, c, r in zip(values, near, returns)]
@@ -130,6 +135,17 @@ def value_clip(values, old_values, returns, clip):
 RANGE = {"low": -4.0, "high": 4.0}
 VALUES = [
     row(L.value_mse, laws.no_gradient_by("returns")),
+    row(
+        L.value_huber,
+        laws.limit(
+            lambda case: L.value_mse(case.tokens["values"], case.tokens["returns"], mask=case.mask),
+            note="delta = inf is value_mse",
+            delta=1e30,
+        ),
+        laws.equals_loop(value_huber),
+        laws.no_gradient_by("returns"),
+        options={"delta": 0.7},
+    ),
     row(
         L.value_clip,
         laws.limit(

@@ -625,3 +625,35 @@ def test_a_reward_has_arguments_and_a_weight():
         "f": ("a/b.py:f", 2),
     }
     assert Episodes(reward=spec).rewards() == {"soft_overlong": (spec, None)}
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (grpo, {"advantage": "gae"}, "--advantage gae needs a critic's values: use rlkit ppo --advantage gae"),
+        (
+            grpo,
+            {"advantage": "returns(x=1)"},
+            "--advantage rlkit.loops.estimators:returns(x=1): rlkit.loops.estimators:ret",
+        ),
+        (grpo, {"max_ratio": 20.0}, "--max-ratio skips nothing with one optimizer step on a batch"),
+        (grpo, {"group_size": 1}, "--group-size must be at least 2"),
+        (ppo, {"advantage": "reinforce_pp"}, "--advantage reinforce_pp uses no critic: use rlkit grpo"),
+        (
+            ppo,
+            {"advantage": "vtrace"},
+            "--advantage vtrace has the ratio to the sampling policy in it: add --correction none",
+        ),
+    ],
+)
+def test_an_estimator_that_cannot_act_is_refused(script, flags, message):
+    with pytest.raises(ValueError, match=r".") as error:
+        script.main(args_of(script.Args, **flags))
+    assert spelled(str(error.value), script.Args).startswith(message)
+
+
+def test_a_pair_of_baseline_and_advantage_without_meaning_is_refused():
+    with pytest.raises(ValueError, match="`baseline` none compares no rewards: add `advantage` reinforce_pp"):
+        grpo.Loss(baseline="none")
+    with pytest.raises(ValueError, match="`advantage` must be one of gae, vapo"):
+        grpo.Loss(advantage="gea")

@@ -1,0 +1,175 @@
+"""The places of the KL and the estimators per token of a batch, against plain loops over tokens and in limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlkit.advantages import group_centered
+from rlkit.loops import estimators as E
+from rlkit.loops.coefficients import KlTerm, kl_term
+from rlkit.loops.estimators import with_estimates
+from rlkit.loops.updates import clipped, skip_above
+from rlkit.losses import k1, k2, k3
+from rlkit.packing import pack, with_streams
+from rlkit.settings import Penalties
+from rlkit.types import Trajectory
+
+
+def groups():
+    """Masked gaps, token rewards, a truncated answer, an episode in two pieces, a sequence without an action."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(n, reward, *, mask=None, **more):
+        mask = mask or [i % 3 != 1 for i in range(n)]
+        rewards = [0.1 * i * m for i, m in enumerate(mask)]
+        logp = torch.randn(n, generator=generator).sub(3).tolist()
+        return Trajectory([5, 6], list(range(n)), mask, logp, [0] * n, reward, rewards, **more)
+
+    first = [made(5, 1.0), made(4, 0.0, truncated=True), made(3, 2.0, mask=[False] * 3)]
+    return [first, [made(2, 3.0), made(4, 3.0, continues=True), made(1, 0.5)]]
+
+
+def batch():
+    packed = pack(groups())
+    generator = torch.Generator().manual_seed(1)
+    old, ref, values = (torch.randn(packed.num_tokens, generator=generator) for _ in range(3))
+    return with_streams(packed, old_logp=old, ref_logp=ref, values=values)
+
+
+def by_episode(x):
+    """Baseline of the episodes' rewards: those of the first group are 1, 0, 2 and of the second 3 and 0.5."""
+    mean = [1.0, 1.0, 1.0, 1.75, 1.75]
+    return torch.tensor([r - m for r, m in zip(x, mean, strict=True)])
+
+
+OF = torch.tensor([0, 1, 2, 3, 3, 4])  # the episode of each sequence
+REWARDS = [1.0, 0.0, 2.0, 3.0, 0.5]
+
+
+def tokens(b):
+    """(sequence, its action tokens) of each sequence."""
+    edges = b.cu_seqlens.tolist()
+    for i, (start, end) in enumerate(pairwise(edges)):
+        yield i, [t for t in range(start, end) if b.mask[t]]
+
+
+@pytest.mark.parametrize("estimator", [k1, k2, k3])
+def test_the_kl_in_the_reward_of_an_answer_is_the_sum_over_its_tokens(estimator):
+    b = batch()
+    got = with_estimates(b, baseline=group_centered, kl=KlTerm("reward", estimator), kl_coef=0.3)
+    kl = estimator(b.old_logp, b.ref_logp) * b.mask
+    total = [0.0] * 5
+    for i, at in tokens(b):
+        total[OF[i]] += sum(float(kl[t]) for t in at)
+    rewards = torch.tensor(REWARDS) - 0.3 * torch.tensor(total)
+    groups_of = torch.tensor([0, 0, 0, 1, 1])
+    want = rewards - torch.stack([rewards[groups_of == g].mean() for g in groups_of])
+    for i, at in tokens(b):
+        torch.testing.assert_close(got.advantages[at], want[OF[i]].expand(len(at)), atol=1e-5, rtol=1e-5)
+    assert (got.rewards == b.rewards).all()
+
+
+def test_the_kl_in_the_advantage_is_that_of_each_token():
+    b = batch()
+    plain = with_estimates(b, baseline=group_centered)
+    got = with_estimates(b, baseline=group_centered, kl=KlTerm("advantage", k1), kl_coef=0.3)
+    want = (plain.advantages - 0.3 * (b.old_logp - b.ref_logp)) * b.mask
+    torch.testing.assert_close(got.advantages, want)
+    in_loss = with_estimates(b, baseline=group_centered, kl=KlTerm(), kl_coef=0.3)
+    assert (in_loss.advantages == plain.advantages).all()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_returns_discount_the_baselines_value_the_token_rewards_and_the_kl(kl_coef):
+    b, own = batch(), by_episode(REWARDS)
+    advantage = partial(E.returns, gamma=0.9)
+    kl = KlTerm("reward", k1)
+    got = with_estimates(b, baseline=group_centered, advantage=advantage, kl=kl, kl_coef=kl_coef).advantages
+    rewards = [0.1 * i * m for group in groups() for t in group for i, m in enumerate([*t.mask, *[0] * t.truncated])]
+    want = torch.zeros(b.num_tokens)
+    for i, at in tokens(b):
+        after = 0.0
+        for t in reversed(at):
+            r = rewards[t] + (float(own[OF[i]]) if t == at[-1] else 0.0)
+            want[t] = after = r - kl_coef * float(b.old_logp[t] - b.ref_logp[t]) + 0.9 * after
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_reinforce_pp_is_the_whitened_return_of_the_raw_rewards():
+    raw = lambda rewards, group_ids: rewards
+    b = batch()
+    got = with_estimates(b, baseline=raw, advantage=E.reinforce_pp).advantages[b.mask]
+    returns = E.returns(b, torch.zeros(6)).advantages[b.mask]
+    torch.testing.assert_close(got, (returns - returns.mean()) / (returns.std() + 1e-6))
+
+
+def test_estimators_of_a_critic_meet_in_their_limits():
+    b = batch()
+    b = with_streams(b, rollout_logp=b.old_logp)  # on-policy
+    ends = torch.linspace(-1, 1, 6)
+    for lam in (0.0, 0.7, 1.0):
+        want = E.gae(b, ends, gamma=0.9, lam_policy=lam, lam_value=lam)
+        for other in (E.td_lambda, E.retrace):
+            got = other(b, ends, gamma=0.9, lam_policy=lam)
+            torch.testing.assert_close(got.advantages, want.advantages)
+            torch.testing.assert_close(got.returns[b.mask], want.returns[b.mask])
+    traced = E.vtrace(b, ends, gamma=0.9, lam_policy=1.0)
+    torch.testing.assert_close(traced.advantages, want.advantages)
+    torch.testing.assert_close(traced.returns[b.mask], want.returns[b.mask])
+    torch.testing.assert_close(E.n_step(b, ends, gamma=0.9, n=99).advantages, want.advantages)
+    one = E.gae(b, ends, gamma=0.9, lam_policy=0.0)
+    torch.testing.assert_close(E.n_step(b, ends, gamma=0.9, n=1).advantages, one.advantages)
+    short = E.vapo(b, ends, gamma=0.9, alpha=0.01)  # answers below 100 tokens
+    torch.testing.assert_close(short.advantages, one.advantages)
+    torch.testing.assert_close(short.returns, E.gae(b, ends, gamma=0.9).returns)
+    away = replace(b, rollout_logp=b.old_logp + 2.0)  # the sampling policy was surer of each token
+    for other in (E.vtrace, E.retrace):
+        assert not torch.allclose(other(away, ends).advantages, other(b, ends).advantages)
+
+
+def test_an_answer_with_a_ratio_above_the_limit_is_left_out():
+    b = with_estimates(batch(), baseline=group_centered)
+    log_ratio = torch.zeros(b.num_tokens)
+    edges = b.cu_seqlens.tolist()
+    log_ratio[edges[3]] = 3.01  # e^3.01 > 20, in the fourth sequence
+    log_ratio[edges[1] + 1] = 9.0  # masked
+    log_ratio.requires_grad_()
+    got = skip_above(log_ratio, b, surrogate=clipped, max_ratio=20.0)
+    want = clipped(log_ratio, b)
+    outside = (torch.arange(b.num_tokens) < edges[3]) | (torch.arange(b.num_tokens) >= edges[4])
+    assert (got[~outside] == 0).all()
+    torch.testing.assert_close(got[outside & b.mask], want[outside & b.mask])
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "term"),
+    [
+        ({}, "loss", ("loss", None)), ({}, "reward", ("reward", k1)), ({"kl_in": "loss"}, "reward", ("loss", None)),
+        ({"kl_estimator": "k3"}, "loss", ("loss", k3)), ({"kl_in": "advantage"}, "loss", ("advantage", k1)),
+        ({"kl_in": "reward", "kl_estimator": "k3"}, "loss", ("reward", k3)),
+    ],
+)  # fmt: skip
+def test_the_settings_name_place_and_estimator(given, default, term):
+    assert kl_term(Penalties(kl_coef=0.1, **given), default=default) == term
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "`kl_estimator` k1 in the loss has gradient 0 on average"),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "unbiased"},
+            "`kl_estimator` unbiased is for `kl_in` loss",
+        ),
+        ({"kl_in": "reward"}, "`kl_in` requires `kl_coef` above 0, or `kl_limit`"),
+        ({"kl_estimator": "k2"}, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`"),
+    ],
+)
+def test_a_place_or_estimator_without_effect_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        kl_term(Penalties(**given))
