@@ -22,6 +22,7 @@ __all__ = [
     "archive_insert",
     "dominates",
     "hypervolume",
+    "lexicographic",
     "normalize_then_sum",
     "num_dominating",
     "pareto_mask",
@@ -85,6 +86,22 @@ def smooth_tchebycheff(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     return -temperature * torch.logsumexp(_weighted_distance(rewards, weights, ideal) / temperature, 1)
+
+
+def lexicographic(rewards: Float[Tensor, "N K"]) -> Float[Tensor, "N"]:
+    """The share of the other rows that a row precedes: by the first objective, ties by the second, and so on.
+
+        s_i = 1 / (N - 1) sum_{j != i} [r_i > r_j] + [r_i = r_j] / 2          > compares the rows as words
+
+    The rows are those of one group. An objective only decides between answers equal in all before it.
+    Limits:   a single row gives 0.5; K = 1 is the rank, scaled to [0, 1]; an increasing map of a column changes
+              nothing.
+    """
+    (rewards,) = _checked(rewards)
+    above = torch.zeros(len(rewards), len(rewards), dtype=rewards.dtype, device=rewards.device)
+    for x in reversed(rewards.unbind(1)):  # an earlier objective overrules the later ones
+        above = torch.where(x[:, None] == x, above, (x[:, None] - x).sign())
+    return (above.sum(1) / max(1, len(rewards) - 1) + 1) / 2
 
 
 def dominates(a: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch K"]) -> Bool[Tensor, "*batch"]:

@@ -181,3 +181,12 @@ def test_errors_name_the_argument():
     fails("point must have 2 objectives", O.archive_insert, archive, (1.0,), None)
     fails("point must not contain NaN", O.archive_insert, archive, (1.0, math.nan), None)
     fails("max_size must be at least 1", O.archive_insert, archive, (3.0, 3.0), None, max_size=0)
+
+
+@given(points_of(3))
+def test_lexicographic_is_the_share_of_rows_that_a_row_precedes(points):
+    got = O.lexicographic(tensor(points)).tolist()
+    for i, row in enumerate(points):
+        others = [q for j, q in enumerate(points) if j != i]
+        wins = sum((row > q) + 0.5 * (row == q) for q in others)
+        assert got[i] == pytest.approx(wins / len(others) if others else 0.5)

@@ -36,6 +36,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "vllm_enable_sleep_mode": "engine_release",
     "use_vllm": "engine vllm", "vllm_mode": "engine vllm", "vllm_server_base_url": "engine_urls",
     "warmup_ratio": "warmup_steps (ratio * steps)",
+    "multi_objective_aggregation": "combine",
     "teacher_model_name_or_path": "teacher", "teacher_server_urls": "teacher NAME=URL ...",
     # verl
     "adv_estimator": "baseline", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",

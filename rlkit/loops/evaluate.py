@@ -114,7 +114,8 @@ async def evaluate_sets(
 ) -> dict[str, float]:
     """`evaluate` on each set, as `eval/NAME/...`; the set named "" has its numbers as `eval/...`.
 
-    Without a set named "", `eval/sampled` and `eval/greedy` are the means over the sets, which count the same.
+    Without a set named "", `eval/sampled`, `eval/greedy` and `eval/reward/...` are the means over the sets, which
+    count the same.
     """
     found: dict[str, float] = {}
     for name, one in sets.items():
@@ -123,7 +124,8 @@ async def evaluate_sets(
             num_samples=one.num_samples or num_samples,
             **options if one.params is None else options | {"reference": None},  # the KL is that of the run's sampling
         )  # fmt: skip
-    return found | over_sets(found, sets, names=("sampled", "greedy"))
+    parts = {key.split("/", 2)[2] for key in found if "/reward/" in key}
+    return found | over_sets(found, sets, names=("sampled", "greedy", *sorted(parts)))
 
 
 def over_sets(found: Mapping[str, float], sets: Mapping[str, Any], *, names: Sequence[str]) -> dict[str, float]:
@@ -188,6 +190,8 @@ async def evaluate(
         if n > 1 and answer is not None:
             votes = [majority(x, [answer(t) for t in episodes]) for x, episodes in zip(scores, ends, strict=True)]
             out |= _with_error(f"{prefix}majority", votes)
+        if kind == "sampled":
+            out |= _parts(groups, prefix)
         if kind == "sampled" and policy is not None and reference is not None:
             batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
             batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
@@ -243,6 +247,14 @@ def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
     """The answer to vote with: the text `answer` that the reward function returned, else `final_answer` of its text."""
     note = trajectory.info.get("notes", {}).get("answer")
     return note if note is not None else final_answer(completion_of(tokenizer, trajectory))
+
+
+def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, float]:
+    """The mean of each further number of the reward function over the sampled answers, under `prefix` and `reward/NAME`."""
+    metrics = [t.info.get("metrics", {}) for group in groups for t in last_pieces(group)]
+    names = dict.fromkeys(name for found in metrics for name in found if name != "failed")
+    parts = {name: [found[name] for found in metrics if name in found] for name in names}
+    return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}
 
 
 def is_due(step: int, schedule: Schedule) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from rlkit.data.order import Parts, check_parts, mixed_index
-from rlkit.loops import coefficients, nans
+from rlkit.loops import coefficients, nans, pareto
 from rlkit.loops.evaluate import (
     Clock,
     EvalSet,
@@ -74,6 +74,8 @@ class Task:
     another one. `eval_prompts` are never trained on, nor are those of `eval_sets`, named sets with a reward and a
     sampling of their own. `parts` are the sizes and weights of consecutive parts of the prompts, which are mixed in
     these shares; (): each prompt comes once in a pass over all.
+    Of several `objectives`, names of further numbers of the reward (`reward/NAME`), evaluations keep the Pareto front,
+    see `rlkit.loops.pareto`.
     """
 
     prompts: Sequence[Prompt]
@@ -83,6 +85,7 @@ class Task:
     eval_prompts: Sequence[Prompt] = ()
     eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
     parts: Parts = ()
+    objectives: Sequence[str] = ()
 
     @property
     def held_out(self) -> dict[str, EvalSet]:
@@ -172,13 +175,14 @@ async def rl(
         if penalties.ref_sync_steps > steps > 0:
             run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
 
+        front = pareto.start(task.objectives, saved=saved.get("pareto"))
         no_scores: dict[str, float] = {}
         in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
 
         def save(done: int) -> bool:
             return saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, stream=stream, **state,
-                state={"controllers": coefficients.to_save(controllers, now)},
+                state={"controllers": coefficients.to_save(controllers, now), "pareto": pareto.to_save(front)},
             )  # fmt: skip
 
         async def send(version: int) -> int:
@@ -205,7 +209,8 @@ async def rl(
 
         await in_time(send(first), None)
         if start < 0 and (scores := await in_time(held_out(0), no_scores)):
-            run.log(0, scores)
+            front = pareto.advance(front, scores, step=0)
+            run.log(0, scores | pareto.logged(front, folder))
             saving.keep_best(run, 0, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
         signal = Signal()
         async with SharedStream(
@@ -253,9 +258,11 @@ async def rl(
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
                 clock.lap("sync")
                 line |= await in_time(held_out(done), no_scores)
+                front = pareto.advance(front, line, step=done)
+                line |= pareto.logged(front, folder) if is_due(done, schedule) else {}
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
-                if is_due(done, schedule) and task.eval_prompts:
+                if is_due(done, schedule) and task.held_out:
                     saving.keep_best(run, done, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
                 signal = report_no_signal(run, batch, before=signal)
                 if save(done):

@@ -42,6 +42,30 @@ def weighted(
     return _combined(functions, scalarize, timeout_s, missing=math.nan, logged_only=logged_only)
 
 
+def scalarized(
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    weights: Mapping[str, float],
+    scalarize: Callable[[Tensor, Tensor], Tensor],
+    timeout_s: float = 60.0,
+) -> Callable[..., Any]:
+    """A reward function that makes one number of several, `scalarize(rewards [N, K], weights [K]) -> [N]`, where the N
+    rows are the answers of one group.
+
+    A weight of 0 only logs the function's reward, which is in neither tensor. `score`, which evaluations measure, is
+    the weighted sum, unless a function gives one. See `combined` for the rest.
+    """
+    if set(functions) != set(weights):
+        raise ValueError(f"functions and weights must have the same names, got {sorted(functions)}, {sorted(weights)}")
+    used = torch.tensor([weights[name] != 0 for name in functions])
+    w = torch.tensor([float(weights[name]) for name in functions], dtype=torch.float64)[used]
+    logged_only = frozenset(name for name in functions if weights[name] == 0)
+    return _combined(
+        functions, lambda r: scalarize(r[:, used], w), timeout_s, logged_only=logged_only,
+        score=lambda r: weighted_sum(r[:, used], weights=w),
+    )  # fmt: skip
+
+
 def combined(
     functions: Mapping[str, Callable[..., Any]], *, scalarize: Callable[[Tensor], Tensor], timeout_s: float = 60.0
 ) -> Callable[..., Any]:
@@ -65,9 +89,11 @@ def _combined(
     *,
     missing: float | None = None,
     logged_only: frozenset[str] = frozenset(),
+    score: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """`combined`. With NaN as `missing`, None is NaN to `scalarize`, and an error only if that returns NaN.
+    """`combined`, with a `score` where no function gives one.
 
+    With NaN as `missing`, None is NaN to `scalarize`, and an error only if that returns NaN.
     A `score` of the functions `logged_only` is not used.
     """
     if not functions or set(RESERVED) & set(functions):
@@ -92,10 +118,15 @@ def _combined(
             values = scalarize(torch.tensor(table, dtype=torch.float64))
             if values.shape != (len(good),):
                 raise ValueError(f"scalarize must give one number per sample, [{len(good)}], got {list(values.shape)}")
-            for (i, result), parts, value in zip(good, table, values.tolist()):
+            scores = [None] * len(good) if score is None else score(torch.tensor(table, dtype=torch.float64)).tolist()
+            for (i, result), parts, value, plain in zip(good, table, values.tolist(), scores):
                 absent = [name for name, part in zip(functions, parts) if math.isnan(part)]
                 lost = math.isnan(value) and absent
-                results[i] = _no_reward(absent, index[i]) if lost else replace(result, reward=value)
+                results[i] = (
+                    _no_reward(absent, index[i])
+                    if lost
+                    else replace(result, reward=value, score=plain if result.score is None else result.score)
+                )
         return results
 
     return reward

@@ -75,6 +75,11 @@ PANELS = (
         (Curve("eval/kl", "evaluation prompts", sparse=True), Curve("kl/ref", "training")),
     ),
     Panel(
+        "Hypervolume of the Pareto front",
+        "product of the rewards",
+        (Curve("pareto/hypervolume", "evaluations", sparse=True),),
+    ),
+    Panel(
         "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
     ),
     Panel(

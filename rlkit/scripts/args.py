@@ -19,6 +19,7 @@ from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import (
     Count,
     CountOr0,
+    Finite,
     Limit,
     ParallelArgs,
     Positive,
@@ -328,6 +329,12 @@ class Episodes:
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
     Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged).
     Arguments may follow: "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)=0.5\""""
+    combine: Literal["sum", "tchebycheff", "normalize_then_sum", "lexicographic"] = "sum"
+    """how several rewards become one (docs/advantages.md): their weighted sum; tchebycheff: minus the largest weighted
+    distance to --ideal; normalize_then_sum: z-scores in the group, summed (GDPO); lexicographic: by the first, ties by
+    the second, and so on. All but sum log the weighted sum as the score"""
+    ideal: tuple[Finite, ...] = ()
+    """with --combine tchebycheff: the best value of each reward with a weight other than 0, in their order"""
     env: str | None = None
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
     class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
@@ -368,7 +375,7 @@ class Episodes:
 
     def __post_init__(self) -> None:
         check(self)
-        self.rewards()
+        self._check_combine()
         refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
         refuse_if(
             self.max_turns is not None and self.one_turn,
@@ -406,6 +413,18 @@ class Episodes:
     def max_failed(self) -> float:
         """`reward_max_failed` with its default."""
         return (0.0 if self.agent is None else 0.5) if self.reward_max_failed is None else self.reward_max_failed
+
+    def _check_combine(self) -> None:
+        """Refuse a way to combine rewards that does not suit them."""
+        used = {name: weight for name, (_, weight) in self.rewards().items() if weight != 0}
+        refuse_if(self.combine != "sum" and len(used) < 2, f"`combine` {self.combine} is for several `reward`s")
+        refuse_if(
+            self.combine == "tchebycheff" and len(self.ideal) != len(used),
+            f"`ideal` has {len(self.ideal)} numbers: give one for each of the {len(used)} rewards of tchebycheff",
+        )
+        refuse_if(self.combine != "tchebycheff" and self.ideal, "`ideal` is for `combine` tchebycheff")
+        weighs = self.combine == "lexicographic" and any(weight not in (None, 1) for weight in used.values())
+        refuse_if(weighs, "`combine` lexicographic goes by the order of the rewards: drop their weights")
 
     def rewards(self) -> dict[str, tuple[str, float | None]]:
         """(FILE.py:FUNCTION, weight or None) of each reward function, by its name: FUNCTION, or FILE.FUNCTION where

@@ -79,6 +79,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
     sets = sets if args.schedule.eval_steps else {}
+    objectives = tuple(name for name, (_, weight) in args.episodes.rewards().items() if weight != 0)
+    options |= {"objectives": objectives if len(objectives) > 1 else ()}
     return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
 
 
@@ -179,8 +181,8 @@ def check_rl(args: Any) -> None:
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
     penalties.kl_place("reward" if hasattr(args, "values") else "loss")
-    judged = how.reward or how.env is not None or hasattr(args.loss, "teacher")
-    refuse_if(not judged, "give `reward`, `env` or both: something has to judge")
+    judged = how.reward or how.env is not None or how.agent is not None or hasattr(args.loss, "teacher")
+    refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
@@ -213,7 +215,7 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfToke
     found = _reward_functions(episodes, *parts, flag=flag)
 
     def of_tokenizer(tokenizer: Any) -> Any:
-        from rlkit.rewards.combine import weighted
+        from rlkit.rewards.combine import scalarized, weighted
         from rlkit.rewards.scoring import env_rewards, scorer
 
         limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}
@@ -224,9 +226,29 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfToke
         if [*weights.values()] != [None]:
             each = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
             reward = weighted(found, weights=each, timeout_s=episodes.reward_timeout)
+            if episodes.combine != "sum":
+                how = combining(episodes)
+                reward = scalarized(found, weights=each, scalarize=how, timeout_s=episodes.reward_timeout)
         return scorer(reward, tokenizer=tokenizer, **limits)
 
     return of_tokenizer
+
+
+def combining(episodes: Episodes) -> Any:
+    """The function of rewards `[N, K]` and weights `[K]` of `combine`."""
+    import torch
+
+    from rlkit import objectives
+
+    match episodes.combine:
+        case "tchebycheff":
+            ideal = torch.tensor(episodes.ideal, dtype=torch.float64)
+            return lambda rewards, weights: objectives.tchebycheff(rewards, weights=weights, ideal=ideal)
+        case "normalize_then_sum":
+            one = lambda rewards: torch.zeros(len(rewards), dtype=torch.long)  # noqa: E731
+            return lambda x, weights: objectives.normalize_then_sum(x, group_ids=one(x), weights=weights)
+        case _:
+            return lambda rewards, weights: objectives.lexicographic(rewards)  # noqa: ARG005
 
 
 def _reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:

@@ -38,6 +38,12 @@ def agent(prompt, base_url):
     urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body)).read()
     return {"reward": 1.0}
 """
+REWARD += """
+def low(completion, row):
+    return sum(ord(c) < 64 for c in completion) / 8
+def short(completion, row):
+    return -len(completion) / 8
+"""
 ROWS = {
     "sft": {"prompt": "{i}+1=", "response": "{i}"},
     "pairs": {"prompt": "{i}+1=", "chosen": "{i}", "rejected": "x"},
@@ -49,6 +55,7 @@ SAMPLED = (
     "--max-new-tokens 4 --eval-samples 2 --kl-coef 0.1 --entropy-coef 0.01"
 )
 LIMITS = "--kl-target 0.02 --kl-limit 0.01 --entropy-limit 5"
+SEVERAL = "--reward reward.py:low reward.py:short --prompts-per-step 2 --group-size 2 --max-new-tokens 4"
 RUNS = {  # name -> script, data, flags: together every metric
     "sft": ("sft", "sft", "--batch-size 4"),
     "dpo": ("dpo", "pairs", "--batch-size 4"),
@@ -58,11 +65,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
-    "distill": (
-        "distill",
-        "prompts",
-        "--teacher FOLDER/model --loss advantage --prompts-per-step 2 --max-new-tokens 4",
-    ),
+    "distill": ("distill", "prompts", f"--teacher FOLDER/model --loss advantage {SEVERAL}"),
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),
 }
 
@@ -121,8 +124,9 @@ async def numbers_of_rewards() -> set[str]:
 async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     page = tables(PAGE.read_text().partition("\n## Samples")[0])
     logged = {re.sub(r"@\d+", "@K", key) for key in set().union(*keys.values(), await numbers_of_rewards())}
-    assert "reward/size" in logged
-    assert page == logged - {"reward/size"} | {"reward/NAME", "memory/peak", "time/mfu"}
+    parts = {f"{kind}reward/{name}" for kind in ("", "eval/") for name in ("size", "low", "short")}
+    assert parts <= logged
+    assert page == logged - parts | {"reward/NAME", "eval/reward/NAME", "memory/peak", "time/mfu"}
 
 
 def test_the_tables_of_keys_are_those_of_the_report():

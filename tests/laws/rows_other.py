@@ -80,6 +80,7 @@ def archived(points: torch.Tensor) -> torch.Tensor:
 REFERENCE = {"reference": torch.full((3,), -2.0, dtype=torch.float64)}
 OBJECTIVES = [
     row(O.weighted_sum, laws.monotone(), laws.scales(degree=1), options=WEIGHTS),
+    row(O.lexicographic, skip={"additive": "compares the rows of one group with each other"}),
     row(O.tchebycheff, laws.monotone(), options={**IDEAL, "slope": 0.01}),
     row(O.smooth_tchebycheff, laws.monotone(), options={**IDEAL, "temperature": 0.5}),
     row(
