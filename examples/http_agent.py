@@ -1,7 +1,7 @@
 """A program that knows nothing of rlkit: it asks a model over HTTP, and runs the calculator that the model calls.
 
-    OPENAI_BASE_URL=http://localhost:8000/v1 python examples/http_agent.py "12*34"
-    rlkit grpo --model MODEL --data sums.jsonl --agent "python examples/http_agent.py {prompt}" --reward FILE.py:FUNCTION
+OPENAI_BASE_URL=http://localhost:8000/v1 python examples/http_agent.py "12*34"
+rlkit grpo --model MODEL --data sums.jsonl --agent "python examples/http_agent.py {prompt}" --reward FILE.py:FUNCTION
 """
 
 from __future__ import annotations

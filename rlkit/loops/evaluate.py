@@ -250,7 +250,7 @@ def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
 
 
 def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, float]:
-    """The mean of each further number of the reward function over the sampled answers, under `prefix` and `reward/NAME`."""
+    """The mean of each further number of the reward function over the sampled answers, as `prefix` + `reward/NAME`."""
     metrics = [t.info.get("metrics", {}) for group in groups for t in last_pieces(group)]
     names = dict.fromkeys(name for found in metrics for name in found if name != "failed")
     parts = {name: [found[name] for found in metrics if name in found] for name in names}
