@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit.ranks import is_first, on_all_ranks
-from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import function_of, load_tokenizer, where
@@ -112,6 +112,7 @@ class Args:
     data: Flat[Data]
     loss: Flat[Loss]
     episodes: Flat[Episodes] = Episodes()
+    evaluation: Flat[Evaluation] = Evaluation()
     rollouts: Flat[Rollouts] = Rollouts(prompts_per_step=64, group_size=1)
     schedule: Flat[Schedule] = Schedule(Path("runs/distill"), steps=200, eval_steps=25, save_steps=50)
     optim: Flat[Optim] = Optim()

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rlkit.model import vision
 from rlkit.model.families import check_architecture, check_causal_lm
 from rlkit.model.forward import forward
 from rlkit.model.small_copy import shrunk
 
-MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MODEL_TYPES = tuple(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *vision.TYPES]))
 _GRANITE = {
     "logits_scaling": 8.0,
     "attention_multiplier": 0.03,
@@ -61,15 +62,21 @@ FAMILIES = {  # what is special -> a model type of each
     "ALiBi": ["bloom"],
     "no position_ids": ["bart"],
     "two heads or more": ["modernbert-decoder"],
+    "text and images": ["qwen2_5_vl", "qwen3_vl", "qwen3_5"],
+    "images that see both ways": ["gemma3"],
     "bidirectional": ["bert"],
 }
 
 
 class Found(NamedTuple):
-    """`status`: "packed", "unpacked" or "refused" for a `reason`, or "not built" from a small config."""
+    """`status`: "packed", "unpacked" or "refused" for a `reason`, or "not built" from a small config.
+
+    `images`: how it is trained on images, "" where it reads text only.
+    """
 
     status: str
     reason: str = ""
+    images: str = ""
 
 
 def config_of(model_type: str) -> Any:
@@ -90,7 +97,10 @@ def verdict(model_type: str) -> Found:
         return Found("refused", re.sub(r" by \S+ nats", "", reason))
     if checked is None:
         return Found("not built", "no small model from the default config")
-    return Found("packed" if checked.packed else "unpacked", re.sub(r" by \S+ nats", "", checked.reason))
+    images = ""
+    if vision.reads_images(config):
+        images = checked.images or ("packed" if config.model_type != "gemma3" else "unpacked")
+    return Found("packed" if checked.packed else "unpacked", re.sub(r" by \S+ nats", "", checked.reason), images)
 
 
 def filled(model_type: str, *, seed: int, std: float = 0.1) -> Any:
