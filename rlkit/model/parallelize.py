@@ -227,13 +227,15 @@ def shard(
 
 def is_tied(model: Any) -> bool:
     """Whether the model has a head whose weight is the embedding's."""
-    return model.get_output_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", None)  # of some vision models, only the outer
+    tied = getattr(model.config, "tie_word_embeddings", False) if tied is None else tied
+    return model.get_output_embeddings() is not None and bool(tied)
 
 
 def tie(model: Any) -> None:
     """Make the head's weight the embedding's again, where the config ties them."""
     if is_tied(model):
-        model.get_output_embeddings().weight = model.base_model.embed_tokens.weight
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
 def load_parallel(

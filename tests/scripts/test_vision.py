@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,21 @@ def test_an_engine_process_and_lora(task, tmp_path):
     lines = train(task, "grpo", tmp_path / "run", "--overlap", "--lora-rank", "4")
     assert lines[0]["mismatch/abs_max"] < 1e-4  # later ones are of older weights
     assert changed(task, tmp_path / "run") == {"text"}
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does(task, tmp_path):
+    one = train(task, "grpo", tmp_path / "one", "--prompts-per-step", "4", "--train-vision")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    sizes = ["--prompts-per-step", "4", "--group-size", "3", "--max-new-tokens", "6", "--max-prompt-tokens", "64"]
+    command = [
+        *start, "rlkit.scripts.grpo", "--model", str(task / "model"), "--data", str(task / "rl.jsonl"), *sizes,
+        "--reward", f"{task / 'reward.py'}:score", "--output", str(tmp_path / "two"), "--device", "cpu", "--steps", "2",
+        "--lr", "1e-3", "--train-vision", "--parallel.shard", "2",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    two = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(one, two, strict=True):
+        assert {name: b[name] for name in a if not name.startswith("time/")} == pytest.approx(
+            {name: x for name, x in a.items() if not name.startswith("time/")}, rel=1e-3, abs=1e-4
+        )
