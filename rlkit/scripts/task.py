@@ -7,6 +7,7 @@ rows, the environment. Then it loads the tokenizer and makes of them what the lo
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -324,6 +325,8 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
         refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
         refuse_if(how.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
     else:
+        elsewhere = sys.platform != "linux" and how.agent_memory is not None
+        refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
             check_command(how.agent, next((row for rows in parts for row in rows), {}))
         except ValueError as error:

@@ -54,7 +54,7 @@ def nothing_left(tmp_path, monkeypatch):
     assert {*me.children(recursive=True)} - children == set()
     faulty = [p.info["pid"] for p in psutil.process_iter(["pid", "cmdline"]) if "faulty.py" in str(p.info["cmdline"])]
     assert faulty == []
-    assert not list(tmp_path.glob("rlkit-agent-*"))
+    assert not list(tmp_path.glob("rlkit-agents-*/*"))
     assert not [c for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert (me.num_fds(), threading.active_count()) <= before
 
@@ -215,6 +215,6 @@ def test_a_command_ends_with_the_run_that_started_it(tmp_path):
     _, alive = psutil.wait_procs(found, timeout=20)
     assert alive == []
     deadline = time.monotonic() + 20
-    while [*tmp_path.glob("rlkit-agent-*/work")] and time.monotonic() < deadline:
+    while [*tmp_path.glob("rlkit-agents-*/*")] and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert [*tmp_path.glob("rlkit-agent-*/work")] == []
+    assert [*tmp_path.glob("rlkit-agents-*/*")] == []

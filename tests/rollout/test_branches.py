@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scripted import Script, check_tree, prompt_of, tokenizer_with
 
-from rlkit.data.chat import render
+from rlkit.data.chat import render, render_text
 from rlkit.packing import pack
 from rlkit.parallel.forest import forest
 from rlkit.rollout.agents.branches import Branches
@@ -185,6 +187,68 @@ async def test_a_stop_string_ends_the_text_and_stays_in_the_tokens():
     (piece,) = ended(branches, script)
     assert piece.ids[: len(ids)] == ids
     assert piece.ids[len(ids) : len(ids) + 1] == tokenizer.encode("<|im_end|>")
+
+
+words = st.text("ab c", min_size=1, max_size=6)
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 30),  # the conversation to go on from, of those so far
+        st.sampled_from(["continue", "continue", "strip", "change", "drop", "cut", "retry", "tools"]),
+        words,
+        st.booleans(),  # whether the call is made while the one before it runs
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
+@given(steps=steps, said_first=st.lists(words, min_size=13, max_size=13))
+def test_any_program_is_captured_exactly(template, steps, said_first):
+    """Whatever a program makes of the conversations so far: each turn trains once, after what it was sampled in."""
+    tokenizer = tokenizer_with(template)
+    turns = [f"<think>\n{w}\n</think>\n\n{w}" if i % 3 == 2 else w for i, w in enumerate(said_first)]
+    script = Script(tokenizer, *turns, end={"llama3": "<|eot_id|>"}.get(template, "<|im_end|>"))
+
+    async def sample(prompt_ids, **limits):
+        await asyncio.sleep(0)  # so that calls at once overlap
+        return await script(prompt_ids, **limits)
+
+    branches = Branches(prompt_of(tokenizer), sample, tokenizer=tokenizer, parse=hermes_calls)
+
+    async def ask(history, tools=None):
+        turn = (await branches.reply(history, tools=tools)).turn
+        told = render_text(tokenizer, history, add_generation_prompt=True, tools=tools)
+        read = [tokenizer.decode(context) for context, _ in script.calls]
+        assert "".join(told.split()) in ["".join(text.split()) for text in read]
+        return [*history, said(turn.text)]
+
+    async def program():
+        known = [await ask([user("question")])]
+        waiting = []
+        for which, what, word, at_once in steps:
+            history = [*known[which % len(known)]]
+            match what:
+                case "strip":
+                    history[-1] = said(history[-1]["content"].strip())
+                case "change":
+                    history[-1] = said(history[-1]["content"] + word)
+                case "drop":
+                    del history[-1]
+                case "cut":
+                    history = history[-2:]
+                case "retry":
+                    history = history[:-1] or history
+            more = [] if what == "retry" else [user(word)]
+            waiting.append(asyncio.ensure_future(ask([*history, *more], TOOLS if what == "tools" else None)))
+            if not at_once:
+                known += await asyncio.gather(*waiting)
+                waiting = []
+        await asyncio.gather(*waiting)
+
+    asyncio.run(program())
+    pieces = ended(branches, script)
+    assert branches.num_turns == len(steps) + 1
+    assert sum(sum(p.mask) for p in pieces) == sum(len(out.ids) for _, out in script.calls)
 
 
 async def test_branches_are_forwarded_once_and_trained_once():

@@ -82,7 +82,7 @@ def test_a_run_with_a_command_and_a_reward_of_its_messages_and_files(files, tmp_
     assert lines[0]["reward/std"] > 0
     logs = [*(files / "run" / "agents").iterdir()]
     assert [log.read_text() for log in logs] == ["done\n"] * 16
-    assert list(tmp_path.glob("rlkit-agent-*")) == []
+    assert list(tmp_path.glob("rlkit-agents-*/*")) == []
 
 
 def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):

@@ -11,8 +11,11 @@ import shlex
 import shutil
 import sys
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -54,8 +57,7 @@ def command(
 
     This is no sandbox: the command has the rights of the run.
     """
-    words = _words(line)
-    kept = deque[Path]()
+    words, kept, homes = _words(line), deque[Path](), list[str]()
 
     async def agent(prompt: Prompt, base_url: str) -> dict[str, Any]:
         logs.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,10 @@ def command(
         kept.append(log)
         if len(kept) > _MAX_LOGS:
             kept.popleft().unlink(missing_ok=True)
-        home = Path(tempfile.mkdtemp(prefix="rlkit-agent-"))
+        if not homes:  # of all episodes; what is left of them goes with the run
+            homes.append(tempfile.mkdtemp(prefix="rlkit-agents-"))
+            weakref.finalize(agent, shutil.rmtree, homes[0], ignore_errors=True)
+        home = Path(tempfile.mkdtemp(dir=homes[0]))
         folder, row, result = home / "work", home / "row.json", home / "result.json"
         try:
             folder.mkdir()
@@ -98,11 +103,11 @@ def scored(score: Score) -> Score:
 
     async def then_deleted(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         try:
-            return await score(prompt, group)
+            found = await score(prompt, group)
+            return [replace(t, info={name: x for name, x in t.info.items() if name != "folder"}) for t in found]
         finally:
-            for trajectory in group:
-                if folder := trajectory.info.pop("folder", None):
-                    await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
+            for folder in (t.info["folder"] for t in group if "folder" in t.info):
+                await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
 
     return then_deleted
 
@@ -149,7 +154,8 @@ async def _supervised(spec: Mapping[str, Any], *, env: Mapping[str, str]) -> dic
         await process.wait()
     except asyncio.CancelledError:
         process.stdin.close()
-        await asyncio.wait_for(asyncio.shield(process.wait()), 10.0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(process.wait()), 10.0)
         raise
     try:
         found: dict[str, Any] = json.loads(report)
