@@ -97,6 +97,7 @@ def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
     ("how", "message"),
     [
         ({"agent": "no-such-program {prompt}"}, "there is no program 'no-such-program': give a command"),
+        ({"agent": "python missing.py"}, "there is no file missing.py: name it as from here, "),
         ({"agent": "python x {question}"}, "the data has no column 'question'; found: prompt, numbers"),
         ({"agent": "python 'x"}, "No closing quotation"),
         ({"agent": " "}, "the command is empty"),

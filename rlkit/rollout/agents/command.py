@@ -9,12 +9,12 @@ import re
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from rlkit._numbers import is_number
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout import agents
 from rlkit.rollout.agents import AgentError
+from rlkit.rollout.calling import in_own_thread
 
 if TYPE_CHECKING:
     from rlkit.rollout.rollout import Prompt, Score
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _SUPERVISE = Path(agents.__file__).with_name("supervise.py")
 _MAX_LOGS = 1000  # newest ones that are kept
 _MAX_RESULT = 1 << 20  # bytes of what a command writes as its result
+_END_S = 5.0  # seconds that the end of a cancelled command may take
 _NAME = re.compile(r"\{(\w+)\}")
 
 
@@ -96,6 +98,8 @@ def check_command(line: str, columns: Mapping[str, Any]) -> None:
         raise ValueError(f"the data has no column {absent[0]!r}; found: {', '.join(columns)}")
     if shutil.which(words[0]) is None:
         raise ValueError(f"there is no program {words[0]!r}: give a command, such as 'python my_agent.py'")
+    if absent := [w for w in words if w.endswith(".py") and "{" not in w and not os.path.isfile(w)]:
+        raise ValueError(f"there is no file {absent[0]}: name it as from here, {os.getcwd()}")
 
 
 def scored(score: Score) -> Score:
@@ -142,23 +146,23 @@ def _environment(base_url: str, **more: str) -> dict[str, str]:
 
 async def _supervised(spec: Mapping[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
     """Run `supervise.py` and return its report. If this is cancelled, it ends the command and then itself."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(_SUPERVISE), json.dumps(spec), stdin=pipe, stdout=pipe,
-        stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SUPERVISE), json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, env=env, start_new_session=True,
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
+
+    def ended() -> bytes:
+        with process:
+            return process.stdout.read() if process.stdout else b""
+
+    report = asyncio.ensure_future(in_own_thread(ended))
     try:
-        report = await process.stdout.read()
-        await process.wait()
+        found: dict[str, Any] = json.loads(await asyncio.shield(report))
     except asyncio.CancelledError:
-        process.stdin.close()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(process.wait()), 10.0)
+        if process.stdin is not None:
+            process.stdin.close()
+        await asyncio.wait({report}, timeout=_END_S)
         raise
-    try:
-        found: dict[str, Any] = json.loads(report)
     except ValueError:
         raise AgentError("its supervisor was killed") from None
     return found
