@@ -292,6 +292,9 @@ class Schedule:
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
     resume: bool = False
     """continue from the newest checkpoint in `output`"""
+    profile_memory: bool = False
+    """log the peak memory of each phase of a step (memory/rollout, memory/train ...): of tensors on the GPU, else of
+    the process"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -305,6 +308,8 @@ class Schedule:
         refuse_if(not self.track and not is_default(self, "track_project"), "`track_project` is for `track`")
         refuse_if(first > last, f"`profile_steps` is the first and the last step, got {first} {last}")
         refuse_if(last > self.steps, f"`profile_steps` {first} {last} are not all of the {self.steps} `steps`")
+        linux = os.path.exists("/proc/self/clear_refs")
+        refuse_if(self.profile_memory and not linux, "`profile_memory` reads /proc/self of Linux: drop it")
         object.__setattr__(self, "output", Path(self.output))
         here = str(self.output) == "."  # also Path("")
         refuse_if(here, "`output` is empty or the current folder: give the folder of the run a name")
@@ -312,7 +317,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optim:
-    """How a step trains: AdamW, its learning rate, gradient clipping, precision and micro-batches."""
+    """How a step trains: the optimizer, its learning rate, gradient clipping, precision and micro-batches."""
 
     lr: Share = 1e-6
     """peak learning rate"""
@@ -321,18 +326,25 @@ class Optim:
     warmup_steps: CountOr0 = 0
     """linear warm-up steps"""
     weight_decay: NotNegative = 0.0
-    """weight decay of AdamW, on matrices only"""
+    """decoupled weight decay, on matrices only"""
     max_norm: Limit = 1.0
     """maximum global gradient norm (inf: no clipping)"""
     max_tokens: Count = 16384
     """packed tokens per micro-batch; lower it if memory runs out"""
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
+    optimizer: Annotated[str, named("adamw", "muon")] = "adamw"
+    """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head and vectors. Or FILE.py:FUNCTION,
+    `def make(groups)`, which returns a torch.optim.Optimizer of these parameter groups (docs/optimizers.md)"""
     lr_at: Callable[[int], float] | None = None
     """in Python only: the learning rate at each step, instead of `lr`, `lr_schedule` and `warmup_steps`"""
+    make_optimizer: Callable[[Any], Any] | None = None
+    """in Python only: the function of `optimizer` FILE.py:FUNCTION"""
 
     def __post_init__(self) -> None:
         check(self)
+        both = self.make_optimizer is not None and self.optimizer == "muon"
+        refuse_if(both, "`make_optimizer` replaces `optimizer` muon: give one of them")
         given = [f"`{name}`" for name in ("lr", "lr_schedule", "warmup_steps") if not is_default(self, name)]
         refuse_if(self.lr_at and given, f"`lr_at` replaces {', '.join(given)}: give one of them")
 

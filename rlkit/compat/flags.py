@@ -35,7 +35,7 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "vllm_gpu_memory_utilization": "engine_memory", "vllm_tensor_parallel_size": "engine_tp",
     "vllm_enable_sleep_mode": "engine_release",
     "use_vllm": "engine vllm", "vllm_mode": "engine vllm", "vllm_server_base_url": "engine_urls",
-    "warmup_ratio": "warmup_steps (ratio * steps)",
+    "warmup_ratio": "warmup_steps (ratio * steps)", "optim": "optimizer", "optimizer_name": "optimizer",
     "multi_objective_aggregation": "combine",
     "teacher_model_name_or_path": "teacher", "teacher_server_urls": "teacher NAME=URL ...",
     # verl
@@ -188,6 +188,10 @@ VALUES = {  # of a flag here
     "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},
     "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
     "engine": {"hf": "local"},
+    "optimizer": {
+        "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adam": "adamw", "AdamW": "adamw",
+        "adamw_torch_8bit": "FILE.py:FUNCTION (docs/optimizers.md)", "adamw_bnb_8bit": "FILE.py:FUNCTION",
+    },
     "too_long": {"left": "cut-left", "right": "cut-right", "keep_start": "cut-right", "keep_end": "cut-left"},
 }  # fmt: skip
 OF_RUN = (  # what chat, plot and track take as a word of its own

@@ -21,7 +21,7 @@ from rlkit.losses.distillation import reverse_kl_rows
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.model.optim import adamw, learning_rate
+from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.model.teachers import Divergence, LocalTeacher, with_divergence
 from rlkit.packing import pack, select, with_streams
 from rlkit.rollout.rollout import Group, mix
@@ -92,7 +92,7 @@ async def distill(
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
-    optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
+    optimizer = make_optimizer(model, optim, lr=lr_at(0))
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
     known = [*named.values()]
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,19 @@ from rlkit.types import Batch, Generate, SamplingParams, Trajectory
 class Clock:
     """Wall-clock times of a step's phases in seconds, under `time/`; a metric line's other fields are reproducible.
 
-    Each phase is an event of torch's profiler, where that runs (`rlkit.run.profile`).
+    Each phase is an event of torch's profiler, where that runs (`rlkit.run.profile`). With `memory` also the peak of
+    each phase, `memory/PHASE` in GiB: of the tensors on the GPU, or where there is none of the process (resident, as
+    Linux reports it).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory: bool = False) -> None:
         mark_phase("between steps")
         self._start = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self._memory = memory
+        if memory:
+            _peak_memory()
 
     def lap(self, name: str) -> None:
         """Add the time since the last lap to `time/{name}`."""
@@ -46,9 +53,11 @@ class Clock:
         now = time.perf_counter()
         self._laps[f"time/{name}"] = self._laps.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
+        if self._memory:
+            self._peaks[f"memory/{name}"] = max(_peak_memory(), self._peaks.get(f"memory/{name}", 0.0))
 
     def times(self, *, num_tokens: int, peak: float | None = None, passes: int = 1) -> dict[str, float]:
-        """The time of each phase and of the whole step, the step's tokens per second, and the peak of GPU memory.
+        """The time of each phase and of the whole step, the step's tokens per second, and the peaks of memory.
 
         With `peak` (`rlkit.model.flops.peak_tokens`) and `passes` over the tokens also the share of it in the lap
         "train", the model FLOPs utilization.
@@ -56,10 +65,22 @@ class Clock:
         train = self._laps.get("time/train", 0.0)
         mfu = {"time/mfu": num_tokens * passes / (train * peak)} if peak and train else {}
         step = time.perf_counter() - self._start
-        memory = {}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            memory["memory/peak"] = torch.cuda.max_memory_allocated() / 2**30
+        memory = self._peaks
+        if torch.cuda.is_available() and torch.cuda.is_initialized() and not self._memory:
+            memory = {"memory/peak": torch.cuda.max_memory_allocated() / 2**30}
         return {**self._laps, "time/step": step, "time/tokens_per_s": num_tokens / step, **mfu, **memory}
+
+
+def _peak_memory() -> float:
+    """The largest memory in GiB since the last call, which starts a new peak."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 2**30
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is again what is resident now
+    return kib / 2**20
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:

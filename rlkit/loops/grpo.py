@@ -18,7 +18,7 @@ from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.model.optim import adamw, learning_rate
+from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.packing import pack
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
@@ -80,7 +80,7 @@ async def grpo(
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
-    optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
+    optimizer = make_optimizer(model, optim, lr=lr_at(0))
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:

@@ -23,7 +23,7 @@ from rlkit.model.families import check_is_model, runs_packed
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.heads import bootstraps, compute_values
 from rlkit.model.heads import values as values_of
-from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
+from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set_lr
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
@@ -179,7 +179,7 @@ async def ppo(
     given = critic.critic_lr_at
     of_critic = Optim(lr_at=given) if given else replace(optim, lr=critic.critic_lr, lr_at=None)
     critic_lr_at = learning_rate(of_critic, num_steps=schedule.steps)
-    optimizer = adamw(both, lr=lr_at(0), weight_decay=optim.weight_decay)  # skips parameters without a gradient: each
+    optimizer = make_optimizer(both, optim, lr=lr_at(0))  # skips parameters without a gradient: each
     values = Policy(value_model, dtype=policy.dtype)  # update steps only the policy or only the critic
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
 

@@ -221,7 +221,10 @@ async def rl(
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
         ) as stream:  # fmt: skip
             for step in range(first, steps):
-                done, clock = step + 1, Clock()  # `step` is also the version of the weights that sample
+                done, clock = (
+                    step + 1,
+                    Clock(memory=schedule.profile_memory),
+                )  # `step` is also the version of the weights that sample
                 stream.advance(version=step)
                 if (groups := await in_time(stream.take(partial(send, step)), None)) is None:
                     if step > first:

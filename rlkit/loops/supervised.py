@@ -16,7 +16,7 @@ from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_du
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import default_dtype
-from rlkit.model.optim import adamw, learning_rate, optimizer_step, set_lr
+from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set_lr
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
@@ -148,7 +148,7 @@ def supervised(
     weights (`rlkit.data.order.mixed_index`).
     """
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
-    optimizer = adamw(model, lr=lr_at(0), weight_decay=optim.weight_decay)
+    optimizer = make_optimizer(model, optim, lr=lr_at(0))
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
     first, sets = max(start, 0), by_set(eval_examples)
@@ -172,7 +172,7 @@ def supervised(
             saving.keep_best(run, 0, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
         order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts)
         for step, rows in zip(range(first, schedule.steps), order):
-            done, clock = step + 1, Clock()
+            done, clock = step + 1, Clock(memory=schedule.profile_memory)
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
             metrics = merge(

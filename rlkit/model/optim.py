@@ -33,6 +33,12 @@ def adamw(
     gathered are resharded first, because the optimizer must hold the shards.
     Reference: arXiv:1711.05101
     """
+    groups = parameter_groups(model, weight_decay=weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups, matrices and, without weight decay, vectors (norms, biases)."""
     check_is_model(model)
     reshard(model)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -42,13 +48,88 @@ def adamw(
         {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the settings over the trainable parameters: `adamw`, `muon`, or that of a function of the user.
+
+    The function gets `parameter_groups`. Its learning rate is set before each step, the same for all groups.
+
+    Errors: ValueError for an optimizer that lacks a trainable parameter; those of `muon` and `check_optimizer`.
+    """
+    if optim.make_optimizer is None:
+        return (muon if optim.optimizer == "muon" else adamw)(model, lr=lr, weight_decay=optim.weight_decay)
+    optimizer = check_optimizer(optim.make_optimizer(parameter_groups(model, weight_decay=optim.weight_decay)))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
+        what = f"`optimizer` {optim.optimizer} lacks {len(missing)} trainable parameters, such as {missing[0]}"
+        raise ValueError(f"{what}: pass all groups on")
+    set_lr(optimizer, lr)
+    return optimizer
+
+
+def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """TypeError for what a function of the user returned, if it is no optimizer of torch."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = f"must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise TypeError(f"`optimizer`: the function {what}; as in def make(groups): return torch.optim.SGD(groups)")
+    return optimizer
+
+
+def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    """Muon over the matrices of hidden layers, AdamW over embeddings, the head, vectors and stacked experts.
+
+    Muon's update is the orthogonalized momentum, scaled by 0.2 sqrt(max(rows, columns)): its root mean square is that
+    of AdamW's, so both take one learning rate.
+
+    Errors: ValueError where a rank holds a part of a matrix only (`replicate` keeps it whole).
+    Reference: torch.optim.Muon; arXiv:2502.16982, eq. 4
+    """
+    of_ends = {id(p) for m in model.modules() for p in m.parameters(recurse=False) if isinstance(m, nn.Embedding)}
+    of_ends |= {id(p) for name, p in model.named_parameters() if name.split(".")[-2:-1] in (["lm_head"], ["score"])}
+    hidden, others = [], []
+    for group in parameter_groups(model, weight_decay=weight_decay):
+        inside = [p for p in group["params"] if p.ndim == 2 and id(p) not in of_ends]
+        rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
+        hidden += [{**group, "params": inside}] if inside else []
+        others += [{**group, "params": rest}] if rest else []
+    cut = [p for group in hidden for p in group["params"] if any(x.is_shard() for x in getattr(p, "placements", ()))]
+    if cut:
+        fix = "keep it whole (`parallel.replicate`), or use adamw"
+        raise ValueError(f"`optimizer` muon: a rank holds a part of a matrix of shape {list(cut[0].shape)}: {fix}")
+    parts: list[torch.optim.Optimizer] = []
+    if hidden:
+        parts.append(torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        parts.append(torch.optim.AdamW(others, lr=lr, fused=True))
+    return _Joined(parts)
+
+
+class _Joined(torch.optim.Optimizer):
+    """Several optimizers as one, with the groups and the state of all."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts, self._counts = parts, [len(part.param_groups) for part in parts]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of each; groups and state may have been loaded since the last one."""
+        left = list(self.param_groups)
+        for part, count in zip(self._parts, self._counts, strict=True):
+            part.param_groups, left = left[:count], left[count:]
+            part.state = self.state
+            part.step(closure)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups, in place where it is a tensor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 @torch.no_grad()

@@ -149,6 +149,12 @@ PANELS = (
     Panel("Throughput", "tokens per second", (Curve("time/tokens_per_s", "training"),), picture=False),
     Panel("Model FLOPs utilization", "share of the GPUs' peak", (Curve("time/mfu", "training"),), picture=False),
     Panel("GPU memory", "GiB", (Curve("memory/peak", "peak", raw=True),), picture=False),
+    Panel(
+        "Peak memory by phase",
+        "GiB",
+        (Curve("memory/rollout", "rollout"), Curve("memory/score", "score"), Curve("memory/train", "train")),
+        picture=False,
+    ),
 )
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
 

@@ -58,7 +58,8 @@ def begin(args: Any) -> Any:
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     given = args.model.device
     device, dtype = choose_device(given, args.optim.dtype, cuda=cuda, bf16=bf16)
-    args = replace(args, model=replace(args.model, device=device), optim=replace(args.optim, dtype=dtype))
+    optim = replace(args.optim, dtype=dtype, make_optimizer=own_optimizer(args.optim.optimizer))
+    args = replace(args, model=replace(args.model, device=device), optim=optim)
     script = Path(getattr(sys.modules[type(args).__module__], "__file__", None) or "notebook").name
     flags = dict(flags_of(args))
     if device == "cpu" and args.model.parallel.offload:
@@ -317,6 +318,23 @@ def advantage_of(text: str, *, values: bool, **given: Any) -> Any:
     bound = getattr(function, "keywords", {})
     parameters = inspect.signature(function).parameters
     return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
+
+
+def own_optimizer(spec: str) -> Any:
+    """The function of `--optimizer FILE.py:FUNCTION`, tried on a small matrix; None for the name of one of rlkit."""
+    if ":" not in spec:
+        return None
+    import torch
+
+    from rlkit.model.optim import check_optimizer
+
+    make = function_of("optimizer", spec)
+    try:
+        check_optimizer(make([{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "weight_decay": 0.0}]))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--optimizer {spec} failed on a parameter group: {what}") from error
+    return make
 
 
 def own_loss(spec: str) -> Any:

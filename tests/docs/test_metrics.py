@@ -57,13 +57,13 @@ SAMPLED = (
 LIMITS = "--kl-target 0.02 --kl-limit 0.01 --entropy-limit 5"
 SEVERAL = "--reward reward.py:low reward.py:short --prompts-per-step 2 --group-size 2 --max-new-tokens 4"
 RUNS = {  # name -> script, data, flags: together every metric
-    "sft": ("sft", "sft", "--batch-size 4"),
+    "sft": ("sft", "sft", "--batch-size 4 --profile-memory"),
     "dpo": ("dpo", "pairs", "--batch-size 4"),
     "kto": ("kto", "labelled", "--batch-size 4"),
     "reward model": ("reward_model", "pairs", "--batch-size 4"),
     "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
-    "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9"),
-    "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap"),
+    "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9 --profile-memory"),
+    "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap --profile-memory"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
     "distill": ("distill", "prompts", f"--teacher FOLDER/model --loss advantage {SEVERAL}"),
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),

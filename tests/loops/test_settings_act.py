@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from small import call, small_model, tokenizer, unchanged
 
 from rlkit.advantages import whiten
@@ -43,10 +44,12 @@ ACTS = {
         "steps": (3, {}), "eval_steps": (1, {"eval_prompts": PROMPTS[:2]}), "print_steps": (2, {}),
         "save_steps": (1, {}), "keep": (1, {"save_steps": 1, "steps": 3}), "seed": (5, {}),
         "profile_steps": ((2, 2), {}), "keep_best": ("eval/sampled", EVAL | {"eval_samples": 3, "lr": 0.3}),
+        "profile_memory": (True, {}),
     },
     Optim: {
         "lr": (0.3, {}), "lr_schedule": ("linear", {}), "warmup_steps": (2, {}), "weight_decay": (5.0, {}),
         "max_norm": (1e-3, {}), "dtype": ("bf16", {}), "lr_at": (AT, {"lr": None}),
+        "optimizer": ("muon", {}), "make_optimizer": (torch.optim.SGD, {}),
     },
     Penalties: {
         "kl_coef": (3.0, KL), "kl_target": (1e-4, KL), "kl_controller": ("decay", KL | {"steps": 3}),

@@ -145,6 +145,7 @@ def refused(kind, **changes):
         ({"track_project": "x"}, "--track-project is for --track"),
         ({"profile_steps": (3, 2)}, "--profile-steps is the first and the last step, got 3 2"),
         ({"profile_steps": (3, 201)}, "--profile-steps 3 201 are not all of the 200 --steps"),
+        ({"optimizer": "lion"}, "--optimizer must be one of adamw, muon or FILE.py:FUNCTION, got lion"),
         ({"ref_sync_steps": 3}, "--ref-sync-steps requires --kl-coef above 0"),
         ({"reference": "x"}, "--reference requires --kl-coef, --kl-limit or --eval-kl"),
         ({"kl_coef": 0.1, "ref_sync_steps": 3, "lora_rank": 2}, "--ref-sync-steps copies whole weights"),
@@ -274,7 +275,7 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
         assert len(flags) == len({*flags})
         kind = importlib.import_module(f"rlkit.scripts.{command}").Args
-        in_python = {"lr_at", "critic_lr_at", "controllers"}
+        in_python = {"lr_at", "critic_lr_at", "controllers", "make_optimizer"}
         known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
         known |= {"--no-chat-template", *config}  # the other flag of chat_template; those for a file
         assert {flag.replace("[no-]", "") for flag in flags} == known
