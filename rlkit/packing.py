@@ -30,7 +30,7 @@ from rlkit.types import Batch, Picture, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "teacher_ids", "teacher_logp")
-_PER_SEQ = ("rewards", "truncated", "teachers")
+_PER_SEQ = ("rewards", "truncated", "roles", "teachers")
 _IDS = ("group_ids", "episode_ids")
 
 
@@ -62,6 +62,7 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
             f"the trajectories were sampled at temperatures {', '.join(f'{x:g}' for x in temperatures)}: pack those of "
             "one temperature, which is the policy's"
         )
+    roles = sorted({t.role for t in samples})
     group_ids = [g for g, group in enumerate(groups) for _ in group]
     prefixes: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
     prefix_ids = []
@@ -83,6 +84,7 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
         rewards=torch.tensor([t.reward for t in samples], dtype=torch.float32),
         truncated=torch.tensor([t.truncated for t in samples], dtype=torch.bool),
         temperature=temperatures[0] if temperatures else None,
+        roles=torch.tensor([roles.index(t.role) for t in samples]) if len(roles) > 1 else None,  # type: ignore[arg-type]
         images=_images(samples, prefix_ids, len(prefixes), shared=share_prompts),
         **_experts(samples, [len(x.prompt_ids) - len(h) for x, h in zip(streams, heads)], lens, prefix_ids),
     )

@@ -146,8 +146,9 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
 
         A_i = baseline({r_e, g_e : e an episode})[episode of i]
 
-    `baseline` is any function of `rlkit.advantages.groups`, or one bound with `partial`; its other tensor arguments
-    must have one entry per episode, in the order of `is_first_piece`. For `opo`, sum the length over the pieces:
+    With several roles (`Trajectory.role`) the episodes of a group are compared with those of the same role. `baseline`
+    is any function of `rlkit.advantages.groups`, or one bound with `partial`; its other tensor arguments must have one
+    entry per episode, in the order of `is_first_piece`. For `opo`, sum the length over the pieces:
 
         lengths = group_sum(seq_count(batch.mask, cu_seqlens=batch.cu_seqlens).float(), group_ids=batch.episode_ids)
         episode_advantages(partial(opo, lengths=lengths[is_first_piece(batch.episode_ids)]), batch)
@@ -158,8 +159,10 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
               own baseline, and `leave_one_out` would compare it with itself.
     """
     check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
-    first = is_first_piece(batch.episode_ids)
-    per_episode = baseline(batch.rewards[first], group_ids=batch.group_ids[first])
+    first, ids = is_first_piece(batch.episode_ids), batch.group_ids
+    if batch.roles is not None:
+        ids = (ids * (batch.roles.max() + 1) + batch.roles).unique(return_inverse=True)[1]
+    per_episode = baseline(batch.rewards[first], group_ids=ids[first])
     shape = getattr(per_episode, "shape", None)
     if shape != (num := int(first.sum()),):
         found = type(per_episode).__name__ if shape is None else f"shape {list(shape)}"

@@ -190,6 +190,9 @@ class Trajectory:
     pieces where a chat template rewrites history between two turns, so that the second turn was sampled from another
     context than the first one left. All pieces have the `reward` and `truncated` of the whole episode.
 
+    `role` names the player of an environment of several roles: the pieces of one role are an episode of their own, with
+    its own reward, compared with those of the same role in its group.
+
     `temperature` is that of the distribution of which `logp` are the log-probs, as `rollout` records it; None: unknown.
 
     `experts` are those of `Completion`, of all tokens but the last.
@@ -211,6 +214,7 @@ class Trajectory:
     score: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
+    role: str = ""
     temperature: float | None = None
     experts: Any = field(default=None, compare=False, repr=False)
     images: tuple[Picture, ...] = ()
@@ -231,8 +235,9 @@ class Batch:
     that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the pictures of each
     prefix, then of each sequence, in the order of their placeholders; None: there are none.
 
-    Of a distillation: `teachers` is the index of each sequence's teacher, `teacher_ids` are K tokens at each position
-    and `teacher_logp` the teacher's log-probs of them.
+    `roles` numbers the roles of the sequences (`Trajectory.role`); None: there is one. Of a distillation: `teachers` is
+    the index of each sequence's teacher, `teacher_ids` are K tokens at each position and `teacher_logp` the teacher's
+    log-probs of them.
     """
 
     tokens: Int[Tensor, "T"]
@@ -259,6 +264,7 @@ class Batch:
     experts: Int[Tensor, "T layers k"] | None = None
     prefix_experts: Int[Tensor, "P layers k"] | None = None
     images: tuple[tuple[Picture, ...], ...] | None = None
+    roles: Int[Tensor, "N"] = None  # type: ignore[assignment]
     teachers: Int[Tensor, "N"] = None  # type: ignore[assignment]
     teacher_ids: Int[Tensor, "T K"] = None  # type: ignore[assignment]
     teacher_logp: Float[Tensor, "T K"] = None  # type: ignore[assignment]

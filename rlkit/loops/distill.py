@@ -141,7 +141,7 @@ def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) 
 
 def check_routes(task: Task, names: Sequence[str], *, column: str) -> None:
     """Refuse (ValueError) a row whose `column` names none of the teachers."""
-    for prompt in [*task.prompts, *task.eval_prompts]:
+    for prompt in task.prompts:
         if (name := prompt.row.get(column)) not in names:
             has = f"{column!r} is {name!r}" if column in prompt.row else f"there is no column {column!r}"
             raise ValueError(f"row {prompt.index + 1}: {has}, and the teachers are {', '.join(names)}")
@@ -153,7 +153,7 @@ def routed(task: Task, names: Sequence[str], *, column: str) -> Task:
 
     async def score(prompt: Any, group: list[Trajectory]) -> list[Trajectory]:
         group = group if task.score is None else await task.score(prompt, group)
-        return [replace(t, info={**t.info, "teacher": prompt.row[column]}) for t in group]
+        return [replace(t, info={**t.info, "teacher": prompt.row.get(column)}) for t in group]  # None: held-out rows
 
     return replace(task, score=score)
 

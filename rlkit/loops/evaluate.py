@@ -91,6 +91,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
     reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
+    reported += [(f"reward/{t.role}", t.reward) for t in ends if t.role]
     scores = [("score/mean", t.score) for t in ends if t.score is not None]
     rewards = torch.tensor([t.reward for t in ends])
     lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
@@ -272,7 +273,8 @@ def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
 
 def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, float]:
     """The mean of each further number of the reward function over the sampled answers, as `prefix` + `reward/NAME`."""
-    metrics = [t.info.get("metrics", {}) for group in groups for t in last_pieces(group)]
+    ends = [t for group in groups for t in last_pieces(group)]
+    metrics = [t.info.get("metrics", {}) | ({t.role: t.reward} if t.role else {}) for t in ends]
     names = dict.fromkeys(name for found in metrics for name in found if name != "failed")
     parts = {name: [found[name] for found in metrics if name in found] for name in names}
     return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}

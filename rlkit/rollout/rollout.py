@@ -125,11 +125,12 @@ async def sample_group(
     Each episode gets a copy of the row. An environment may return an episode in pieces (a list; see
     `Trajectory.continues`), which are consecutive in the group. `score` gets the last piece of each episode and returns
     it with its reward; None keeps the environment's own rewards. All pieces get the reward of the last one. If `score`
-    masks a last piece entirely, all pieces are masked.
+    masks a last piece entirely, all pieces are masked. The pieces of each role (`Trajectory.role`) count as an episode.
 
     Errors: ValueError for a reward that is not a number; NaN and infinity are left to the loops (`rlkit.loops.nans`).
     """
-    episodes = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
+    played = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
+    episodes = [pieces for roles in played for pieces in roles]
     last = [pieces[-1] for pieces in episodes]
     if score is not None:
         scores = score(prompt, last)
@@ -278,8 +279,8 @@ class _Idle:
         report_once("the environment", f"has asked for nothing for {IDLE_S:g} s", where)
 
 
-async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
-    """The pieces of one episode, with `continues` set."""
+async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> list[Group]:
+    """The pieces of each role of one episode, with `continues` set."""
     absent, idle = set[str](), _Idle(prompt)
 
     async def watched(prompt_ids: list[int], **limit: Any) -> Completion:
@@ -300,8 +301,12 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> Group:
     finally:
         idle.end()
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
-    pieces = [t if t.continues == bool(i) else replace(t, continues=bool(i)) for i, t in enumerate(pieces)]
-    return [_showing(t, prompt) for t in pieces] if prompt.images else pieces
+    pieces = [_showing(t, prompt) for t in pieces] if prompt.images else pieces
+    by_role: dict[str, Group] = {}
+    for t in pieces:
+        of_one = by_role.setdefault(t.role, [])
+        of_one.append(t if t.continues == bool(of_one) else replace(t, continues=bool(of_one)))
+    return [*by_role.values()]
 
 
 def _showing(trajectory: Trajectory, prompt: Prompt) -> Trajectory:

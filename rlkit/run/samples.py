@@ -146,6 +146,7 @@ def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:
         "finish_reason": info.pop("finish_reason", "length" if trajectory.truncated else "stop"),
         "info": info,
     }
+    row |= {"role": trajectory.role} if trajectory.role else {}
     return row | ({"continues": True} if trajectory.continues else {})
 
 

@@ -335,10 +335,12 @@ class Episodes:
     the second, and so on. All but sum log the weighted sum as the score"""
     ideal: tuple[Finite, ...] = ()
     """with --combine tchebycheff: the best value of each reward with a weight other than 0, in their order"""
-    env: str | None = None
+    env: str | tuple[str, ...] | None = None
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
     class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
-    (docs/environments.md). None: one question, one answer"""
+    (docs/environments.md). Several as NAME=FILE.py:NAME, chosen by --env-column. None: one question, one answer"""
+    env_column: str = "env"
+    """column of the rows that names one of several environments"""
     agent: str | None = None
     """a command that is run once per episode and calls the policy as a model over HTTP (OPENAI_BASE_URL,
     ANTHROPIC_BASE_URL), e.g. "python my_agent.py {question}" with columns of the row. Or FILE.py:FUNCTION,
@@ -376,6 +378,10 @@ class Episodes:
     def __post_init__(self) -> None:
         check(self)
         self._check_combine()
+        refuse_if(
+            len(self.envs()) < 2 and not is_default(self, "env_column"),
+            "`env_column` chooses among several: give `env` more than one",
+        )
         refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
         refuse_if(
             self.max_turns is not None and self.one_turn,
@@ -450,9 +456,29 @@ class Episodes:
         refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
         return found
 
+    def envs(self) -> dict[str, str]:
+        """FILE.py:NAME of each environment by its name; that of a single one is ""."""
+        return places_of("env", self.env) if self.env is not None else {}
+
     def max_len(self, rollouts: Rollouts) -> int:
         """The longest context of an episode."""
         return self.max_total_tokens or self.max_prompt_tokens + rollouts.max_new_tokens
+
+
+def places_of(flag: str, given: str | tuple[str, ...]) -> dict[str, str]:
+    """What a flag names, PLACE or several NAME=PLACE, by name; that of a single place without a name is ""."""
+    texts = (given,) if isinstance(given, str) else given
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, place = text.partition("=")
+        if not (equals and name.isidentifier() and not os.path.exists(text)):
+            refuse_if(len(texts) > 1, f"`{flag}` {text}: of several each has a name, as in math={text}")
+            name, place = "", text
+        refuse_if(not place, f"`{flag}` {text}: nothing stands behind the name")
+        refuse_if(name in found, f"`{flag}` has two of the name {name}: rename one")
+        found[name] = place
+    refuse_if(not found, f"`{flag}` is empty: give a value, or leave it out")
+    return found
 
 
 def _parsed(text: str) -> tuple[str, float | None, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit.ranks import is_first, on_all_ranks
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model, places_of
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import function_of, load_tokenizer, where
@@ -90,18 +90,7 @@ class Loss:
 
     def teachers(self) -> dict[str, str]:
         """The place of each teacher by its name; that of a single one without a name is ""."""
-        given = (self.teacher,) if isinstance(self.teacher, str) else self.teacher
-        found: dict[str, str] = {}
-        for text in given:
-            name, equals, place = text.partition("=")
-            if not (equals and name.isidentifier() and not Path(text).exists()):
-                refuse_if(len(given) > 1, f"`teacher` {text}: several teachers have names, as in math={text}")
-                name, place = "", text
-            refuse_if(not place, f"`teacher` {text}: a folder, hub id or URL is missing")
-            refuse_if(name in found, f"`teacher` has two of the name {name}: rename one")
-            found[name] = place
-        refuse_if(not found, "`teacher` is empty: give a folder, a hub id or a URL")
-        return found
+        return places_of("teacher", self.teacher)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -280,10 +281,20 @@ def _reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, A
 def read_env(args: Any, *parts: Any) -> OfTokenizer:
     """A function from the tokenizer to the environment of `env`, `agent` or `tools`, with the limits of an episode.
 
+    Of several environments that of the row's column; ValueError for a row of the `parts` that names none.
+
     Refuses (ValueError) what is no environment, one without any reward, one that works on messages where there is
     no chat template, and a command that does not fit the rows of the `parts` of the data. Does not import torch.
     """
     how = args.episodes
+    if len(envs := how.envs()) > 1:
+        for rows in parts:
+            check_column(rows, how.env_column, [*envs], what="environments")
+        each = {
+            name: read_env(replace(args, episodes=replace(how, env=spec, env_column="env")))
+            for name, spec in envs.items()
+        }
+        return partial(_chosen, each, how.env_column)
     make_agent = read_agent(args, *parts) if how.agent else None
     foreign, tools = _foreign_env(how), load_tools(how)
     _check_reward_and_template(args, foreign)
@@ -354,13 +365,32 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
     return of_tokenizer
 
 
+def _chosen(each: dict[str, OfTokenizer], column: str, tokenizer: Any) -> Any:
+    """The environment that plays each prompt in the one that its row names."""
+    made = {name: make(tokenizer) for name, make in each.items()}
+
+    async def env(prompt: Any, sample: Any) -> Any:
+        return await made[prompt.row[column]](prompt, sample)
+
+    return env
+
+
+def check_column(rows: Any, column: str, names: Sequence[str], *, what: str) -> None:
+    """Refuse (ValueError) a row whose `column` names none of several."""
+    for index, row in enumerate(rows):
+        if (name := row.get(column)) not in names:
+            has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
+            raise ValueError(f"row {index + 1}: {has}, and the {what} are {', '.join(names)}")
+
+
 def _foreign_env(episodes: Episodes) -> Any:
     """The object that `env` names, or None; ValueError for one that is no environment."""
     from rlkit.compat.recognise import kind_of
 
-    if episodes.env is None:
+    spec = next(iter(episodes.envs().values()), None)
+    if spec is None:
         return None
-    foreign = function_of("env", episodes.env)
+    foreign = function_of("env", spec)
     try:
         kind_of(foreign)
     except (TypeError, ValueError) as error:

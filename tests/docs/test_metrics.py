@@ -148,7 +148,7 @@ def test_the_page_has_the_keys_of_samples_and_no_others(keys, folder):
     files = list(folder.glob("*/trajectories/*.jsonl"))
     assert {path.stem.rstrip("0123456789") for path in files} >= {"train_", "eval_sampled_", "eval_greedy_"}
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    assert tables(samples) == {key for row in rows for key in row} | {"continues"}
+    assert tables(samples) == {key for row in rows for key in row} | {"continues", "role"}
 
 
 def test_each_run_leaves_its_report(keys, folder):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import urllib.request
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +53,16 @@ async def test_the_opening_example_and_limits():
     env = run("max_total_tokens=4096", guess=guess).env
     (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, *["0"] * 9))
     assert (piece.info["num_turns"], piece.truncated, piece.reward) == (8, True, 0.0)
+
+
+async def test_two_roles():
+    tokenizer = tokenizer_with("chatml")
+    trade = run("async def trade", tokenizer=tokenizer, replace=replace).trade
+    script = Script(tokenizer, "9", "yes")
+    pieces = await trade(prompt_of(tokenizer), script)
+    for i in range(2):  # each role has a context of its own
+        check_exact(pieces[i : i + 1], script.calls[i : i + 1])
+    assert [(t.role, t.reward) for t in pieces] == [("seller", 1.0), ("buyer", 3.0)]
 
 
 async def test_the_object_and_the_tool():

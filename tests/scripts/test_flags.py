@@ -606,9 +606,9 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
     [
         ({"teacher": "http://x"}, "`teacher` http://x gives its most likely tokens: add `teacher_top_k` 16"),
         ({"teacher": "http://x", "loss": "uld"}, "`loss` uld needs all log-probs of http://x: load that model here"),
-        ({"teacher": ("a", "b")}, "`teacher` a: several teachers have names, as in math=a"),
+        ({"teacher": ("a", "b")}, "`teacher` a: of several each has a name, as in math=a"),
         ({"teacher": ("x=a", "x=b")}, "`teacher` has two of the name x: rename one"),
-        ({"teacher": ()}, "`teacher` is empty: give a folder, a hub id or a URL"),
+        ({"teacher": ()}, "`teacher` is empty: give a value, or leave it out"),
         ({"teacher": "a", "teacher_column": "x"}, "`teacher_column` chooses among several"),
         ({"teacher": "a", "teacher_top_k": 4, "loss": "advantage"}, "`teacher_top_k` is not part of `loss` advantage"),
         ({"teacher": "a", "beta": 0.3}, "`beta` is for `loss` jsd"),

@@ -1,0 +1,132 @@
+"""Several roles in one environment: pieces, rewards and baselines of each; several environments in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlkit.advantages import group_centered
+from rlkit.loops.estimators import returns, with_estimates
+from rlkit.packing import pack, select, with_advantages
+from rlkit.rollout.envs.turns import Turns
+from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.scripts import grpo
+from rlkit.scripts.args import Episodes
+from rlkit.scripts.cli import run
+from rlkit.types import Completion
+
+PAYS = {"seller": [3.0, 1.0, 2.0], "buyer": [-1.0, 5.0, 5.0]}  # of three games
+
+
+async def trade(prompt, sample):
+    """Two players, each with a context of its own, take turns; the seller's second turn starts a new piece."""
+    game = (await sample([9])).ids[0]
+    seller, buyer = Turns([1], sample), Turns([2], sample)
+    await seller.sample()
+    await buyer.sample()
+    seller.restart([1, 7])
+    await seller.sample()
+    found = []
+    for name, turns in (("seller", seller), ("buyer", buyer)):
+        found += [replace(t, role=name) for t in turns.pieces(reward=PAYS[name][game], turn_rewards=None)]
+    return [found[0], found[2], found[1]]  # in any order: of a role they stay in theirs
+
+
+def group():
+    async def sample_of(game):
+        async def sample(prompt_ids, *, max_new_tokens=None):
+            ids = [game] if prompt_ids == [9] else [50 + game, 60]
+            return Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+
+        return sample
+
+    async def played():
+        samplers = [await sample_of(i) for i in range(3)]
+        return await sample_group(Prompt([5], {}, 0), samplers, env=trade)
+
+    return asyncio.run(played())
+
+
+def test_each_role_is_an_episode_with_its_own_reward_and_baseline():
+    found = group()
+    assert [(t.role, t.continues, t.reward) for t in found] == [
+        (role, piece > 0, PAYS[role][game])
+        for game in range(3) for role, pieces in (("seller", 2), ("buyer", 1)) for piece in range(pieces)
+    ]  # fmt: skip
+    batch = with_advantages(pack([found]), group_centered)
+    assert batch.episode_ids.tolist() == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+    ends = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
+    assert ends == pytest.approx([1, 1, -4, -1, -1, 2, 0, 0, 2])  # seller: mean 2; buyer: mean 3
+    of_buyers = with_advantages(select(batch, [2, 5]), group_centered)
+    assert of_buyers.advantages[of_buyers.cu_seqlens[1:] - 1].tolist() == pytest.approx([-3, 3])
+    assert pack([[replace(t, role="") for t in found[:1]]]).roles is None
+
+
+def test_rewards_of_turns_join_the_role_s_own():
+    found = [replace(t, token_rewards=[0.5, 0.0]) for t in group()]
+    batch = with_estimates(pack([found]), baseline=group_centered, advantage=returns)
+    ends = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
+    firsts = batch.advantages[batch.cu_seqlens[:-1]]
+    assert ends == pytest.approx([1, 1, -4, -1, -1, 2, 0, 0, 2])
+    torch.testing.assert_close(firsts, torch.tensor(ends) + 0.5)
+
+
+ENVS = """
+from dataclasses import replace
+from rlkit.rollout.rollout import single_turn
+def of(name, pay):
+    async def env(prompt, sample):
+        t = await single_turn(prompt, sample)
+        return [replace(t, reward=pay * (1 + t.ids[0] % 3), role=name)]
+    return env
+one, two = of("first", 1.0), of("second", -1.0)
+"""
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
+    rows = [{"prompt": str(i), "game": "ab"[i % 2]} for i in range(8)]
+    task = make_task(train=rows, reward=ENVS)
+    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
+    flags = [
+        "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--device", "cpu", "--steps", "2",
+        "--prompts-per-step", "8", "--group-size", "2", "--max-new-tokens", "4", "--output", str(tmp_path / "run"),
+        "--env", *env, "--env-column", "game",
+    ]  # fmt: skip
+    run(grpo.main, grpo.Args, None, argv=flags)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 1 <= line["reward/first"] <= 3
+    assert -3 <= line["reward/second"] <= -1
+    kept = (tmp_path / "run" / "trajectories").glob("train_*.jsonl")
+    found = [json.loads(x) for path in kept for x in path.read_text().splitlines()]
+    assert {(row["group"] % 2, row["role"]) for row in found} == {(0, "first"), (1, "second")}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"env": ("a.py:f", "b.py:g")}, "`env` a.py:f: of several each has a name, as in math=a.py:f"),
+        ({"env": ("a=a.py:f", "a=b.py:g")}, "`env` has two of the name a: rename one"),
+        ({"env": "a.py:f", "env_column": "x"}, "`env_column` chooses among several: give `env` more than one"),
+    ],
+)
+def test_environments_that_cannot_be_told_apart_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Episodes(**given)
+
+
+def test_a_row_of_no_environment_is_refused_before_a_model_is_loaded(make_task, capsys):
+    task = make_task(train=[{"prompt": "1", "env": "a"}, {"prompt": "2", "env": "c"}], reward=ENVS)
+    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
+    with pytest.raises(SystemExit):
+        run(
+            grpo.main,
+            grpo.Args,
+            None,
+            argv=["--model", "none/at-all", "--data", str(task / "train.jsonl"), "--env", *env],
+        )
+    assert "row 2: 'env' is 'c', and the environments are a, b" in capsys.readouterr().err
