@@ -115,7 +115,7 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    flags, judged = args.loss, args.episodes.reward or args.episodes.env
+    flags, judged = args.loss, args.episodes.reward or args.episodes.env or args.episodes.agent
     refuse_if(
         args.rollouts.group_size < 2 and judged,
         "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",

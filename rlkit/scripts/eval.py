@@ -31,7 +31,7 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
-from rlkit.scripts.task import eval_sets, own_rewards, read_env, read_reward
+from rlkit.scripts.task import check_judged, eval_sets, own_rewards, read_env, read_reward
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
@@ -91,6 +91,7 @@ def main(args: Args) -> None:
     flags = flags_of_grpo(args, kept)
     if not kept or flags.engine.engine != "local":
         check_model_path(flags.model.model)
+    check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
     check_engine(flags)
     if args.device:
@@ -100,7 +101,7 @@ def main(args: Args) -> None:
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
     own = own_rewards(flags, rows)
     make_score = read_reward(flags.episodes, *(part for name, part in rows.items() if name not in own))
-    make_env = read_env(flags)
+    make_env = read_env(flags, *rows.values())
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
     sets = eval_sets(flags, tokenizer, rows, own)

@@ -177,14 +177,20 @@ def needs_reference(args: Any) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
+def check_judged(how: Episodes) -> None:
+    """Refuse (ValueError) episodes that nothing gives a reward."""
+    judged = how.reward or how.env is not None or how.agent is not None
+    refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
+
+
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     check_ranks(args.model.parallel)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
     penalties.kl_place("reward" if hasattr(args, "values") else "loss")
-    judged = how.reward or how.env is not None or how.agent is not None or hasattr(args.loss, "teacher")
-    refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
+    if not hasattr(args.loss, "teacher"):
+        check_judged(how)
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
