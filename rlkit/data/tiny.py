@@ -89,7 +89,7 @@ def tiny_model(
 
 
 def tiny_vision_model(folder: Path, *, hidden: int = 96, layers: int = 3, seed: int = 0) -> None:
-    """Write a random Qwen3-VL of half a million weights, with its tokenizer and image processor, to a folder.
+    """Write a random Qwen3-VL of 0.8 M weights, with its tokenizer and image processor, to a folder.
 
     Pictures keep their size, in multiples of 8 pixels; 8 x 8 pixels are one token.
     """

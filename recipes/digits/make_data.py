@@ -1,14 +1,4 @@
-"""A vision-language model that learns to read digits: data, a small random Qwen3-VL, and the commands that train it.
-
-    python examples/digits.py /tmp/digits
-    rlkit sft --model /tmp/digits/model --data /tmp/digits/sft.jsonl --steps 300 --batch-size 32 --lr 1e-3 \
-        --output /tmp/digits/run-sft --train-vision
-    rlkit grpo --model /tmp/digits/run-sft/model --data /tmp/digits/rl.jsonl --eval-data /tmp/digits/eval.jsonl \
-        --reward rlkit.rewards.text:exact_match --steps 40 --lr 3e-4 --max-new-tokens 4 --output /tmp/digits/run-grpo --train-vision
-
-Pictures of two digits in random places, sizes and shades are drawn with Pillow's own font. The model has half a million
-weights and has never seen anything: supervised training shows it what the task is, GRPO makes it better at it.
-"""
+"""Write the pictures, the rows and the model of this recipe: `python recipes/digits/make_data.py FOLDER`."""
 
 from __future__ import annotations
 
