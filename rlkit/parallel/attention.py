@@ -615,7 +615,8 @@ def register() -> str:
 
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of the language model; a vision tower keeps its own, in which images are segments."""
-    model.set_attn_implementation({"text_config": name} if getattr(model.config, "vision_config", None) else name)
+    apart = "text_config" in model.config.sub_configs and getattr(model.config, "vision_config", None) is not None
+    model.set_attn_implementation({"text_config": name} if apart else name)
 
 
 @contextmanager
