@@ -61,8 +61,8 @@ def args_of(files, *, data=(), **how):
         Model(str(files / "model")),
         Data(str(files / "rows.jsonl"), **dict(data)),
         Episodes(max_total_tokens=200, **how),
-        Rollouts(prompts_per_step=2, group_size=4, max_new_tokens=8),
-        Schedule(files / "run", steps=2, eval_steps=0),
+        rollouts=Rollouts(prompts_per_step=2, group_size=4, max_new_tokens=8),
+        schedule=Schedule(files / "run", steps=2, eval_steps=0),
     )
 
 
