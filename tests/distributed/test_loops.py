@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from rlkit.data.examples import Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.distill import Distillation, distill
 from rlkit.loops.ppo import ppo
 from rlkit.loops.preference import dpo, kto, with_reference
 from rlkit.loops.reward_model import reward_model
 from rlkit.loops.rl import Task
-from rlkit.model.forward import load_model
+from rlkit.model.forward import Policy, load_model
 from rlkit.model.heads import load_reward_model, load_value_model
 from rlkit.model.parallelize import parallelize
+from rlkit.model.teachers import LocalTeacher
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.shared import SharedEngine
@@ -31,6 +33,7 @@ PAIRS = [
 ]
 LABELLED = [Labelled(p.prompt, ids, ids is p.chosen) for p in PAIRS for ids in (p.chosen, p.rejected)]
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(40)]
+ROUTED = [Prompt([20 + i, 60], {"teacher": "ab"[i % 3 == 0]}, i) for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,16 @@ async def score(prompt, group):
     return [replace(t, reward=sum(i < 128 for i in t.ids) / len(t.ids)) for t in group]
 
 
+def sharp(path, seed):
+    """A teacher with other weights than the student's."""
+    model = load_model(path)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
+
+
 def trained(name, path, folder, *, cut, engine):
     """What the loop logs, and the weights that it exports."""
     common = [Schedule(folder, steps=STEPS, eval_steps=2), Optim(lr=3e-3, max_tokens=40)]
@@ -71,6 +84,14 @@ def trained(name, path, folder, *, cut, engine):
         kto(model, None, LABELLED, *common, reference=cut(load_model(path)), **how)
     elif name == "reward model":
         reward_model(model, None, PAIRS, *common, **pairs)
+    elif name.startswith("distill"):
+        rollouts = Rollouts(prompts_per_step=8, group_size=2, minibatches=2, max_new_tokens=6)
+        teachers = {key: LocalTeacher(Policy(cut(sharp(path, seed))), 40) for key, seed in (("a", 1), ("b", 2))}
+        how = Distillation(top_k=5 if name == "distill top k" else 0)
+        work = distill(
+            model, teachers, tiny_tokenizer(), engine(), Task(ROUTED, score), rollouts, *common, distillation=how
+        )
+        asyncio.run(work)
     else:
         rollouts = Rollouts(prompts_per_step=8, group_size=1, minibatches=2, max_new_tokens=6)
         critic = Critic(critic_lr=3e-3, critic_steps=1)
@@ -112,6 +133,11 @@ def test_every_rank_gets_the_references_log_probs_of_all_pairs(ranks, path):
 
 
 LAYOUTS = [("dpo", {"pp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
+LAYOUTS += [("distill", {"tp": 2, "cp": 2})]
+LAYOUTS += [
+    pytest.param(name, sizes, marks=pytest.mark.slow)
+    for name, sizes in (("distill", {"pp": 2}), ("distill top k", {"tp": 2, "cp": 2}))
+]
 LAYOUTS += [pytest.param("dpo", {"pp": 2, "tp": 2}, marks=pytest.mark.slow)]
 
 
