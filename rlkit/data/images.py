@@ -149,7 +149,7 @@ def gathered(row: Row, place: str) -> Row:
         sources = sources or found
     if not given and all(source is None for source in sources):
         if sources and new:
-            what = f"{len(sources)} parts of its messages are images without a source, and no column 'images' has them"
+            what = f"{len(sources)} images of its messages have no source, and there is no column 'images'"
             raise column_error(place, what, row)
         return {}
     if not sources:

@@ -159,7 +159,7 @@ PLACES = "for images (<image>, or parts of the messages)"
         ({"images": [3.5]}, "row 1: image 1 cannot be read: 3.5 is no file, bytes or picture"),
         ({"images": [b"x"], "prompt": "<image><image>"}, f"row 1: has 2 places {PLACES} and 1 images"),
         ({"images": [b"x", b"y"], "prompt": "<image>"}, f"row 1: has 1 places {PLACES} and 2 images"),
-        ({"prompt": [user([{"type": "image"}, TEXT])]}, "row 1: 1 parts of its messages are images without a source"),
+        ({"prompt": [user([{"type": "image"}, TEXT])]}, "row 1: 1 images of its messages have no source, and"),
         ({"images": ["{good}"], "prompt": "<|image_pad|>?"}, "the text holds '<|image_pad|>', which stands for an im"),
         ({"videos": ["a.mp4"]}, "column 'videos' holds media"),
     ],

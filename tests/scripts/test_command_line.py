@@ -134,7 +134,7 @@ BAD = {
     "an image": (
         "sft",
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}]}],
-        r"line 1: messages\[0\].content\[0\] is 'image': rlkit reads text only",
+        "line 1: 1 images of its messages have no source, and there is no column",
     ),
     "no difference": ("dpo", [{"prompt": "a", "chosen": "b", "rejected": "b"}], "all 1 pairs have the same chosen"),
     "no difference to reward": (

@@ -61,7 +61,7 @@ WRONG = [
     ("--output", "{task}", "holds a run"),
     ("--data", "{task}/none.jsonl", "no such file"),
     ("--data", "{task}/broken.jsonl", "broken.jsonl, line 2"),
-    ("--rename", "answer prompt", "no column 'answer'"),
+    ("--rename", "answer prompt", "answer: no file has that column"),
 ]
 
 
