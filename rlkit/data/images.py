@@ -134,6 +134,21 @@ class ImageReader:
         return f"\n\n{inner}\n\n" if self._fixed else inner
 
 
+def shows_images(row: Row) -> bool:
+    """Whether a row seems to have images: in a column, or as a part of its messages, also in their JSON text."""
+    if any(not is_empty(row.get(name)) and row[name] is not False for name in COLUMNS):
+        return True
+    for value in map(row.get, _TEXTS):
+        if isinstance(value, str) and '"image' in value:
+            return True
+        for message in value if isinstance(value, list | tuple) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            parts = content if isinstance(content, list | tuple) else ()
+            if any(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts):
+                return True
+    return False
+
+
 def gathered(row: Row, place: str) -> Row:
     """The columns of a row with images: texts with a mark for each, and their sources in `images`, in that order.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -244,12 +245,14 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
     return tokenizer
 
 
-def image_reader(path: str, tokenizer: Any) -> Any:
-    """What reads the images of rows for the model at `path`; None for a model of text."""
-    from rlkit.data.images import ImageReader
+def image_reader(path: str, tokenizer: Any, rows: Iterable[Any]) -> Any:
+    """What reads the images of the rows for the model at `path`; None for rows without any, and for a model of text."""
+    from rlkit.data.images import ImageReader, shows_images
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
 
+    if not any(map(shows_images, rows)):
+        return None
     config = load_config(path)
     return ImageReader(path, tokenizer, config) if reads_images(config) else None
 
@@ -275,7 +278,7 @@ def offline(
         "system_prompt": args.data.system_prompt,
         "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
-        "images": image_reader(args.model.model, tokenizer),
+        "images": image_reader(args.model.model, tokenizer, chain(*parts, *held_out.values())),
         "too_long": args.data.too_long,
     }
     with data_progress():

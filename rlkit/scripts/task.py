@@ -135,7 +135,9 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
         from rlkit.data.prompts import rl_prompts
         from rlkit.loops.evaluate import EvalSet
 
-        found = {}
+        found: dict[str, Any] = {}
+        if not rows:
+            return found
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
         for name, part in rows.items():
             sampling = how.sampling_of(name)
@@ -144,7 +146,7 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
                 part, tokenizer=tokenizer, max_prompt_tokens=args.examples.max_example_tokens,
                 system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
                 template_args=args.data.template() or None, too_long=args.data.too_long,
-                images=image_reader(args.model.model, tokenizer),
+                images=image_reader(args.model.model, tokenizer, part),
             )[0]  # fmt: skip
             params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
             found[name] = EvalSet(prompts, own[name](tokenizer), params, samples)
@@ -457,7 +459,7 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
             rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
             apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
             template_args=args.data.template() or None, too_long=args.data.too_long,
-            images=image_reader(args.model.model, tokenizer),
+            images=image_reader(args.model.model, tokenizer, rows),
         )[0]  # fmt: skip
     except ValueError as error:
         if total >= longest:

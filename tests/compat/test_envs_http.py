@@ -262,7 +262,7 @@ async def test_verifiers_tasks(real, monkeypatch):
         check_exact([t], script.calls)
     assert [t.reward for t in group] == [1.0, 0.0]
     if not real:
-        assert group[0].info["metrics"] == {"turns": 2.0}
+        assert group[0].info["metrics"] == {"turns": 2.0, "agent/branches": 0, "agent/rerendered": 0}
     with pytest.raises(RuntimeError, match="no task") as raised:
         await sample_group(with_row(tokenizer, {"prompt": "q"}, index=1), [Script(tokenizer)], env=env)
     assert raised.value.__notes__ == ["in an episode of row 2"]
