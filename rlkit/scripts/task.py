@@ -59,10 +59,6 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     others = args.reference, getattr(args, "critic", None)
     tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
     env, score = make_env(tokenizer), make_score(tokenizer)
-    if args.episodes.agent:
-        from rlkit.rollout.agents.command import scored
-
-        score = scored(score)
     with data_progress():
         rendered = [render(args, tokenizer, part) for part in parts]
         sets = eval_sets(args, tokenizer, held_out, own)
@@ -75,6 +71,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
         shown and args.engine.engine != "local",
         f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
     )
+    unseen = args.episodes.agent is not None and shown
+    refuse_if(unseen, "`agent` writes its own messages, and would not show the images of the rows: drop that column")
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = load_config(args.model.model).get_text_config()
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)
@@ -227,10 +225,12 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfToke
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.rewards.combine import scalarized, weighted
         from rlkit.rewards.scoring import env_rewards, scorer
+        from rlkit.rollout.agents.command import scored
 
+        done = scored if episodes.agent else lambda score: score
         limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}
         if not found:
-            return env_rewards(max_failed=episodes.max_failed)
+            return done(env_rewards(max_failed=episodes.max_failed))
         weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
         reward, *_ = found.values()
         if [*weights.values()] != [None]:
@@ -239,7 +239,7 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfToke
             if episodes.combine != "sum":
                 how = combining(episodes)
                 reward = scalarized(found, weights=each, scalarize=how, timeout_s=episodes.reward_timeout)
-        return scorer(reward, tokenizer=tokenizer, **limits)
+        return done(scorer(reward, tokenizer=tokenizer, **limits))
 
     return of_tokenizer
 
