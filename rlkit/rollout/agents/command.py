@@ -70,6 +70,7 @@ def command(
         if not homes:  # of all episodes; what is left of them goes with the run
             homes.append(tempfile.mkdtemp(prefix="rlkit-agents-"))
             weakref.finalize(agent, shutil.rmtree, homes[0], ignore_errors=True)
+        os.makedirs(homes[0], exist_ok=True)  # the supervisor of a cancelled episode removes it where it is empty
         home = Path(tempfile.mkdtemp(dir=homes[0]))
         folder, row, result = home / "work", home / "row.json", home / "result.json"
         try:

@@ -4,7 +4,8 @@
 
 It prints one JSON object at the end: `code` (negative: a signal), `reason` (why it ended the command; "" if that ended
 by itself) and `left` (processes that the command left, which are killed). Standard input is a life line: when it
-closes, because the caller stopped or died, the command is killed, and the folder that its own is in is removed.
+closes, because the caller stopped or died, the command is killed, and the folder that its own is in is removed,
+with the one around it if that is empty then.
 
 On Linux the process adopts what the command leaves behind (PR_SET_CHILD_SUBREAPER), also daemons in sessions of their
 own. Elsewhere it kills the command's process group, and memory is not limited.
@@ -50,7 +51,10 @@ def main() -> None:
     if reason == "stopped":
         import shutil
 
-        shutil.rmtree(os.path.dirname(spec["folder"]), ignore_errors=True)
+        home = os.path.dirname(spec["folder"])
+        shutil.rmtree(home, ignore_errors=True)
+        if not os.listdir(os.path.dirname(home)):  # that of all episodes, of which this was the last
+            os.rmdir(os.path.dirname(home))
     sys.stdout.write(json.dumps({"code": run.code, "reason": reason, "left": left}))
 
 
