@@ -20,6 +20,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _NAMES = {
     "grpo": "GRPO", "ppo": "PPO", "sft": "supervised fine-tuning", "dpo": "preference optimization on pairs",
     "kto": "preference optimization on labelled responses", "reward_model": "a pairwise reward model",
+    "distill": "distillation",
 }  # fmt: skip
 _SETTINGS = (
     "lr", "lr_schedule", "warmup_steps", "prompts_per_step", "group_size", "minibatches", "epochs", "batch_size",
@@ -104,6 +105,7 @@ def _algorithm(args: Row, script: str) -> Iterator[str]:
     named = {
         "grpo": ((advantages, str(args.get("baseline"))), (losses, own)), "ppo": ((advantages, "gae"), (losses, own)),
         "dpo": ((losses, own),), "kto": ((losses, "kto_unpaired"),), "reward_model": ((losses, "bradley_terry"),),
+        "distill": ((losses, own),),
     }.get(script, ())  # fmt: skip
     for module, name in named:
         text = inspect.getdoc(getattr(module, name, None)) or ""
@@ -115,8 +117,9 @@ def _algorithm(args: Row, script: str) -> Iterator[str]:
             yield _block(inspect.cleandoc(equation[1]))
     if script == "sft":
         yield _block("loss = -mean over the tokens of the responses of log p(token | what is before it)")
-    if args.get("reward"):
-        yield f"Reward: {_names(args['reward'])}."
+    for name, title in (("advantage", "Advantages per token"), ("teacher", "Teacher"), ("reward", "Reward")):
+        if args.get(name):
+            yield f"{title}: {_names(args[name])}."
 
 
 def _settings(args: Row) -> str:

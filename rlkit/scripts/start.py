@@ -114,11 +114,11 @@ def warn_of_steps(args: Any) -> None:
     """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
     schedule, data = args.schedule, args.data
     if best := schedule.keep_best:
-        from rlkit.run.meanings import KEYS
+        from rlkit.run.meanings import KEYS, meaning_of
 
         refuse_if(not data.eval_data, "`keep_best` requires `eval_data`")
         near = get_close_matches(best, [name for name in KEYS if name.startswith("eval/")], n=1, cutoff=0)
-        refuse_if(best not in KEYS, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")
+        refuse_if(meaning_of(best) is None, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")
     if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
         log.warning("--eval-steps %d has no effect without --eval-data", schedule.eval_steps)
     if schedule.steps == 0 and not data.eval_data:

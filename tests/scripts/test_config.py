@@ -14,6 +14,7 @@ from rlkit.scripts.config import render
 
 SCRIPTS = {name: ["--model", "m", "--data", "d"] for name in ("sft", "dpo", "kto", "reward_model")}
 SCRIPTS |= {name: ["--model", "m", "--data", "d", "--reward", "a.py:b"] for name in ("grpo", "ppo")}
+SCRIPTS["distill"] = ["--model", "m", "--data", "d", "--teacher", "t"]
 GIVEN = [
     "--data", "a b.jsonl", "c#d.jsonl", "--rename", "question", "prompt", "a: b", "{c}", "--system-prompt", "yes",
     "--template-args", '{"x": [1, "y"]}', "--chat-template", "on", "--stop", "\n\n", "</s>", "5", "[x, y]",
