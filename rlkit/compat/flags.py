@@ -154,7 +154,6 @@ NO_FLAG = {  # what needs no flag here, or has none
     "input_key": _MESSAGES, "label_key": _MESSAGES, "prompt_key": _MESSAGES,
     "load_in_4bit": "quantized weights are not supported", "load_in_8bit": "quantized weights are not supported",
     "log_completions": "trajectories/ has every sample; --print-samples-steps shows some",
-    "lora_alpha": "alpha is twice --lora-rank",
     "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
     "n_gpus_per_node": _RANKS, "nnodes": _RANKS, "num_gpus_per_node": _RANKS,
     "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,

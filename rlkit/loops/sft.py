@@ -14,6 +14,7 @@ from rlkit.loops.supervised import Sets, check_examples, check_fits, every, resp
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import compute_log_probs, make_policy
+from rlkit.model.lora import dropping
 from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.pipeline import pipelined
@@ -74,7 +75,7 @@ def sft(
         batch = pack_examples([examples[i] for i in rows])
         weights = per_token(batch)
         metrics: Metrics = {}
-        with pipelined(mesh) as backward:
+        with pipelined(mesh) as backward, dropping(model):
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
                 out = policy(micro)
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_du
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import default_dtype
+from rlkit.model.lora import dropping
 from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set_lr
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
@@ -103,7 +105,7 @@ def train_examples(
     def passes(some: Sequence[X], *, train: bool) -> tuple[Metrics, int]:
         batch, losses = prepare(some)
         metrics: Metrics = {}
-        with pipelined(mesh) as backward:
+        with pipelined(mesh) as backward, dropping(model) if train else nullcontext():
             for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=optim.max_tokens, whole_groups=True):
                 value, new = losses(micro)
                 if train:

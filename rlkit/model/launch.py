@@ -48,25 +48,35 @@ def load_policy(
     *,
     device: str = "cpu",
     dtype: str = "fp32",
-    lora_rank: int = 0,
-    lora_targets: Sequence[str] = (),
     frozen: bool = False,
     train_vision: bool = False,
+    **lora: Any,
 ) -> Any:
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
-    A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train (alpha is twice
-    the rank), on the modules `lora_targets` (none: all linear layers).
+    A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
+    `lora_targets` (none: all linear layers), with `lora_alpha` (None: twice the rank) and `lora_dropout`.
     """
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is not None:
-        lora: dict[str, Any] = {"lora_rank": lora_rank, "lora_targets": lora_targets}
         whole = partial(load_model, train_vision=train_vision)
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
-    model = load_model(path, device=device, train_vision=train_vision)
-    targets = [*lora_targets] or "all-linear"
-    return add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets) if lora_rank else model
+    return _with_lora(load_model(path, device=device, train_vision=train_vision), **lora)
+
+
+def _with_lora(
+    model: Any,
+    *,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+) -> Any:
+    if not lora_rank:
+        return model
+    targets: Any = [*lora_targets] or "all-linear"
+    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, targets=targets, dropout=lora_dropout)
 
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
@@ -74,14 +84,18 @@ def reference_of(model: Any, given: str | None, *, path: str, load: Callable[...
     return model if given is None and adapters(model) else load(given or path, frozen=True)
 
 
-def load_judge(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
+def load_judge(
+    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", **lora: Any
+) -> Any:
     """`load_policy` for a reward model."""
-    return _load_headed(load_reward_model, load_reward_parallel, path, args, device, dtype)
+    return _load_headed(load_reward_model, load_reward_parallel, path, args, device, dtype, lora)
 
 
-def load_critic(path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32") -> Any:
+def load_critic(
+    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", **lora: Any
+) -> Any:
     """`load_policy` for a critic."""
-    return _load_headed(load_value_model, load_value_parallel, path, args, device, dtype)
+    return _load_headed(load_value_model, load_value_parallel, path, args, device, dtype, lora)
 
 
 def _load_headed(
@@ -91,10 +105,13 @@ def _load_headed(
     args: ParallelArgs,
     device: str,
     dtype: str,
+    lora: dict[str, Any],
 ) -> Any:
     mesh = open_mesh(args, device=device)
     _report_loading(path)
-    return alone(path, device=device) if mesh is None else sharded(path, mesh, **_options(args, dtype))
+    if mesh is None:
+        return _with_lora(alone(path, device=device), **lora)
+    return sharded(path, mesh, **lora, **_options(args, dtype))
 
 
 def _report_loading(path: str | os.PathLike[str]) -> None:

@@ -48,13 +48,20 @@ class Adapter(NamedTuple):
 
 
 def add_lora(
-    model: Any, *, rank: int = 16, alpha: int = 32, targets: str | list[str] = "all-linear", seed: int = 0
+    model: Any,
+    *,
+    rank: int = 16,
+    alpha: float = 32,
+    targets: str | list[str] = "all-linear",
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> Any:
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
     b starts at 0, so the outputs do not change until the first step. a depends only on `seed` and the layer's name, in
     any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head. The
-    tower of a vision model has none.
+    tower of a vision model has none. The head of a critic or a reward model trains whole. `dropout` is the share of an
+    adapter's inputs that are 0 inside `dropping`, and nowhere else.
 
     Errors: ValueError for a target that the model lacks or peft refuses, and for one that is not a linear layer, with
     the names of those that are.
@@ -64,7 +71,9 @@ def add_lora(
 
     frozen = "|".join(map(re.escape, tower_parts(model)))  # not the tower of a vision model
     skipped: dict[str, Any] = {"exclude_modules": rf"(.*\.)?({frozen})(\..*)?"} if frozen else {}
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", **skipped)
+    head = getattr(model, "score", None)
+    kind: dict[str, Any] = {"task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "lora_dropout": dropout}
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, **kind, **skipped)
     _check_names(model, targets)
     _check_reached(model, targets)
     try:
@@ -75,7 +84,22 @@ def add_lora(
         raise ValueError(f"LoRA on {type(model).__name__}: {str(error).splitlines()[0]}") from error
     _check_layers(model)
     reset_adapters(model, seed=seed)
-    return model
+    if head is not None:
+        head.requires_grad_(True)
+    return model.eval()  # the new modules, too
+
+
+@contextmanager
+def dropping(model: nn.Module) -> Iterator[None]:
+    """Inside the block the adapters' dropout is on: around the forward and the backward of a loss on fixed data."""
+    layers = [m for name, m in model.named_modules() if ".lora_dropout." in name]
+    for layer in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
 
 
 def _check_names(model: nn.Module, targets: str | list[str]) -> None:
@@ -91,7 +115,7 @@ def _check_layers(model: Any) -> None:
     """Refuse adapters that the forward would ignore or an export lose: those of anything but linear layers."""
     from peft.tuners.lora import Linear, LoraLayer
 
-    head, fine, wrong = model.get_output_embeddings(), set(), {}
+    head, fine, wrong = getattr(model, "score", None) or model.get_output_embeddings(), set(), {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer) and not isinstance(getattr(layer, "base_layer", None), LoraLayer):
             base = layer.get_base_layer()
@@ -121,7 +145,7 @@ def _check_reached(model: Any, targets: str | list[str]) -> None:
     modules, fine, wrong = dict(model.named_modules()), set(), {}
     for name, layer in modules.items():
         parent, _, last = name.rpartition(".")
-        if not isinstance(layer, nn.Linear) or layer is model.get_output_embeddings():
+        if not isinstance(layer, nn.Linear) or layer in (model.get_output_embeddings(), getattr(model, "score", None)):
             continue
         if not _reads_weight(cast(Any, type(modules[parent])), last):
             fine.add(last)

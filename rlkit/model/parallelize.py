@@ -244,6 +244,8 @@ def load_parallel(
     *,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
     build: Callable[..., Any] | None = None,
     whole: Callable[..., Any] = load_model,
     new: str = "",
@@ -255,7 +257,7 @@ def load_parallel(
     outside `COVERED`, whose files may have other names than its weights, is read by transformers: each rank holds the
     whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
     downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
-    `rlkit.model.lora`; alpha is twice the rank; none: all linear layers).
+    `rlkit.model.lora`; none: all linear layers; `lora_alpha` None: twice the rank).
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.
@@ -270,14 +272,16 @@ def load_parallel(
     config = load_config(folder)
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
-    targets = [*lora_targets] or "all-linear"
+    targets: Any = [*lora_targets] or "all-linear"
+    lora: dict[str, Any] = {"rank": lora_rank, "alpha": lora_alpha or 2 * lora_rank, "targets": targets}
+    lora["dropout"] = lora_dropout
     if config.model_type not in COVERED:
         if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
             check_model(config)
         model = whole(folder)
         model.config.name_or_path = str(path)
         if lora_rank:
-            add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets)
+            add_lora(model, **lora)
         return parallelize(model, mesh, **options)
     with torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
@@ -285,7 +289,7 @@ def load_parallel(
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if lora_rank:
-        add_lora(model, rank=lora_rank, alpha=2 * lora_rank, targets=targets)
+        add_lora(model, **lora)
     sharded = parallelize(model, mesh, **options)
     read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device, new=new)
     reset_adapters(sharded)

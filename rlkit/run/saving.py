@@ -233,7 +233,7 @@ def export(run: Run, model: Any, tokenizer: Any) -> Path:
     `peft.AutoPeftModelForCausalLM.from_pretrained`.
     """
     run.status("saving the model")
-    if adapters(model):
+    if adapters(model) and not hasattr(model, "score"):  # of a reward model peft's file would lack the head
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
     folder = export_hf(model, tokenizer, run.folder / "model")
     _write_card(run, folder)

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -311,14 +311,24 @@ class Lora:
     """rank of LoRA adapters, which alone are trained; 0: train all weights"""
     lora_targets: tuple[str, ...] = ()
     """names of the linear layers that get an adapter, e.g. q_proj v_proj; none: all but the head"""
+    lora_alpha: Positive | None = None
+    """scale of the adapters times their rank: W + (alpha / rank) B A; None: twice the rank"""
+    lora_dropout: Share = 0.0
+    """share of the adapters' inputs that are dropped in training on fixed data"""
 
     def __post_init__(self) -> None:
         check(self)
         if joined := next((target for target in self.lora_targets if "," in target), None):
             apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
             refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
-        refuse_if(self.lora_targets and not self.lora_rank, "`lora_targets` requires `lora_rank`")
+        for name in ("lora_targets", "lora_alpha", "lora_dropout"):
+            refuse_if(not is_default(self, name) and not self.lora_rank, f"`{name}` requires `lora_rank`")
+        refuse_if(self.lora_dropout == 1, "`lora_dropout` must be below 1: nothing would train")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the loaders of `rlkit.model.launch`."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)

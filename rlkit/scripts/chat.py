@@ -241,7 +241,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
         if kept.get("steps") == 0:
             what = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {kept.get('model')}"
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
-    lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets") if name in kept}
+    lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets", "lora_alpha") if name in kept}
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))

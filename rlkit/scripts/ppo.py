@@ -9,16 +9,16 @@ Data, rewards, environments and engines are those of `rlkit grpo`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import advantage_of, where
+from rlkit.scripts.start import advantage_of, check_rank, where
 from rlkit.scripts.task import load_models, open_task
-from rlkit.settings import Critic, Engines, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
+from rlkit.settings import CountOr0, Critic, Engines, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Args:
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
     lora: Flat[Lora] = Lora()
+    critic_lora_rank: CountOr0 = 0
+    """rank of LoRA adapters of the critic, which train with its head alone; 0: train all its weights"""
     engine: Flat[Engines] = Engines()
 
 
@@ -83,7 +85,9 @@ def main(args: Args) -> Path:
     from rlkit.run.sync import run_sync
 
     model, reference, rollouts = load_models(args, tokenizer)
-    critic = load_critic(args.critic or args.model.model, **where(args))
+    path, adapter = args.critic or args.model.model, replace(args.lora, lora_rank=args.critic_lora_rank)
+    check_rank(path, args.critic_lora_rank)
+    critic = load_critic(path, **where(args), **(adapter.options() if args.critic_lora_rank else {}))
     report_model(critic, dtype=str(args.optim.dtype), name="critic")
     clip = partial(clipped, clip_low=args.loss.clip_low, clip_high=args.loss.clip_high)
     loss = PolicyLoss(clip, per_token, args.correction.function())

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from rlkit.scripts.args import Data, Examples, Model
+from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import offline, own_loss, where
+from rlkit.scripts.start import check_rank, offline, own_loss, where
 from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
 
 
@@ -36,6 +36,7 @@ class Args:
     """bradley_terry, or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's rewards"""
     center_coef: NotNegative = 0.01
     """weight of the penalty that pulls a pair's rewards towards 0"""
+    lora: Flat[Lora] = Lora()
 
     def __post_init__(self) -> None:
         check(self)
@@ -54,7 +55,8 @@ def main(args: Args) -> Path:
     from rlkit.losses import bradley_terry
     from rlkit.model.launch import load_judge, report_model
 
-    model = load_judge(args.model.model, **where(args))
+    check_rank(args.model.model, args.lora.lora_rank)
+    model = load_judge(args.model.model, **where(args), **args.lora.options())
     report_model(model, dtype=str(args.optim.dtype))
     return reward_model(
         model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,

@@ -195,18 +195,23 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
 
-    if rank := args.lora.lora_rank:
-        from rlkit.model.pretrained import load_config
-
-        width = load_config(args.model.model).get_text_config().hidden_size
-        refuse_if(rank > width, f"`lora_rank` {rank} is more than the model's width {width}: no matrix has that rank")
+    check_rank(args.model.model, args.lora.lora_rank)
     load: Callable[..., Any] = partial(load_policy, **where(args), train_vision=args.model.train_vision)
-    model = load(args.model.model, lora_rank=args.lora.lora_rank, lora_targets=args.lora.lora_targets)
+    model = load(args.model.model, **args.lora.options())
     report_model(model, dtype=args.optim.dtype)
     stop_at_template(model, args)
     if not has_reference:
         return model, None
     return model, reference_of(model, args.reference, path=args.model.model, load=load)
+
+
+def check_rank(path: str, rank: int) -> None:
+    """ValueError for adapters of a rank that no matrix of the model has."""
+    if rank:
+        from rlkit.model.pretrained import load_config
+
+        width = load_config(path).get_text_config().hidden_size
+        refuse_if(rank > width, f"`lora_rank` {rank} is more than the model's width {width}: no matrix has that rank")
 
 
 def stop_at_template(model: Any, args: Any) -> None:

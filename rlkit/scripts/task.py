@@ -193,6 +193,8 @@ def check_rl(args: Any) -> None:
         check_judged(how)
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
+    fix = "the tokens that train are those that were sampled without it: drop it"
+    refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
     refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
     refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
     refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")

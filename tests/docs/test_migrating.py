@@ -255,8 +255,7 @@ def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: p
             assert found or foreign in NO_FLAG, line
     usual = {"dataset_name", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "packing"}
     usual |= {"model_name_or_path", "output_dir", "eos_token", "max_length", "gradient_accumulation_steps", "use_peft"}
-    missing = {"use_peft"} if script == "reward_model" else set()
-    assert usual - names - answered == missing
+    assert usual - names - answered == set()
     own = {"sft": {"completion_only_loss"}, "reward_model": {"center_rewards_coefficient"}}
     own |= {"dpo": {"loss_type", "precompute_ref_log_probs"}, "kto": {"loss_type"}}
     own |= {"distill": {"teacher_model_name_or_path"}}
