@@ -94,7 +94,7 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
         rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
         hidden += [{**group, "params": inside}] if inside else []
         others += [{**group, "params": rest}] if rest else []
-    cut = [p for group in hidden for p in group["params"] if any(x.is_shard() for x in getattr(p, "placements", ()))]
+    cut = [p for group in hidden for p in group["params"] if _is_cut(p)]
     if cut:
         fix = "keep it whole (`parallel.replicate`), or use adamw"
         raise ValueError(f"`optimizer` muon: a rank holds a part of a matrix of shape {list(cut[0].shape)}: {fix}")
@@ -104,6 +104,12 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
     if others:
         parts.append(torch.optim.AdamW(others, lr=lr, fused=True))
     return _Joined(parts)
+
+
+def _is_cut(p: Any) -> bool:
+    """Whether this rank holds a part of the parameter."""
+    sizes = p.device_mesh.shape if hasattr(p, "device_mesh") else ()
+    return any(x.is_shard() and size > 1 for x, size in zip(getattr(p, "placements", ()), sizes, strict=True))
 
 
 class _Joined(torch.optim.Optimizer):
