@@ -12,7 +12,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +59,7 @@ def load_policy(
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is not None:
-        whole = partial(load_model, train_vision=train_vision)
+        whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
     return _with_lora(load_model(path, device=device, train_vision=train_vision), **lora)
 

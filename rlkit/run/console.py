@@ -32,12 +32,12 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("loss", ("loss",), 7, ".4f"),
     Column("acc", ("accuracy",), 7, ".3f"),
-    Column("teacher", ("teacher/loss",), 7, ".4f"),
     Column("reward", ("reward/mean",), 7, ".3f"),
     Column("entropy", ("entropy",), 7, ".3f"),
     Column("kl", ("kl/ref",), 8, ".5f"),
     Column("length", ("length/mean",), 7, ".1f"),
     Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 7, ".2f", 100.0),
+    Column("teacher", ("teacher/loss",), 7, ".4f"),
     Column("mismatch", ("mismatch/abs_mean",), 9, ".1e"),
     Column("grad", ("grad_norm",), 7, ".3f"),
     Column("s/step", ("time/step",), 7, ".2f"),

@@ -7,7 +7,6 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -108,7 +107,8 @@ def filled(model_type: str, *, seed: int, std: float = 0.1) -> Any:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_config(shrunk(config_of(model_type)), dtype=torch.float32)
+        small = shrunk(config_of(model_type))
+        model = vision.auto_class(small).from_config(small, dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=std) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))

@@ -19,6 +19,7 @@ from rlkit.model import families
 from rlkit.model.forward import forward, load_model, prepare_model
 from rlkit.model.heads import load_reward_model, load_value_model, values
 from rlkit.model.small_copy import shrunk
+from rlkit.model.vision import auto_class
 from rlkit.packing import pack
 from rlkit.parallel.attention import IMPLEMENTATION
 from rlkit.types import Trajectory
@@ -82,7 +83,7 @@ def check(model_type):
         return found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = randomized(hf.AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager"))
+        model = randomized(auto_class(small).from_config(small, dtype=torch.float32, attn_implementation="eager"))
         assert compare(model, groups()) < 1e-4
     packed = model.config.get_text_config()._attn_implementation == IMPLEMENTATION
     assert packed == (found.status == "packed")

@@ -25,6 +25,7 @@ HELPERS = {
         "squad_normalize",
         "repeated_share",
         "last_boxed",
+        "final_answer",
         "last_tag",
         "last_number",
         "last_code_block",
