@@ -70,14 +70,15 @@ reads the whole model before it keeps its shard. See [parallel.md](parallel.md).
 ## Images
 
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with images, by `rlkit sft`, `dpo`, `kto` and
-`grpo`. Tried with small random models; the check at load includes images. Critics and reward models read text only.
+`grpo`. Tried with small random models; the check at load includes images. transformers has no critic or reward model
+with these towers, so `ppo` and `reward_model` refuse them.
 
 - Rows have them as TRL, verl and OpenAI do ([data.md](data.md#images)). The vision tower is frozen, unless
   `--train-vision`; LoRA adapts the language model only.
 - A prompt's images are encoded once per group. M-RoPE positions are those of each document, never of the pack. Gemma 3,
   whose image tokens see one another in both directions, runs batches with images unpacked.
 - The embedded engine samples (`--engine local`, also with `--overlap`): from its cache, of Gemma 3 by whole sequences.
-  Images are not sent to SGLang and vLLM servers. A sampled placeholder ends its answer, as a stop token does.
+  Images are not sent to SGLang and vLLM servers. Placeholders are never sampled.
 - `tp`, `cp`, `pp` and `ep` are refused for batches with images. An export has the image processor's files beside it.
 - Pillow reads the files: `pip install pillow`; with torchvision, transformers resizes with that.
 

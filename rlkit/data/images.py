@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MARK = "<image>"
+PLACE = "\ue000image\ue001"  # of an image that a row has: a text may hold the mark itself
 COLUMNS = ("images", "image")
 _PARTS = ("image", "image_url", "input_image")
 _TEXTS = ("messages", "prompt", "chosen", "rejected")
@@ -70,8 +71,10 @@ def processor_of(path: str) -> Any:
 
 def _opened(content: bytes) -> Any:
     from PIL import Image as Pillow
+    from PIL import ImageOps
 
-    return Pillow.open(io.BytesIO(content)).convert("RGB")
+    picture = ImageOps.exif_transpose(Pillow.open(io.BytesIO(content)))  # as a viewer shows a photo
+    return picture.convert("RGB")
 
 
 class ImageReader:
@@ -121,10 +124,8 @@ class ImageReader:
         return int(num) // processor.merge_size**2
 
     def placed(self, text: str, images: Sequence[Image], place: str) -> str:
-        """The text with the placeholders of an image for each mark: of the first ones, where it has fewer marks."""
-        first, *rest = text.split(MARK)
-        if len(rest) > len(images):
-            raise ValueError(f"{place}: {len(rest)} places for images ({MARK}), and {len(images)} images")
+        """The text with the placeholders of an image for each `PLACE`: of the first ones, where it has fewer."""
+        first, *rest = text.split(PLACE)
         if self._placeholder in text:
             raise ValueError(f"{place}: the text holds {self._placeholder!r}, which stands for an image: write {MARK}")
         return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
@@ -135,42 +136,34 @@ class ImageReader:
 
 
 def shows_images(row: Row) -> bool:
-    """Whether a row seems to have images: in a column, or as a part of its messages, also in their JSON text."""
+    """Whether a row seems to have images: in a column, or in its messages, also in their JSON text."""
     if any(not is_empty(row.get(name)) and row[name] is not False for name in COLUMNS):
         return True
-    for value in map(row.get, _TEXTS):
-        if isinstance(value, str) and '"image' in value:
-            return True
-        for message in value if isinstance(value, list | tuple) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            parts = content if isinstance(content, list | tuple) else ()
-            if any(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts):
-                return True
-    return False
+    texts = [row.get(name) for name in _TEXTS]
+    return any(isinstance(x, str) and '"image' in x for x in texts) or any(next(_parts(x), None) for x in texts)
 
 
 def gathered(row: Row, place: str) -> Row:
-    """The columns of a row with images: texts with a mark for each, and their sources in `images`, in that order.
+    """The columns of a row with images: texts with `PLACE` for each, and their sources in `images`, in that order.
 
     {} for a row without images. ValueError, with the row, for more places than images, or more images than places.
     """
     given = [x for name in COLUMNS for x in _several(row.get(name))]
-    new: Row = {}
-    sources: list[Any] = []
-    for column in _TEXTS:
-        texts, found = _marked(row.get(column))
-        if texts is not None:
-            new[column] = texts
-        sources = sources or found
+    found = {name: (text, sources) for name, text, sources in _asked(row) if sources}
+    pair = [found[name][1] for name in ("chosen", "rejected") if name in found]
+    if pair[1:] and pair[0] != pair[1]:
+        raise column_error(place, "'chosen' and 'rejected' show different images", row)
+    sources = next((sources for _, sources in found.values()), [])
     if not given and all(source is None for source in sources):
-        if sources and new:
+        if sources and any(next(_parts(value), None) for value in map(row.get, _TEXTS)):
             what = f"{len(sources)} images of its messages have no source, and there is no column 'images'"
             raise column_error(place, what, row)
         return {}
+    new = {name: text for name, (text, _) in found.items()}
     if not sources:
         first = next((column for column in _TEXTS if row.get(column)), None)
         for column in ("chosen", "rejected") if first == "chosen" else (first,) if first else ():
-            new[column] = _before(new.get(column, row.get(column)), MARK * len(given))
+            new[column] = _before(row.get(column), PLACE * len(given))
         sources = [None] * len(given)
     left = iter(given)
     images = [next(left, None) if source is None else source for source in sources]
@@ -180,6 +173,19 @@ def gathered(row: Row, place: str) -> Row:
     return {**new, "images": images, "image": None}
 
 
+def marks(row: Row) -> int:
+    """The places for images in a row's prompt."""
+    return max((len(sources) for *_, sources in _asked(row)), default=0)
+
+
+def _asked(row: Row) -> Iterator[tuple[str, Any, list[Any]]]:
+    """`_placed` of each column that is asked; a string `chosen` or `rejected` is an answer."""
+    for name in _TEXTS:
+        value = row.get(name)
+        if not (isinstance(value, str) and name in ("chosen", "rejected")):
+            yield name, *_placed(value)
+
+
 def _several(value: Any) -> list[Any]:
     """The images in a column: one, or a list of them."""
     if is_empty(value) or value is False:
@@ -187,31 +193,42 @@ def _several(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _marked(value: Any) -> tuple[Any, list[Any]]:
-    """(texts with marks, or None if nothing changes; the source at each mark, None for one of the column)."""
-    if isinstance(value, str):
-        return None, [None] * value.count(MARK)
-    found: list[Any] = []
-    changed, out = False, []
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The parts of messages that are images."""
     for message in value if isinstance(value, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list | tuple) else [content]
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, Mapping) and part.get("type") in _PARTS:
+                yield part
+
+
+def _placed(value: Any) -> tuple[Any, list[Any]]:
+    """The texts with a place for each image, and the source of each, None for one of the column.
+
+    Places are marks and parts in the texts of users and tools; a string is a user's.
+    """
+    if isinstance(value, str):
+        return value.replace(MARK, PLACE), [None] * value.count(MARK)
+    sources: list[Any] = []
+    out = []
+    for message in value if isinstance(value, list | tuple) else ():
+        role = message.get("role", message.get("from")) if isinstance(message, Mapping) else "assistant"
+        key = "content" if "content" in message else "value"
+        if role in ("assistant", "gpt", "system", "developer") or message.get(key) is None:
             out.append(message)
             continue
-        texts = []
-        for part in parts:
+        content, texts = message[key], []
+        for part in content if isinstance(content, list | tuple) else [content]:
             if isinstance(part, Mapping) and part.get("type") in _PARTS:
-                found.append(_source(part))
-                texts.append(MARK)
+                sources.append(_source(part))
+                texts.append(PLACE)
             elif isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
-                found += [None] * text.count(MARK)
-                texts.append(text)
-        whole = len(texts) == len(parts)  # else `joined_parts` says which part is not read
-        has = any(isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts)
-        changed = changed or (has and whole)
-        out.append({**message, "content": "".join(texts)} if has and whole else message)
-    return (out if changed else None), found
+                sources += [None] * text.count(MARK)
+                texts.append(text.replace(MARK, PLACE))
+            else:  # `joined_parts` says which part is not read
+                return value, []
+        out.append({**message, key: "".join(texts)})
+    return out, sources
 
 
 def _source(part: Mapping[str, Any]) -> Any:
@@ -252,5 +269,5 @@ def _content(source: Any, folder: Path) -> bytes:
 
 
 def _short(error: Exception) -> str:
-    text = str(error).partition("\n")[0].replace("<_io.BytesIO object", "the file").partition(" at 0x")[0]
+    text = str(error).partition("\n")[0].partition(" <_io.BytesIO")[0]
     return text or type(error).__name__

@@ -25,7 +25,7 @@ from rlkit.data import columns
 from rlkit.data import messages as of_row
 from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
-from rlkit.data.images import MARK, Image, gathered
+from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template
@@ -157,9 +157,11 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
 
 
 def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:
-    """The turns of a row with its images in the places of their marks."""
-    if not row.get("images"):
-        return turns
+    """The turns of a row with its images in the places that `gathered` found."""
+    if columns.is_empty(row.get("images")):
+        if template.images is not None and (num := marks(row)):
+            raise column_error(place, f"has {num} places for images ({MARK}) and no images", row)
+        return [t if template.images is None else _placed(t, (), template.images, place) for t in turns]
     reader = template.images
     if reader is None:
         own: Row = getattr(row, "own", row)
@@ -169,13 +171,17 @@ def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Tem
         fix = f"; take a model that reads images (docs/models.md), or {fix}"
         raise column_error(place, f"{found}, and the model reads text only", row, fix)
     images = reader.read(row, rows, place)
-    shown = [t._replace(
-        prompt=reader.placed(t.prompt, images, place), whole=reader.placed(t.whole, images, place), blocks=None,
-        images=images[: (t.whole or t.prompt).count(MARK)],
-    ) for t in turns]  # fmt: skip
+    shown = [_placed(t, images, reader, place) for t in turns]
     if (num := max(len(t.images) for t in shown)) < len(images):
         raise column_error(place, f"{len(images)} images, of which the text that is read shows {num}", row)
     return shown
+
+
+def _placed(turn: Turn, images: tuple[Image, ...], reader: ImageReader, place: str) -> Turn:
+    """The turn with placeholders for the first of the images, and those that it shows."""
+    prompt, whole = (reader.placed(text, images, place) for text in (turn.prompt, turn.whole))
+    shown = images[: (turn.whole or turn.prompt).count(PLACE)]
+    return turn._replace(prompt=prompt, whole=whole, images=shown, blocks=None if shown else turn.blocks)
 
 
 def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> None:

@@ -34,8 +34,7 @@ def reads_images(config: Any) -> bool:
 
 
 def placeholder_ids(config: Any) -> tuple[int, ...]:
-    """Tokens that stand for an image or a video. A sampled one must end its completion: as an input it would ask the
-    model for an image."""
+    """Tokens that stand for an image or a video; as an input, a sampled one would ask the model for an image."""
     names = ("image_token_id", "video_token_id") if reads_images(config) else ()
     return tuple(i for name in names if isinstance(i := getattr(config, name, None), int))
 
@@ -93,6 +92,9 @@ def document_positions(model: Any, ids: Int[Tensor, "L"], images: Sequence[Pictu
     """The positions of a document that begins at 0."""
     grids = torch.cat([image.inputs()["image_grid_thw"] for image in images])
     types = (ids == model.config.image_token_id).int()[None]
+    places, needed = int(types.sum()), int(grids.prod(-1).sum()) // _merge(model.config) ** 2
+    if places != needed:
+        raise ValueError(f"a document has {places} placeholders of images, and its {len(images)} images take {needed}")
     found, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=grids)
     return found[:, 0].to(ids)
 

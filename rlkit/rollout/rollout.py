@@ -72,7 +72,7 @@ async def rollout(
     """
 
     async def one_group(index: int, prompt: Prompt) -> Group:
-        samplers = [sampler(generate, params, (seed, index, i), prompt.images) for i in range(group_size)]
+        samplers = [sampler(generate, params, (seed, index, i), images_of(prompt)) for i in range(group_size)]
         group = sampled_at(params, await sample_group(prompt, samplers, env=env, score=score))
         if on_group is not None:
             on_group(prompt, group)
@@ -211,6 +211,11 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
+def images_of(prompt: Any) -> tuple[Picture, ...]:
+    """The images that a prompt shows; none of an object of your own without `images`."""
+    return getattr(prompt, "images", ())
+
+
 def sampler(
     generate: Generate, params: SamplingParams, key: tuple[int, ...], images: Sequence[Picture] = ()
 ) -> Sampler:
@@ -301,7 +306,7 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> list[Group]:
     finally:
         idle.end()
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
-    pieces = [_showing(t, prompt) for t in pieces] if prompt.images else pieces
+    pieces = [_showing(t, prompt) for t in pieces] if images_of(prompt) else pieces
     by_role: dict[str, Group] = {}
     for t in pieces:
         of_one = by_role.setdefault(t.role, [])

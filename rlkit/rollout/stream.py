@@ -46,6 +46,7 @@ from rlkit.rollout.rollout import (
     Prompt,
     Score,
     compact,
+    images_of,
     joined_experts,
     sample_group,
     sampled_at,
@@ -426,7 +427,7 @@ class GroupStream:
         try:
             prompt = self._prompt_at(entry.index)
             keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
-            samplers = [sampler(self._pausable.generate, self._params, key, prompt.images) for key in keys]
+            samplers = [sampler(self._pausable.generate, self._params, key, images_of(prompt)) for key in keys]
             group = sampled_at(self._params, await sample_group(prompt, samplers, env=self._env, score=self._score))
             self._finish(entry, prompt, group)
         except Exception as error:

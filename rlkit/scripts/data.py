@@ -187,7 +187,7 @@ def renderer(args: Args, data: Data, command: str) -> tuple[Any, Callable[[Any],
     """The tokenizer, and a function from rows to the ids and the mask of their examples."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
-    from rlkit.scripts.start import load_tokenizer
+    from rlkit.scripts.start import image_reader, load_tokenizer
 
     file = None if isinstance(args.chat_template, bool) else Path(args.chat_template)
     tokenizer = load_tokenizer(args.model or "", chat_template=file)
@@ -195,6 +195,7 @@ def renderer(args: Args, data: Data, command: str) -> tuple[Any, Callable[[Any],
     how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
 
     def render(rows: Any) -> list[tuple[list[int], list[bool]]]:
+        how["images"] = image_reader(args.model, tokenizer, rows) if args.model else None
         if command == "grpo":
             return [(p.ids, [False] * len(p.ids)) for p in rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]]
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(

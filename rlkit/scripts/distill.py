@@ -137,7 +137,8 @@ def main(args: Args) -> Path:
     several = len(places) > 1
     if several:
         check_routes(task, [*places], column=flags.teacher_column)
-    load = {name: checked_teacher(args, place, tokenizer) for name, place in places.items()}
+    shown = any(prompt.images for prompt in task.prompts)
+    load = {name: checked_teacher(args, place, tokenizer, has_images=shown) for name, place in places.items()}
     model, reference, rollouts = load_models(args, tokenizer)
     teachers = {name: make() for name, make in load.items()}
     surrogate = partial(updates.clipped, clip_low=flags.clip_low, clip_high=flags.clip_high)
@@ -169,16 +170,23 @@ def divergence_of(flags: Loss) -> Any:
     return None if flags.loss == "advantage" else getattr(distillation, f"{flags.loss}_rows")
 
 
-def checked_teacher(args: Args, place: str, tokenizer: Any) -> Callable[[], Any]:
-    """A function that makes the teacher, which is checked now: that it answers, and that it has the tokenizer."""
+def checked_teacher(args: Args, place: str, tokenizer: Any, *, has_images: bool) -> Callable[[], Any]:
+    """A function that makes the teacher, which is checked now: that it answers, that it has the tokenizer, and that it
+    reads images where the prompts show some."""
     from rlkit.data.chat import check_same_tokens
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.vision import reads_images
 
+    refuse_if(is_url(place) and has_images, f"`teacher` {place}: images are not sent to servers; load that model here")
     if is_url(place):
         from rlkit.rollout.engines.servers.teacher import ServedTeacher
 
         served = ServedTeacher(place.rstrip("/"))
         on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
         return lambda: served
+    config = load_config(place)
+    what = f"`teacher` {place} reads text only, and the prompts show images"
+    refuse_if(has_images and not reads_images(config), f"{what}: take one that reads them (docs/models.md)")
     tokenizers = None
     if args.loss.loss != "uld":
         check_same_tokens(tokenizer, place)

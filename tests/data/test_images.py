@@ -175,10 +175,49 @@ def test_what_is_wrong_is_one_line_with_the_row(row, message, tmp_path, pictures
     assert "\n" not in str(error.value)
 
 
-def test_a_mark_in_a_text_without_images_is_text(made):
-    (prompt,), _ = rl_prompts([{"prompt": "the tag <image>"}], **made, max_prompt_tokens=99)
+def test_only_users_place_images(pictures, made):
+    """A mark in an answer or in the system's message is text."""
+    a = str(pictures[0])
+    options = {**made, "max_example_tokens": 199}
+    talk = [{"role": "system", "content": "At <image> look."}, user("<image>What?")]
+    row = {"messages": [*talk, {"role": "assistant", "content": "Write <image>."}], "images": [a]}
+    (example,), _ = sft_examples([row], **options)
+    text = made["tokenizer"].decode(example.ids)
+    assert (len(example.images), text.count("<image>"), text.count("<|image_pad|>")) == (1, 2, 6)
+    (pair,), _ = preference_pairs(
+        [{"prompt": "What?", "chosen": "a <image>", "rejected": "b", "images": [a]}], **options
+    )
+    assert made["tokenizer"].decode(pair.chosen).startswith("a <image>")
+    assert len(pair.images) == 1
+
+
+def test_the_two_sides_of_a_pair_show_the_same_images(pictures, made):
+    sides = [[user([part(str(x)), TEXT]), {"role": "assistant", "content": x.stem}] for x in pictures]
+    with pytest.raises(ValueError, match="row 1: 'chosen' and 'rejected' show different images"):
+        preference_pairs([{"chosen": sides[0], "rejected": sides[1]}], **made, max_example_tokens=99)
+
+
+@pytest.mark.parametrize("empty", [{"images": None}, {"images": []}, {"images": [None]}, {"image": {"bytes": None}}])
+def test_empty_columns_are_no_images(empty, made):
+    (prompt,), _ = rl_prompts([{"prompt": "What?", **empty}], **made, max_prompt_tokens=99)
     assert not prompt.images
-    assert "the tag <image>" in made["tokenizer"].decode(prompt.ids)
+
+
+def test_a_place_without_an_image_is_refused(made):
+    with pytest.raises(ValueError, match=r"row 1: has 1 places for images \(<image>\) and no images"):
+        rl_prompts([{"prompt": "the tag <image>"}], **made, max_prompt_tokens=99)
+    with pytest.raises(ValueError, match=r"the text holds '<\|image_pad\|>', which stands for an image"):
+        rl_prompts([{"prompt": "<|image_pad|>?"}], **made, max_prompt_tokens=99)
+
+
+def test_a_photo_is_turned_as_its_file_says(made, tmp_path):
+    """EXIF orientation 6: a quarter turn."""
+    picture, exif = Pillow.new("RGB", (24, 16)), Pillow.Exif()
+    exif[0x0112] = 6
+    picture.save(tmp_path / "photo.jpg", exif=exif)
+    row = {"prompt": "What?", "images": [str(tmp_path / "photo.jpg")]}
+    (prompt,), _ = rl_prompts([row], **made, max_prompt_tokens=99)
+    assert prompt.images[0].inputs()["image_grid_thw"].tolist() == [[1, 6, 4]]
 
 
 def test_equal_contents_are_one_image():

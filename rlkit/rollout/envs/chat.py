@@ -10,7 +10,7 @@ from rlkit.data.images import gathered
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import joined_parts, prompt_messages
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler
+from rlkit.rollout.rollout import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Trajectory
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Chat:
         place = f"row {prompt.index + 1}"
         self._tokenizer, self._tools = tokenizer, tools
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place)}
-        shown = messages is None and prompt.images  # whose placeholders the template does not write
+        shown = messages is None and images_of(prompt)  # whose placeholders the template does not write
         own = {**prompt.row, **gathered(prompt.row, place)} if shown else prompt.row
         start = {"messages": list(messages)} if messages is not None else own
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)

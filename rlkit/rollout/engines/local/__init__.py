@@ -79,7 +79,8 @@ class LocalEngine:
             )
         self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
-        self._eos = (*(model_eos(model) if eos_token_ids is None else eos_token_ids), *placeholder_ids(model.config))
+        self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
+        self._never = placeholder_ids(model.config)
         self._device, self._tokenizer = model.device, tokenizer
         self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
         self._seeds, self._keep_turns = random.Random(seed), keep_turns
@@ -246,9 +247,10 @@ class LocalEngine:
                 await asyncio.sleep(0)
             self._decoder.release()
         except Exception as error:
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error  # which no future takes
             for request in self._forget():
                 if not request.future.done():
-                    request.future.set_exception(error)
+                    request.future.set_exception(failure)
         except BaseException:  # cancelled with its event loop, or interrupted
             for request in self._forget():
                 request.future.cancel()
@@ -283,6 +285,7 @@ class LocalEngine:
                 temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
                 top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
                 top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
+                never=self._never,
             )
         logp_host = logp.cpu().numpy()
         if not np.isfinite(logp_host).all():
