@@ -231,6 +231,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     if not packed or (shown and not vision.packs_images(model)):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
+            out = out if shown else vision.with_tower(model, out)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -248,6 +249,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])
+        hidden = hidden if shown else vision.with_tower(model, hidden)
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 

@@ -124,6 +124,17 @@ def freeze_tower(model: Any) -> None:
         model.base_model.get_submodule(name).requires_grad_(False)
 
 
+def with_tower(model: Any, hidden: Tensor) -> Tensor:
+    """The hidden states of a batch without images, with a gradient of 0 for what trains of the tower.
+
+    FSDP sums gradients over the ranks, and each must have the same ones; and an optimizer does the same step wherever
+    the batches with images are.
+    """
+    parts = (model.base_model.get_submodule(name) for name in tower_parts(model))
+    trained = [p.sum() for part in parts for p in part.parameters() if p.requires_grad]
+    return hidden + 0 * torch.stack(trained).sum() if trained and torch.is_grad_enabled() else hidden
+
+
 def copy_processor(model: Any, folder: Path) -> None:
     """Put the files of the model's own image processor beside an export."""
     if not reads_images(model.config):

@@ -211,8 +211,6 @@ def _fits(hint: Any, words: list[str]) -> bool:
         return any(_fits(x, words) for x in members_of(hint))
     (hint,) = members_of(hint)
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is tuple and inner[-1] is ... and get_origin(inner[0]) is Literal:
-        return f"some of {', '.join(map(str, get_args(inner[0])))}"
     if origin is tuple and inner[-1] is ...:
         return all(_fits(inner[0], [word]) for word in words)
     if origin is tuple:

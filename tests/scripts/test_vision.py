@@ -29,7 +29,8 @@ def task(tmp_path_factory) -> Path:
     for i in range(12):
         shade = int(draw.integers(0, 10))
         Image.fromarray(np.full((16, 16 + 8 * (i % 2), 3), 25 * shade, np.uint8)).save(folder / f"{i}.png")
-        rows.append({"prompt": "How light?", "images": [f"{i}.png"], "answer": str(shade)})
+        shown = {"images": [f"{i}.png"]} if i % 3 else {}  # some prompts are text
+        rows.append({"prompt": "How light?", **shown, "answer": str(shade)})
     (folder / "reward.py").write_text("def score(completion, row):\n    return len(completion) % 2\n")
     kinds: dict[str, Any] = {
         "rl": lambda r: r, "sft": lambda r: {**r, "response": r["answer"]},

@@ -70,6 +70,7 @@ class CachedForward:
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` positions in slots 0..rows-1; slots below `keep` keep what they hold."""
         self._longest = length
+        self._shift[keep:] = 0
         had_rows, had = self._shape
         if had_rows >= rows and had >= length:
             return
@@ -312,6 +313,7 @@ class Recompute:
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
         """Make room for `length` tokens in slots 0..rows-1; slots below `keep` keep their tokens."""
         self._longest, old = length, self._ids
+        self._images = {slot: images for slot, images in self._images.items() if slot < keep}
         if rows > old.shape[0] or length > old.shape[1]:
             self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
             self._ids[:keep, : old.shape[1]] = old[:keep]
