@@ -6,7 +6,8 @@ A row has images as TRL, verl and OpenAI have them:
     {"type": "image", "image": "a.png"}                 a part of a message's content; without a source, of the column
     {"type": "image_url", "image_url": {"url": ...}}    a data: URL, or a file
 
-`<image>` in a text places an image of the column. Images that nothing places stand before the first user message.
+`<image>` in a text of the user or a tool places an image of the column. Images that nothing places stand before the
+first user message.
 Files are relative to the working directory, or to the folder of the data file. Nothing is fetched from a network.
 """
 
