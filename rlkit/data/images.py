@@ -99,7 +99,8 @@ class ImageReader:
 
     def read(self, row: Row, rows: Sequence[Row], place: str) -> tuple[Image, ...]:
         """The images of a row (see `gathered`). ValueError, with the row, for one that cannot be read."""
-        folder = Path(rows.source).parent if isinstance(rows, Rows) and rows.source else Path()
+        file = Path(place.rpartition(", ")[0] if isinstance(rows, Rows) else "")
+        folder = file if file.is_dir() else file.parent
         found = []
         for number, source in enumerate(row["images"]):
             try:

@@ -224,3 +224,13 @@ def test_equal_contents_are_one_image():
     out = io.BytesIO()
     Pillow.new("RGB", (8, 8)).save(out, "PNG")
     assert Image("a", "m", out.getvalue()) == Image("a", "m", b"")
+
+
+def test_files_of_several_folders_are_relative_to_their_own(made, tmp_path):
+    for name, size in (("a", 16), ("b", 32)):
+        (tmp_path / name).mkdir()
+        Pillow.new("RGB", (size, 16)).save(tmp_path / name / "x.png")
+        (tmp_path / name / "rows.jsonl").write_text(json.dumps({"prompt": "What?", "image": "x.png"}) + "\n")
+    for source in ([tmp_path / "a" / "rows.jsonl", tmp_path / "b" / "rows.jsonl"], tmp_path / "b"):
+        prompts, _ = rl_prompts(load_rows(source), **made, max_prompt_tokens=99)
+        assert [p.images[0].inputs()["image_grid_thw"][0, 2].item() for p in prompts] == [4, 8][-len(prompts) :]
