@@ -34,12 +34,13 @@ def gae(
     bootstrap: Float[Tensor, "N"],
     *,
     gamma: float = 1.0,
-    lam_policy: float = 0.95,
+    lam_policy: float | Tensor = 0.95,
     lam_value: float = 1.0,
 ) -> Gae:
     """`rlkit.advantages.gae_decoupled`: GAE with one lambda for the advantages and one for the critic's targets."""
-    where: dict[str, Any] = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens, "gamma": gamma, "bootstrap": bootstrap}
-    return gae_decoupled(batch.token_rewards, batch.values, lam_policy=lam_policy, lam_value=lam_value, **where)
+    return gae_decoupled(
+        batch.token_rewards, batch.values, lam_policy=lam_policy, lam_value=lam_value, **_where(batch, bootstrap, gamma)
+    )
 
 
 def vapo(
@@ -50,20 +51,19 @@ def vapo(
     Reference: arXiv:2504.05118 (VAPO).
     """
     lam = length_adaptive_lam(batch.mask, cu_seqlens=batch.cu_seqlens, alpha=alpha)
-    where: dict[str, Any] = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens, "gamma": gamma, "bootstrap": bootstrap}
-    return gae_decoupled(batch.token_rewards, batch.values, lam_policy=lam, lam_value=lam_value, **where)
+    return gae(batch, bootstrap, gamma=gamma, lam_policy=lam, lam_value=lam_value)
 
 
 def td_lambda(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 1.0, lam_policy: float = 0.95) -> Gae:
     """`rlkit.advantages.td_lambda` as the critic's target G, and G - V as the advantage: `gae` with one lambda."""
-    where: dict[str, Any] = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens, "gamma": gamma, "bootstrap": bootstrap}
-    return _above(library.td_lambda(batch.token_rewards, batch.values, lam=lam_policy, **where), batch)
+    return _above(
+        library.td_lambda(batch.token_rewards, batch.values, lam=lam_policy, **_where(batch, bootstrap, gamma)), batch
+    )
 
 
 def n_step(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 1.0, n: int = 16) -> Gae:
     """`rlkit.advantages.n_step` as the critic's target G, and G - V as the advantage."""
-    where: dict[str, Any] = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens, "gamma": gamma, "bootstrap": bootstrap}
-    return _above(library.n_step(batch.token_rewards, batch.values, n=n, **where), batch)
+    return _above(library.n_step(batch.token_rewards, batch.values, n=n, **_where(batch, bootstrap, gamma)), batch)
 
 
 def vtrace(
@@ -98,6 +98,10 @@ def retrace(
         mask=batch.mask, cu_seqlens=batch.cu_seqlens, gamma=gamma, lam=lam_policy, c_max=c_max, bootstrap=bootstrap,
     )  # fmt: skip
     return _above(target, batch)
+
+
+def _where(batch: Batch, bootstrap: Tensor, gamma: float) -> dict[str, Any]:
+    return {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens, "gamma": gamma, "bootstrap": bootstrap}
 
 
 def _above(target: Tensor, batch: Batch) -> Gae:
