@@ -113,8 +113,7 @@ async def distill(
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
             kl_coef=step.kl_coef * (kl.place == "loss"), entropy_coef=step.entropy_coef, kl=kl.in_loss,
-             seed=mix(schedule.seed, step.index),
-            teacher=whole, teacher_coef=distillation.coef,
+            seed=mix(schedule.seed, step.index), teacher=whole, teacher_coef=distillation.coef,
         )  # fmt: skip
         if divergence is None:
             metrics["teacher/loss"] = mean(batch.old_logp - batch.teacher_logp[:, 0], mask=batch.mask)

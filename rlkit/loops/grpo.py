@@ -96,7 +96,7 @@ async def grpo(
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
             kl_coef=step.kl_coef * (kl.place == "loss"), entropy_coef=step.entropy_coef, kl=kl.in_loss,
-             seed=mix(schedule.seed, step.index),
+            seed=mix(schedule.seed, step.index),
         )  # fmt: skip
         return metrics | {"lr": mean(lr)}
 
