@@ -241,7 +241,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         ids, positions = layout.local(move(joined[0]))[None], layout.local(move(joined[1]))[None]
         pictures: dict[str, Tensor] = {}
         if shown:
-            positions = move(vision.rotary_positions(model, some, joined[1]))[..., None, :]
+            positions = move(vision.rotary_positions(model, some, *joined))[..., None, :]
             pictures = vision.image_inputs([x for of in some.images or () for x in of], device)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
         experts = layout.local(move(torch.cat(both))) if both else None

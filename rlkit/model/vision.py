@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlkit.packing import join
 from rlkit.parallel.attention import IMPLEMENTATION
 from rlkit.types import Batch, Picture
 
@@ -69,11 +68,11 @@ def token_types(model: Any, ids: Int[Tensor, "*shape"]) -> dict[str, Tensor]:
     return {} if name is None else {name: (ids == model.config.image_token_id).int()}
 
 
-def rotary_positions(model: Any, batch: Batch, positions: Int[Tensor, "S"]) -> Int[Tensor, "S"] | Int[Tensor, "3 S"]:
-    """The positions of the joined stream; of a batch with images under M-RoPE those of its three axes."""
-    if not has_images(batch) or not packs_images(model):
-        return positions
-    tokens, num = join(batch)[0], batch.prefix_cu.numel() - 1
+def rotary_positions(
+    model: Any, batch: Batch, tokens: Int[Tensor, "S"], positions: Int[Tensor, "S"]
+) -> Int[Tensor, "3 S"]:
+    """The positions under M-RoPE, on three axes, of a batch with images, of which `join` gives tokens and positions."""
+    num = batch.prefix_cu.numel() - 1
     ends = [*batch.prefix_cu.tolist(), *(batch.cu_seqlens[1:] + batch.prefix_cu[-1]).tolist()]
     out = positions.repeat(3, 1)
     shift = [0] * num  # of what follows a prefix: images take fewer positions than tokens
