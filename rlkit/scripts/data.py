@@ -96,7 +96,7 @@ def show_rendered(args: Args, data: Data, command: str, rows: Any, *, place: str
 
     Returns the errors of rows that cannot be rendered, by their places.
     """
-    tokenizer, render = renderer(args, data, command)
+    tokenizer, render = renderer(args, data, command, rows)
 
     def read(some: Any) -> list[tuple[list[int], list[bool]]]:
         return render(data.read(some, *forms_for(command)))
@@ -183,7 +183,9 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
     return good, wrong
 
 
-def renderer(args: Args, data: Data, command: str) -> tuple[Any, Callable[[Any], list[tuple[list[int], list[bool]]]]]:
+def renderer(
+    args: Args, data: Data, command: str, rows: Any
+) -> tuple[Any, Callable[[Any], list[tuple[list[int], list[bool]]]]]:
     """The tokenizer, and a function from rows to the ids and the mask of their examples."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
@@ -193,9 +195,9 @@ def renderer(args: Args, data: Data, command: str) -> tuple[Any, Callable[[Any],
     tokenizer = load_tokenizer(args.model or "", chat_template=file)
     how: dict[str, Any] = {"system_prompt": data.system_prompt, "apply_chat_template": bool(data.chat_template)}
     how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
+    how["images"] = image_reader(args.model or "", tokenizer, rows)
 
     def render(rows: Any) -> list[tuple[list[int], list[bool]]]:
-        how["images"] = image_reader(args.model, tokenizer, rows) if args.model else None
         if command == "grpo":
             return [(p.ids, [False] * len(p.ids)) for p in rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]]
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(
