@@ -73,11 +73,7 @@ def check_exact(pieces, calls):
         expected[start - n : start - n + len(out.ids)] = [
             (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
         ]
-    for piece, (_, _, expected) in zip(pieces, streams, strict=True):
-        assert list(zip(piece.mask, piece.logp, piece.versions, strict=True)) == expected
-        assert expected == [] or expected[-1][0], "what nobody sampled after is not kept"
-    assert [p.continues for p in pieces] == [i > 0 for i in range(len(pieces))]
-    assert len({p.reward for p in pieces}) == len({p.truncated for p in pieces}) == 1
+    _check_pieces(pieces, streams)
 
 
 def check_tree(pieces, calls):
@@ -93,6 +89,11 @@ def check_tree(pieces, calls):
         expected[start - n : start - n + len(out.ids)] = [
             (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
         ]
+    _check_pieces(pieces, streams)
+
+
+def _check_pieces(pieces, streams):
+    """The streams of each piece are the expected ones, and the pieces are of one episode."""
     for piece, (_, _, expected) in zip(pieces, streams, strict=True):
         assert list(zip(piece.mask, piece.logp, piece.versions, strict=True)) == expected
         assert expected == [] or expected[-1][0], "what nobody sampled after is not kept"
