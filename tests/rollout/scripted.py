@@ -66,13 +66,9 @@ def check_exact(pieces, calls):
     for context, out in calls:
         if not out.ids:
             continue
-        start = len(context)
         while not _stands(streams[at], context, out):
             at += 1  # turns are in order: once a piece is left, no later turn is in it
-        _, n, expected = streams[at]
-        expected[start - n : start - n + len(out.ids)] = [
-            (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
-        ]
+        _expect(streams[at], context, out)
     _check_pieces(pieces, streams)
 
 
@@ -82,14 +78,19 @@ def check_tree(pieces, calls):
     for context, out in calls:
         if not out.ids:
             continue
-        start = len(context)
-        places = [stream for stream in streams if start >= stream[1] and _stands(stream, context, out)]
+        places = [stream for stream in streams if len(context) >= stream[1] and _stands(stream, context, out)]
         assert places, "a turn is in no piece after its context"
-        _, n, expected = places[0]
-        expected[start - n : start - n + len(out.ids)] = [
-            (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
-        ]
+        _expect(places[0], context, out)
     _check_pieces(pieces, streams)
+
+
+def _expect(stream, context, out):
+    """Write a turn's sampled tokens into what is expected of the piece it stands in."""
+    _, n, expected = stream
+    start = len(context) - n
+    expected[start : start + len(out.ids)] = [
+        (True, logp, version) for logp, version in zip(out.logp, out.versions, strict=True)
+    ]
 
 
 def _check_pieces(pieces, streams):
