@@ -3,9 +3,10 @@
     python docs/make_conformance.py --fetch --sources DIR      # downloads the packages of `RELEASES` into DIR first
     python docs/make_conformance.py --sources DIR              # DIR/PROJECT-VERSION is an unpacked package or checkout
 
-A function is taken out of its file as it stands, with what it calls there, and run with torch and numpy alone: nothing
-of its project is imported. Left out are the decorators that register or compile it. A loss is checked per token, so the
-function that sums it over a batch is replaced (`FIXED`).
+A function, or a method of a trainer, is taken out of its file as it stands, with what it calls there, and runs with
+torch and numpy alone: nothing of its project is imported. Left out are the decorators that register or compile it. A
+loss is checked per token: the function that sums it over a batch is replaced (`FIXED`), or each token is a batch of its
+own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "conformance.md"
-RELEASES = {"verl": "0.9.1", "OpenRLHF": "0.11.2", "SkyRL": "0.3.0", "AReaL": "1.0.4"}  # of the package index
-COMMITS = {"slime": "624b824a8"}
+RELEASES = {  # of the package index
+    "TRL": "1.16.0", "verl": "0.9.1", "OpenRLHF": "0.11.2", "SkyRL": "0.3.0", "AReaL": "1.0.4",
+}  # fmt: skip
+COMMITS = {"slime": "624b824a8", "NeMo-RL": "7ea279abf"}
 _TABLE = (ROOT / "docs" / "conformance.tsv").read_text().splitlines()[1:]
 MEANING = [tuple(line.split("\t")) for line in _TABLE]
 INTRO = """# Other projects' losses under the laws
@@ -43,20 +46,22 @@ text says so.
 
     python docs/make_conformance.py --fetch --sources DIR
 
-makes this page again; the checkout of slime is in DIR/slime-{slime}. Each function is taken out of its file as it
-stands and runs with torch alone, without the decorators that register or compile it. A loss is checked per token: in
-place of the sum over the batch stands the loss where the mask is set, and 0 elsewhere. Left out are the whitening after
-a GAE, and `.float()` except for the laws `dtypes` and `finite`: its rounding is no error. In a GAE NaN at masked tokens
-counts as 0. Clip distances are 0.2 and 0.28, gamma is 0.9 and lambda 0.8."""
+makes this page again; {checkouts} are checkouts in DIR. Each function is taken out of its file as it stands and runs
+with torch alone, without the decorators that register or compile it; a method of a trainer runs with an object that has
+only the settings it reads. A loss is checked per token: in place of the sum over the batch stands the loss where the
+mask is set, and 0 elsewhere, or each token is a batch of its own. Left out are the whitening after a GAE, and
+`.float()` except for the laws `dtypes` and `finite`: its rounding is no error. In a GAE NaN at masked tokens counts as
+0. Clip distances are 0.2 and 0.28, gamma is 0.9 and lambda 0.8."""
 NOT_CHECKED = """## Not checked
 
-- TRL: its losses and advantages are inside methods of its trainers, which no call without a trainer reaches.
-- NeMo-RL and other systems: no rows yet.
-- GAE of OpenRLHF, AReaL and slime: inside methods of trainers, or it talks to ranks.
+- Advantages of TRL and the GAE of AReaL: a few lines inside long methods that also sample, score or log.
+- GAE of slime: it talks to ranks.
+- TRL's `dapo`, `bnpo`, `grpo` and `dr_grpo` differ in the sum over a batch alone, so they are one row.
 - Sums over a batch: they return one number, and a law here is of a loss per token; see [losses.md](losses.md).
 - What a trainer adds: rollout corrections, entropy, masks of whole sequences."""
 VERL, SKYRL = "verl/trainer/ppo/core_algos.py", "skyrl/backends/skyrl_train/utils/ppo_utils.py"
-OPENRLHF = "openrlhf-0.11.2.data/purelib/openrlhf/models"
+OPENRLHF = "openrlhf-0.11.2.data/purelib/openrlhf"
+TRL, NEMO = "trl/trainer/grpo_trainer.py", "nemo_rl/algorithms"
 AREAL, SLIME = "areal/utils/functional/functional.py", "slime/utils/ppo_utils.py"
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -70,6 +75,21 @@ def _mean(x: Any, mask: Any, *_: Any, **__: Any) -> Any:
     return masked(x, mask).sum() / mask.sum().clamp(min=1)
 
 
+class Settings:
+    """Stands for the classes of settings: what it is given, then the defaults of its class."""
+
+    def __init_subclass__(cls, **_: Any) -> None: ...
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+class Names:
+    """Stands for enumerations: each member is its name."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
 FIXED: dict[str, Any] = {  # stands for what a function calls in other files, and for the sums over a batch
     "agg_loss": lambda loss_mat, loss_mask, **_: masked(loss_mat, loss_mask),
     "reduce_loss": lambda loss, loss_mask: masked(loss, loss_mask),
@@ -79,6 +99,8 @@ FIXED: dict[str, Any] = {  # stands for what a function calls in other files, an
     "masked_whiten": lambda x, mask: x,  # noqa: ARG005
     "safe_exp_delta": lambda x, clip, out_dtype: x.float().clamp(-clip, clip).exp().to(out_dtype),
     "AlgoConfig": type("AlgoConfig", (), {}), "ActorConfig": SimpleNamespace, "KL_IS_WEIGHT_CLIP": 10.0,
+    "BaseModel": Settings, "LossFunction": object, "LossInputType": Names(), "LossType": Names(),
+    "MetricNormalizer": Names(), "nanmin": torch.min, "nanmax": torch.max,
     "torch": torch, "nn": torch.nn, "np": np, "defaultdict": defaultdict,
 }  # fmt: skip
 
@@ -92,28 +114,36 @@ class NoCasts(ast.NodeTransformer):
         return node.func.value if cast else node
 
 
-def load(path: Path, *names: str, casts: bool = True) -> dict[str, Any]:
-    """The functions and classes of a file, by name, without the rest of it; with `casts=False` without `.float()`."""
-    tree = ast.parse(path.read_text())
-    tree = tree if casts else NoCasts().visit(tree)
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
-    if missing := {*names} - {node.name for node in found}:
-        raise ValueError(f"{path} has no {', '.join(sorted(missing))}: it is of another version")
-    for node in found:
+def load(paths: Path | list[Path], *names: str, casts: bool = True) -> dict[str, Any]:
+    """Functions, classes and methods out of files, without the rest; with `casts=False` without `.float()`.
+
+    A name is `FUNCTION`, `CLASS` or `CLASS.METHOD`; the result has a method without its class.
+    """
+    paths = paths if isinstance(paths, list) else [paths]
+    found = {}
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        tree = tree if casts else NoCasts().visit(tree)
+        places = [("", tree.body), *((f"{x.name}.", x.body) for x in tree.body if isinstance(x, ast.ClassDef))]
+        nodes = [(prefix, x) for prefix, body in places for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+        found |= {prefix + x.name: x for prefix, x in nodes if prefix + x.name in names}
+    if missing := {*names} - found.keys():
+        raise ValueError(f"{paths[0]} has no {', '.join(sorted(missing))}: it is of another version")
+    for node in found.values():
         node.decorator_list = []
     space = dict(FIXED)
     space["verl_F"] = SimpleNamespace(masked_mean=_mean, masked_whiten=FIXED["masked_whiten"])
     if not casts:
         space["safe_exp_delta"] = lambda x, clip, out_dtype: x.clamp(-clip, clip).exp().to(out_dtype)
     flag = annotations.compiler_flag
-    module = ast.Module(found, [])
-    exec(compile(ast.fix_missing_locations(module), str(path), "exec", flags=flag, dont_inherit=True), space)
-    return {name: space[name] for name in names}
+    module = ast.fix_missing_locations(ast.Module([*found.values()], []))
+    exec(compile(module, str(paths[0]), "exec", flags=flag, dont_inherit=True), space)
+    return {name: space[name] for name in (x.rpartition(".")[2] for x in names)}
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A function of a project: `make(functions of the file)` is what a check of `rlkit.testing` takes."""
+    """A function of a project: `make(functions of the files)` is what a check of `rlkit.testing` takes."""
 
     name: str
     project: str
@@ -200,6 +230,58 @@ def areal_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def each_alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(logp, old_logp, advantages, mask)`, of a batch of one token, as a loss of our packed tokens."""
+
+    def loss(logp, old_logp, advantages, mask):
+        tokens = zip(*(x.reshape(-1, 1, 1) for x in (logp, old_logp, advantages, mask)))
+        parts = [call(*token) for token in tokens]
+        return torch.stack(parts).reshape(logp.shape) if parts else logp * 1.0
+
+    return loss
+
+
+def trl_loss(method: Callable[..., Any], kind: str, *, beta: float = 0.0, **args: Any) -> Callable[..., Any]:
+    """`GRPOTrainer._compute_loss(loss_type=kind)` of `(logp, old_logp, advantages, mask[, ref_logp])` of one token."""
+    quiet = SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1)
+
+    def call(logp, old_logp, advantages, mask, ref_logp=None):
+        trainer = SimpleNamespace(
+            loss_type=kind, beta=beta, importance_sampling_level="token", epsilon_low=0.2,
+            epsilon_high=4.0 if kind == "cispo" else 0.28, max_completion_length=1, top_entropy_quantile=1.0,
+            args=SimpleNamespace(delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+                                 steps_per_generation=1, **args),
+            off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False, _entropy_bonus_enabled=False,
+            current_gradient_accumulation_steps=1, model=SimpleNamespace(training=True), accelerator=quiet,
+            _metrics={"train": defaultdict(list)},
+            _get_per_token_logps_and_entropies=lambda *_, **__: (logp, torch.zeros_like(logp), None),
+        )  # fmt: skip
+        ids = torch.zeros_like(mask, dtype=torch.long)
+        inputs = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), ids) | {
+            "completion_mask": mask.to(logp.dtype), "advantages": advantages, "old_per_token_logps": old_logp,
+            "ref_per_token_logps": ref_logp, "num_items_in_batch": torch.ones(()),
+        }  # fmt: skip
+        return method(trainer, None, inputs)
+
+    return call
+
+
+def nemo_loss(functions: dict[str, Any], **settings: Any) -> Callable[..., Any]:
+    """NeMo-RL's `ClippedPGLossFn` of one token, without the KL term."""
+    config = functions["ClippedPGLossConfig"](
+        ratio_clip_min=0.2, ratio_clip_max=0.28, reference_policy_kl_penalty=0.0, **settings
+    )
+    loss = functions["ClippedPGLossFn"](config)
+
+    def call(logp, old_logp, advantages, mask):
+        after_first = {"advantages": advantages, "prev_logprobs": old_logp, "generation_logprobs": old_logp}
+        data = {key: torch.cat([x, x], 1) for key, x in (after_first | {"token_mask": mask.to(logp.dtype)}).items()}
+        one = 1 - 1e-8  # it divides by this plus 1e-8
+        return loss(logp, data | {"sample_mask": torch.ones(1, dtype=logp.dtype)}, one, one)[0]
+
+    return call
+
+
 def _kl(project: str, file: str, name: str, kind: str, call: Callable[..., Any], how: dict[str, Any]) -> Row:
     def make(functions: dict[str, Any]) -> Any:
         return lambda logp, ref_logp: call(functions[name], logp, ref_logp)
@@ -220,14 +302,27 @@ def kl_rows() -> list[Row]:
     for kind, options in how.items():
         rows += [
             _kl("verl", VERL, "kl_penalty_forward", kind, lambda f, p, q, kind=kind: f(p, q, kind), options),
-            _kl("OpenRLHF", f"{OPENRLHF}/utils.py", "compute_approx_kl", kind,
+            _kl("OpenRLHF", f"{OPENRLHF}/models/utils.py", "compute_approx_kl", kind,
                 lambda f, p, q, kind=kind: f(p, q, kl_estimator=kind), options),
             _kl("SkyRL", SKYRL, "compute_approx_kl", kind,
                 lambda f, p, q, kind=kind: f(p, q, None, kl_estimator_type=kind), options),
             _kl("slime", SLIME, "compute_approx_kl", kind, lambda f, p, q, kind=kind: f(p, q, kind), options),
         ]  # fmt: skip
+        name = "calculate_kl"
+        rows.append(_kl("NeMo-RL", f"{NEMO}/utils.py", name, kind, lambda f, p, q, kind=kind: f(p, q, kind), options))
     capped = partial(_kl, "slime", SLIME, "compute_approx_kl", "low_var_kl")
-    return [*rows, capped(lambda f, p, q: f(p, q, "low_var_kl"), how["k3"])]
+    name = "GRPOTrainer._compute_loss"
+
+    def trl(functions: dict[str, Any]) -> Any:
+        call = trl_loss(functions["_compute_loss"], "dr_grpo", beta=1.0, use_bias_correction_kl=False)
+        kl = each_alone(lambda logp, ref_logp, zero, mask: call(logp, logp.detach(), zero, mask, ref_logp))
+        return lambda logp, ref_logp: kl(logp, ref_logp, torch.zeros_like(logp), torch.ones_like(logp).bool())
+
+    return [
+        Row("TRL `GRPOTrainer` beta", "TRL", "kl", TRL, (name,), trl, how["k3"]),
+        *rows,
+        capped(lambda f, p, q: f(p, q, "low_var_kl"), how["k3"]),
+    ]
 
 
 def policy_rows() -> list[Row]:
@@ -248,18 +343,34 @@ def policy_rows() -> list[Row]:
         call = f["compute_policy_loss"]
         return lambda logp, old_logp, advantages, mask: masked(call(old_logp - logp, advantages, 0.2, 0.28)[0], mask)
 
+    def trl(kind: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda f: each_alone(trl_loss(f["_compute_loss"], kind))
+
+    def nemo(**more: Any) -> Callable[[dict[str, Any]], Any]:
+        return lambda f: each_alone(nemo_loss(f, **more))
+
+    method = ("GRPOTrainer._compute_loss",)
+    nemo_files = f"{NEMO}/loss/loss_functions.py {NEMO}/utils.py"
+    nemo_names = ("ClippedPGLossFn", "ClippedPGLossConfig", "calculate_kl", "masked_mean")
     detached = {"skip": {"gradcheck": "the weight of log p is detached, by definition"}}
     vanilla, cispo = "compute_policy_loss_vanilla", "compute_policy_loss_cispo"
     return [
+        Row("TRL `GRPOTrainer` dapo", "TRL", "policy", TRL, method, trl("dr_grpo"), CLIPS),
+        Row("TRL `GRPOTrainer` cispo", "TRL", "policy", TRL, method, trl("cispo"), detached),
+        Row("TRL `GRPOTrainer` sapo", "TRL", "policy", TRL, method, trl("sapo")),
         Row(f"verl `{vanilla}`", "verl", "policy", VERL, (vanilla,), verl(vanilla)),
         Row(f"verl `{cispo}`", "verl", "policy", VERL, (cispo,), verl(cispo), detached),
-        Row("OpenRLHF `PolicyLoss`", "OpenRLHF", "policy", f"{OPENRLHF}/loss.py", ("PolicyLoss",), openrlhf(), CLIPS),
+        Row("OpenRLHF `PolicyLoss`", "OpenRLHF", "policy", f"{OPENRLHF}/models/loss.py", ("PolicyLoss",),
+            openrlhf(), CLIPS),
         Row("SkyRL `ppo_policy_loss`", "SkyRL", "policy", SKYRL, ("ppo_policy_loss",),
             skyrl("ppo_policy_loss", "regular"), CLIPS),
         Row(f"SkyRL `{cispo}`", "SkyRL", "policy", SKYRL, (cispo,), skyrl(cispo, "cispo"), detached),
         Row("AReaL `ppo_actor_loss_fn`", "AReaL", "policy", AREAL, ("ppo_actor_loss_fn",),
             lambda f: areal_loss(f["ppo_actor_loss_fn"]), CLIPS),
         Row("slime `compute_policy_loss`", "slime", "policy", SLIME, ("compute_policy_loss",), slime, CLIPS),
+        Row("NeMo-RL `ClippedPGLossFn`", "NeMo-RL", "policy", nemo_files, nemo_names, nemo(), CLIPS),
+        Row("NeMo-RL `ClippedPGLossFn` cispo", "NeMo-RL", "policy", nemo_files, nemo_names, nemo(use_cispo=True),
+            detached),
     ]  # fmt: skip
 
 
@@ -273,7 +384,15 @@ def estimator_rows() -> list[Row]:
     rows = [
         Row(f"verl `{name}`", "verl", "gae", VERL, (name,), lambda f: gae(f[name], "lam")),
         Row(f"SkyRL `{name}`", "SkyRL", "gae", SKYRL, (name,), lambda f: gae(f[name], "lambd")),
-    ]
+        Row("OpenRLHF `get_advantages_and_returns`", "OpenRLHF", "gae",
+            f"{OPENRLHF}/trainer/ppo_utils/experience_maker.py",
+            ("RemoteExperienceMaker.get_advantages_and_returns",),
+            lambda f: gae(lambda r, v, m, **how: f["get_advantages_and_returns"](None, v, r, m, **how), "lambd")),
+        Row("NeMo-RL `GeneralizedAdvantageEstimator`", "NeMo-RL", "gae", f"{NEMO}/advantage_estimator.py",
+            ("GeneralizedAdvantageEstimator._compute_gae",),
+            lambda f: gae(lambda r, v, m, gamma, lam: f["_compute_gae"](SimpleNamespace(gae_gamma=gamma), r, v, m, lam),
+                          "lam")),
+    ]  # fmt: skip
     for project, file, functions in (
         ("verl", VERL, ("compute_grpo_outcome_advantage", "compute_rloo_outcome_advantage")),
         ("SkyRL", SKYRL, ("compute_grpo_outcome_advantage", "compute_maxrl_advantage")),
@@ -285,7 +404,24 @@ def estimator_rows() -> list[Row]:
             rows.append(
                 Row(f"{project} `{function}`", project, "groups", file, (function,), _baseline_of(function), how)
             )
-    return rows
+
+    def nemo(functions: dict[str, Any]) -> Any:
+        options = SimpleNamespace(use_leave_one_out_baseline=True, normalize_rewards=True)
+        estimator = functions["GRPOAdvantageEstimator"](options, None)
+
+        def estimate(rewards, group_ids):
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(rewards.dtype)  # of the matrix that it makes
+            try:
+                return estimator.compute_advantage(group_ids[:, None], rewards, rewards.new_ones(len(rewards), 1))[:, 0]
+            finally:
+                torch.set_default_dtype(default)
+
+        return estimate
+
+    names = ("GRPOAdvantageEstimator", "calculate_baseline_and_std_per_prompt")
+    files = f"{NEMO}/advantage_estimator.py {NEMO}/utils.py"
+    return [*rows, Row("NeMo-RL `GRPOAdvantageEstimator`", "NeMo-RL", "groups", files, names, nemo)]
 
 
 def check(row: Row, sources: Path, *, max_examples: int = 60) -> list[Any]:
@@ -293,11 +429,11 @@ def check(row: Row, sources: Path, *, max_examples: int = 60) -> list[Any]:
     from rlkit.testing import check_estimator, check_kl, check_loss
 
     version = RELEASES.get(row.project) or COMMITS[row.project]
-    path = sources / f"{row.project}-{version}" / row.file
+    files = [sources / f"{row.project}-{version}" / file for file in row.file.split()]
     call = {"kl": check_kl, "policy": check_loss, "gae": check_estimator, "groups": check_estimator}[row.family]
     as_it_is, in_fp64 = (
         call(
-            row.make(load(path, *row.names, casts=casts)),
+            row.make(load(files, *row.names, casts=casts)),
             name=row.name,
             max_examples=max_examples,
             out=io.StringIO(),
@@ -326,7 +462,9 @@ SIGNS = {"holds": "holds", "fails": "**fails**", "skipped": "(1)", "does not app
 def page(found: dict[Row, list[Any]]) -> str:
     """The text of docs/conformance.md."""
     versions = ", ".join(f"{name} {x}" for name, x in {**RELEASES, **COMMITS}.items())
-    parts = [INTRO.format(versions=versions, slime=COMMITS["slime"])]
+    checkouts = " and ".join(f"{name}-{x}" for name, x in COMMITS.items())
+    intro = INTRO.format(versions=versions, checkouts=checkouts).split("\n\n")
+    parts = [x if x.startswith((" ", "#")) else textwrap.fill(x, 120, break_on_hyphens=False) for x in intro]
     for family, title in TITLES.items():
         rows = [row for row in found if row.family == family]
         laws = list(dict.fromkeys(x.law for row in rows for x in found[row] if x.outcome != "does not apply"))
