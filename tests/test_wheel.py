@@ -121,13 +121,13 @@ def test_the_version_is_one(metadata):
     assert f"\nversion: {rlkit.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_metadata_name_every_extra_that_messages_and_the_readme_do(metadata):
+def test_the_metadata_name_every_extra_that_messages_and_the_page_do(metadata):
     extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
     sources = "".join(p.read_text() for folder in ("rlkit", "examples") for p in (ROOT / folder).rglob("*.py"))
     named = re.findall(r'(?:optional|missing)\((?:error, )?"[\w.]+", "(\w+)"', sources)
     assert len(named) >= 10
     assert {*named, *re.findall(r"rlkit-lm\[(\w+)\]", sources)} <= extras
-    table = (ROOT / "README.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs" / "start.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == extras
 
 

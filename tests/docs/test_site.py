@@ -167,7 +167,7 @@ def test_pages_fit_and_the_search_finds_a_function(site: Path, width: int, dark:
             assert server.stdout is not None
             (port,) = re.findall(r"port (\d+)", server.stdout.readline())
             address = f"http://127.0.0.1:{port}"
-            for name in ("index", "docs/gallery", "docs/models", "api/rlkit/losses/policy"):
+            for name in ("index", "docs/gallery", "docs/start", "docs/benchmarks", "api/rlkit/losses/policy"):
                 page.open(f"{address}/{name}.html", width=width, dark=dark, ready=browser.LOADED)
                 assert page.js("return document.documentElement.scrollWidth") <= width, name
                 scheme = page.js("return document.body.dataset.mdColorScheme")

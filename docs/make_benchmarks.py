@@ -1,0 +1,202 @@
+"""Write the tables of docs/benchmarks.md and the chart docs/img/benchmarks.png from benchmarks/results.
+
+Run `python docs/make_benchmarks.py` after measuring; a test fails if the page is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "benchmarks.md"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+SMOLLM = "trl_cpu_SmolLM2-135M-Instruct"
+TRL = {  # file: its setting; those with † were measured with layers that are gone
+    f"{SMOLLM}_4x8x32": "SmolLM2-135M, fp32: 4 prompts of about 45 tokens, 8 answers of 32",
+    f"{SMOLLM}_4x8x128": "the same, answers of at most 128 tokens",
+    f"{SMOLLM}_2x8x32_prefix": "SmolLM2-135M, fp32: 2 prompts of 311 tokens, 8 answers of 32",
+    f"{SMOLLM}_4x8x32_defaults": "the first with TRL's defaults, bf16 and checkpointing, against `--dtype bf16`",
+    "trl_cpu": "1 M parameters, fp32, prompts of 14 tokens †",
+    "trl_cpu_defaults": "the same with TRL's defaults against `--dtype bf16` †",
+    "trl_cpu_prefix": "1 M parameters, fp32, prompts of 270 tokens †",
+}
+CHART = (
+    "4 prompts of 45 tokens, 8 answers of 32",
+    "4 prompts of 45 tokens, 8 answers up to 128",
+    "2 prompts of 311 tokens, 8 answers of 32",
+    "4 prompts of 45 tokens, 8 answers of 32, bf16",
+)
+MODELS = {"nano": "1 M", "micro": "9.5 M", "mid": "44 M", "smollm": "SmolLM2-135M"}
+LOOP = ("async_loop_cpu", "fsdp_overhead_cpu", "contention_cpu", "sglang_client_cpu")
+INK, OURS, MUTED = "#222222", "#2a6fb0", "#9a9a9a"
+
+
+def load(name: str) -> dict[str, Any]:
+    """A file of results."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def source(name: str) -> str:
+    """The last cell of a row: the file, and the processor that it names."""
+    cpu = load(name).get("machine", {}).get("cpu", "")
+    return f"[{name}](../benchmarks/results/{name}.json)" + f", {cpu.split('(')[0].strip()}" * bool(cpu)
+
+
+def number(x: float) -> str:
+    """Three digits: 0.154, 7.61, 75.3, 16,046."""
+    digits = 0 if abs(x) >= 100 else 1 if abs(x) >= 10 else 2 if abs(x) >= 1 else 3
+    return f"{x:,.{digits}f}"
+
+
+def times(x: float, low: float | None = None, high: float | None = None) -> str:
+    """A ratio and its range."""
+    return f"{x:.2f}x" + (f" ({low:.2f}-{high:.2f})" if low is not None else "")
+
+
+def trl() -> list[list[str]]:
+    """The figures that matter of each comparison with TRL."""
+    rows = [["setting", "figure", "TRL", "rlkit", "better by", "file"]]
+    for name, setting in TRL.items():
+        for row in load(name)["table"]:
+            figure = row["figure"].strip()
+            if figure in ("first update, s", "step, s", "peak RSS, MB") or re.match(r"to reward .*, s", figure):
+                values = [number(row[side][0]) for side in ("trl", "rlkit")]
+                rows.append([setting, figure, *values, times(*row["better by"]), source(name)])
+    return rows
+
+
+def training() -> list[list[str]]:
+    """The packed step, and the step over the layers that are gone, against the padded one."""
+    rows = [["parameters", "prompt", "dtype", "padded, s", "packed, s", "faster", "own layers, faster †", "file"]]
+    for row in load("training_step_cpu")["rows"]:
+        seconds = [number(row[side]["seconds"]) for side in ("padded", "packed")]
+        faster = [times(*row[side]["ratio"]) for side in ("packed", "dense")]
+        what = [MODELS[row["model"]], str(row["prompt"]), row["dtype"]]
+        rows.append([*what, *seconds, *faster, source("training_step_cpu")])
+    return rows
+
+
+def generation() -> list[list[str]]:
+    """Tokens per second of each pair of sides."""
+    rows = [["parameters", "prompt", "lengths", "sides", "tokens/s", "faster", "file"]]
+    for name, mark in (("generation_cpu_smollm", ""), ("generation_cpu", " †")):
+        for row in load(name)["rows"]:
+            what = [MODELS[row["model"]], str(row["prompt_tokens"]), row["lengths"]]
+            for sides, pair in row["pairs"].items():
+                rates = " / ".join(f"{rate:,}" for rate in pair["tokens_per_s"])
+                faster = times(pair["ratio"], pair["low"], pair["high"]) + mark
+                rows.append([*what, sides, rates, faster, source(name)])
+    return rows
+
+
+def parts() -> list[list[str]]:
+    """Each timed part as a multiple of its baseline, and beside a peer."""
+    rows = [["part", "ms", "against", "ratio of the times", "file"]]
+    for row in load("advantages_cpu")["rows"]:
+        peer = f"a loop over padded columns, {number(row['peer_ms'])} ms"
+        rows.append([f"`{row['name']}`", number(row["ours_ms"]), peer, times(row["ratio"]), source("advantages_cpu")])
+    for name in ("linear_logp_cpu", "linear_logp_cpu_small", "linear_scan_cpu", "packing_cpu", "rewards"):
+        found = load(name)
+        for row in found["rows"]:
+            took = number(row["median_ms"]) + (f"; {row['peak_mb']:,.0f} MB" if "peak_mb" in row else "")
+            rows.append([row["name"], took, found["baseline"], times(row["ratio"]), source(name)])
+    return rows
+
+
+def balance() -> list[list[str]]:
+    """How far ranks are from an even share."""
+    found = load("packing_cpu")["balance"]
+    shown = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()] for row in found]
+    return [[*found[0], "file"], *([*row, source("packing_cpu")] for row in shown)]
+
+
+def loop() -> list[list[str]]:
+    """What overlaps, wraps or disturbs a step."""
+    step, wrapper, beside, client = map(load, LOOP)
+    both = f"GRPO while sampling over sampling first, engine and trainer on a core each (at most {step['limit']:.2f}x)"
+    rows = [[both, times(step["median"], *step["interval"]), source(LOOP[0])]]
+    text = f"time of the parallel wrapper over bare transformers + FSDP2, {wrapper['ranks']} ranks"
+    rows.append([text, times(wrapper["ratio"], *wrapper["interval"]), source(LOOP[1])])
+    alone, *others = beside["rows"]
+    for row in others:
+        text = f"time of a GRPO step of 1 M parameters over its time alone, busy processes beside it: {row['loops']}"
+        low, high = row["lowest_s"] / alone["highest_s"], row["highest_s"] / alone["lowest_s"]
+        rows.append([text, times(row["ratio"], low, high), source(LOOP[2])])
+    for requests, row in client["sampling"].items():
+        text = f"SGLang, {requests} requests: tokens/s through the client over SGLang's own"
+        rows.append([text, times(*row["ratio"].values()), source(LOOP[3])])
+    for key, text in (("ratio", ""), ("floor", ", without any client")):
+        text = f"SGLang: time of weights to the server over a raw gloo broadcast{text}"
+        rows.append([text, times(*client["weights"][key].values()), source(LOOP[3])])
+    return [["what", "ratio", "file"], *rows]
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    "trl": trl,
+    "training": training,
+    "generation": generation,
+    "parts": parts,
+    "balance": balance,
+    "loop": loop,
+}
+
+
+def page(text: str) -> str:
+    """The page with each table between its marks written again."""
+    for name, table in TABLES.items():
+        head, *rows = table()
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+        new = f"<!-- {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+        text, count = re.subn(rf"<!-- {name} -->\n.*?<!-- end -->", lambda _, new=new: new, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{PAGE.name} has {count} tables marked {name!r}, not one")
+    return text
+
+
+def bars() -> list[tuple[str, float, float, float]]:
+    """The chart's rows: what, and how many times as fast, with its range. Only of code that is here."""
+    rows = []
+    for name, text in zip(list(TRL)[:4], CHART):
+        step = next(row for row in load(name)["table"] if row["figure"] == "step, s")
+        rows.append((text, *step["better by"]))
+    for row in load("generation_cpu_smollm")["rows"]:
+        (pair,) = row["pairs"].values()
+        rows.append((f"answers of {row['lengths']} lengths", pair["ratio"], pair["low"], pair["high"]))
+    return rows
+
+
+def draw(path: Path) -> None:
+    """Horizontal bars: a GRPO step against TRL, then generation against transformers."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = bars()
+    places = [i + (0.9 if i >= len(CHART) else 0) for i in range(len(rows))]
+    figure, ax = plt.subplots(figsize=(9.0, 3.3))
+    spread = [[x - low for _, x, low, _ in rows], [high - x for _, x, _, high in rows]]
+    ax.barh(places, [x for _, x, _, _ in rows], xerr=spread, color=OURS, ecolor=INK, height=0.6, error_kw={"lw": 1})
+    for place, (_, x, _, high) in zip(places, rows):
+        ax.text(high, place, f"  {x:.2f}x", va="center", fontsize=9, color=INK)
+    ax.set_yticks(places, [text for text, *_ in rows], fontsize=8.5)
+    title = {"fontsize": 9, "weight": "bold", "color": INK}
+    ax.text(0, -0.65, "SmolLM2-135M, a GRPO step: times as fast as TRL 1.16", **title)
+    second = "SmolLM2-135M, generation: times as fast as transformers' generate"
+    ax.text(0, places[len(CHART)] - 0.6, second, **title)
+    ax.set_ylim(places[-1] + 0.5, -1.0)
+    ax.set_xlim(0, 10)
+    ax.tick_params(axis="x", labelsize=8, colors=MUTED)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
+    draw(DOCS / "img" / "benchmarks.png")
