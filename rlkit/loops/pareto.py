@@ -16,8 +16,7 @@ import torch
 from rlkit.files import replace_file
 from rlkit.objectives import Archive, archive_init, archive_insert, hypervolume
 from rlkit.ranks import is_first
-
-FILE = "pareto.json"
+from rlkit.run.folder import PARETO
 
 
 class Front(NamedTuple):
@@ -51,7 +50,7 @@ def logged(front: Front, folder: Path) -> dict[str, float]:
         return {}
     points, reference = (torch.tensor(x, dtype=torch.float64) for x in (front.archive.points, front.first))
     if is_first():
-        replace_file(folder / FILE, (json.dumps(to_save(front), indent=1) + "\n").encode())
+        replace_file(folder / PARETO, (json.dumps(to_save(front), indent=1) + "\n").encode())
     return {"pareto/hypervolume": float(hypervolume(points, reference=reference)), "pareto/size": float(len(points))}
 
 

@@ -45,7 +45,7 @@ from rlkit.run.machine import start_row
 if TYPE_CHECKING:
     from rlkit.run.profile import Profile
 
-CONFIG, CURVES = "config.yaml", "metrics.png"
+CONFIG, CURVES, PARETO = "config.yaml", "metrics.png", "pareto.json"
 FORMAT = 1  # of a run folder; increased when the files that a resume reads change
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended

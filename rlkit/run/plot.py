@@ -1,12 +1,13 @@
 """Curves of one run, or of several runs in one picture: `rlkit plot RUN_FOLDER [RUN_FOLDER ...]`.
 
 Raw values are drawn faintly, with a centred running mean on top. Evaluations are points joined by lines. A panel is
-drawn if any run has its metric.
+drawn if any run has its metric. Of a run with several rewards, the Pareto front of its evaluations is drawn too.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from rlkit._extras import optional
 from rlkit.files import replace_file
 from rlkit.run.console import in_notebook, reward_parts
-from rlkit.run.folder import CURVES, Run, read_metrics
+from rlkit.run.folder import CURVES, PARETO, Run, read_metrics
 
 
 class Curve(NamedTuple):
@@ -195,8 +196,11 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     panels = [panel for panel in panels_of(runs) if panel.picture]
     if not panels:
         raise ValueError(f"no metric to draw in {', '.join(map(str, folders))}: metrics.jsonl holds no finished step")
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
+    fronts = {label(folder, folders): front for folder in folders if (front := _front(Path(folder)))}
+    pairs = list(dict.fromkeys((x["objectives"][0], y) for x in fronts.values() for y in x["objectives"][1:]))
+    num = len(panels) + len(pairs)
+    columns = min(2, num)
+    rows = -(-num // columns)
     optional("matplotlib", "plot", "plots need")
     from matplotlib.figure import Figure
 
@@ -207,10 +211,12 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
         raise ValueError(f"`out` {target}: {target.suffix} is no format of a picture: take .png, .pdf or .svg")
     figure = Figure(figsize=(5.6 * columns, 3.5 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat[len(panels) :]:
+    for axis in axes.flat[num:]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw(axis, panel, runs)
+    for axis, pair in zip(axes.flat[len(panels) :], pairs, strict=False):
+        _draw_front(axis, pair, fronts, runs)
     names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
     figure.suptitle(title or names, fontsize=13, fontweight="bold")
     picture = io.BytesIO()
@@ -255,6 +261,49 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
     axis.set(xlabel="step", ylabel=panel.unit)
     if panel.from_zero and low >= 0:
         axis.set_ylim(0, 1.08 * high or None)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _front(folder: Path) -> dict[str, Any] | None:
+    """The front that a run with several rewards left (`rlkit.loops.pareto`)."""
+    path = folder / PARETO
+    try:
+        found = json.loads(path.read_text()) if path.exists() else None
+        return found and {**found, "front": sorted(entry["point"] + [entry["step"]] for entry in found["front"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): delete it, and the front is not drawn") from None
+
+
+def _draw_front(
+    axis: Any, pair: tuple[str, str], fronts: dict[str, dict[str, Any]], runs: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Two objectives of all evaluations, and of those on the front, with their steps.
+
+    Of two objectives in all, the area that the front dominates above the first evaluation is the hypervolume.
+    """
+    for i, (name, front) in enumerate(fronts.items()):
+        if not {*pair} <= {*front["objectives"]}:
+            continue
+        start, color = f"{name}, " if len(runs) > 1 else "", COLORS[i % len(COLORS)]
+        columns = [front["objectives"].index(one) for one in pair]
+        keys = [f"eval/reward/{one}" for one in pair]
+        every = [[row[key] for key in keys] for row in runs[name] if all(row.get(key) is not None for key in keys)]
+        axis.plot(*zip(*every, strict=True), "o-", color=color, alpha=0.25, linewidth=0.8, markersize=3)
+        first = [front["first"][k] for k in columns]
+        best = [[*(entry[k] for k in columns), entry[-1]] for entry in front["front"]]
+        axis.plot(*first, "x", color=color, label=f"{start}first evaluation")
+        for x, y, step in best:
+            axis.plot(x, y, "o", color=color, markersize=5, label=f"{start}front" if step == best[0][2] else None)
+            axis.annotate(f"{step}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        above = [(x, y) for x, y, _ in best if x > first[0] and y > first[1]]
+        if len(front["objectives"]) == 2 and above:
+            x, y = zip((first[0], above[0][1]), *above, strict=True)
+            style: Any = {"color": color, "alpha": 0.12, "linewidth": 0, "label": f"{start}hypervolume"}
+            axis.fill_between(x, y, first[1], step="pre", **style)
+    axis.set_title("Pareto front", loc="left", fontweight="bold", fontsize=11)
+    axis.set(xlabel=f"eval/reward/{pair[0]}", ylabel=f"eval/reward/{pair[1]}")
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)

@@ -15,6 +15,7 @@ import screens
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlkit.loops import pareto
 from rlkit.run.folder import open_run, read_metrics
 from rlkit.run.plot import draw, plot_run, smooth
 from rlkit.scripts import cli
@@ -106,6 +107,49 @@ def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     ((band,),) = [axis.collections for axis in figures[0].axes]
     corners = {tuple(x) for x in np.round(band.get_paths()[0].vertices, 6).tolist()}
     assert {(0, 0.204), (0, 0.596), (5, 0.502), (5, 0.698)} <= corners
+
+
+def with_front(folder, names, points):
+    """A run whose evaluations at steps 0, 1, ... are `points`, with the front that the loop keeps of them."""
+    front = pareto.start(names)
+    rows = [{"step": i} | {f"eval/reward/{n}": x for n, x in zip(names, p)} for i, p in enumerate(points)]
+    write_run(folder, [row | {"reward/mean": 1.0} for row in rows])
+    for row in rows:
+        front = pareto.advance(front, row, step=row["step"])
+        logged = pareto.logged(front, folder)
+    return logged
+
+
+POINTS = [(1.0, 1.0), (3.0, 2.0), (2.0, 4.0), (2.0, 3.0), (0.0, 9.0), (4.0, 0.5)]
+
+
+def test_the_front_is_drawn_and_its_shaded_area_is_the_hypervolume(tmp_path, figures):
+    logged = with_front(tmp_path / "run", ["right", "short"], POINTS)
+    plot_run(tmp_path / "run")
+    axis = figures[0].axes[1]
+    assert (axis.get_title(loc="left"), axis.get_xlabel()) == ("Pareto front", "eval/reward/right")
+    every, first, *front = axis.get_lines()
+    assert [tuple(x) for x in every.get_xydata().tolist()] == POINTS
+    assert first.get_xydata().tolist() == [[1.0, 1.0]]
+    assert [point.get_xydata().tolist() for point in front] == [[[0, 9]], [[2, 4]], [[3, 2]], [[4, 0.5]]]
+    assert [text.get_text() for text in axis.texts] == ["4", "2", "1", "5"], "the steps"
+    x, y = axis.collections[0].get_paths()[0].vertices.T
+    area = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2
+    assert area == pytest.approx(logged["pareto/hypervolume"]) == pytest.approx(2 * 1 + 1 * 3 - 1)
+
+
+def test_fronts_of_three_objectives_and_of_several_runs_are_drawn_by_pairs(tmp_path, figures):
+    with_front(tmp_path / "a", ["x", "y", "z"], [(0, 0, 0), (1, 2, 3), (2, 1, 3)])
+    with_front(tmp_path / "b", ["x", "y"], [(5.0, 5.0)])
+    plot_run(tmp_path / "a", tmp_path / "b", out=tmp_path / "both.png")
+    xy, xz = figures[0].axes[1:3]
+    assert panels(figures[0])["Pareto front"] == ["a, first evaluation", "a, front"], "of x and z"
+    assert (xz.get_xlabel(), xz.get_ylabel()) == ("eval/reward/x", "eval/reward/z")
+    assert [t.get_text() for t in xy.get_legend().get_texts()][2:] == ["b, first evaluation", "b, front"]
+    assert not xy.collections, "of three objectives no area is the hypervolume"
+    (tmp_path / "a" / "pareto.json").write_text('{"objectives": ["x"')
+    said = screens.refused(cli.main, ["plot", str(tmp_path / "a")])
+    assert said.startswith(f"error: {tmp_path}/a/pareto.json is damaged (JSONDecodeError")
 
 
 def test_runs_are_compared_by_name(tmp_path, figures):
