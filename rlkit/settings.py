@@ -468,6 +468,32 @@ class Critic:
             self.critic_lr_at and not is_default(self, "critic_lr"), "`critic_lr_at` replaces `critic_lr`: drop one"
         )
 
+    def check_bins(self) -> None:
+        """Refuse what a critic with bins does not read."""
+        unread = self.value_huber or not is_default(self, "value_clip")
+        refuse_if(
+            unread, "`value_clip` and `value_huber` are not part of `value_range`, whose loss is bounded: drop them"
+        )
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A critic that classifies: its value is the mean of a distribution over bins (HL-Gauss, arXiv:2403.03950)."""
+
+    value_range: tuple[Finite, Finite] | None = None
+    """train the critic by HL-Gauss on bins of this range of returns, which must hold them all, e.g. 0 1; a new critic
+    starts in its middle. None: one number, and the squared error"""
+    value_bins: Annotated[int, Range("at least 2", lambda x: x >= 2)] = 51
+    """bins of --value-range"""
+
+    def __post_init__(self) -> None:
+        check(self)
+        low, high = self.value_range or (0, 1)
+        refuse_if(not low < high, f"`value_range` is from low to high, got {low} {high}")
+        refuse_if(
+            self.value_range is None and not is_default(self, "value_bins"), "`value_bins` requires `value_range`"
+        )
+
 
 @dataclass(frozen=True)
 class Parallel:

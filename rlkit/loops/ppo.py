@@ -21,7 +21,7 @@ from rlkit.losses import k1, kl_in_reward, value_clip, value_huber
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.families import check_is_model, runs_packed
 from rlkit.model.forward import Policy, make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
-from rlkit.model.heads import bootstraps, compute_values
+from rlkit.model.heads import bins_of, bootstraps, classified, compute_values
 from rlkit.model.heads import values as values_of
 from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set_lr
 from rlkit.packing import pack, split, with_streams
@@ -87,27 +87,34 @@ def value_update(
     huber: float | None = None,
 ) -> Metrics:
     """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, or with `huber` on
-    `value_huber` of that threshold, averaged over all tokens of a step.
+    `value_huber` of that threshold, averaged over all tokens of a step. A critic with bins trains on `hl_gauss`.
 
     Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`; `error`, the mean square of value
     minus return; and `spread`, that of return minus the batch's mean return. 1 - error / spread is the explained
-    variance: 1 is perfect, 0 is no better than the mean return, below 0 is worse.
+    variance: 1 is perfect, 0 is no better than the mean return, below 0 is worse. With bins also `outside`, the share
+    of returns outside their range, which `hl_gauss` clamps.
     """
     check_streams(batch, values="the critic's update", returns="the critic's update")
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     model, mesh = values.model, values.mesh
+    bins = bins_of(model.config)
     middle = batch.returns[batch.mask].mean()
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         weights = per_token(mini)
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens):
-                now = values_of(model, micro, dtype=values.dtype)
-                micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
-                loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
-                if huber is not None:
-                    loss = value_huber(now, micro.returns, delta=huber, mask=micro.mask)
+                if bins is None:
+                    now = values_of(model, micro, dtype=values.dtype)
+                    micro = micro.to(model.device)
+                    loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
+                    if huber is not None:
+                        loss = value_huber(now, micro.returns, delta=huber, mask=micro.mask)
+                else:
+                    now, loss = classified(model, micro, dtype=values.dtype)
+                    micro = micro.to(model.device)
+                w = rest[0].to(model.device, non_blocking=True)
                 backward((w * loss).sum())
                 shown = {
                     "loss": loss,
@@ -116,6 +123,8 @@ def value_update(
                     "error": (now - micro.returns).square(),
                     "spread": (micro.returns - middle).square(),
                 }
+                if bins is not None:
+                    shown["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
                 metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
@@ -160,6 +169,7 @@ async def ppo(
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
        start (VC-PPO, arXiv:2503.01491)
     2. a new critic starts at 0 everywhere, and a truncated answer ends in its value, not in 0 (`bootstrap`)
+       (a critic with bins, `load_value_model(path, bins=...)`, in the middle of their range, see `hl_gauss`)
     3. critic and policy are two models, with two learning rates and separate gradient clipping
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
        and under top-p or top-k by the kept probability mass (one more forward)
@@ -171,6 +181,8 @@ async def ppo(
     check_rewarded(task)
     check_is_model(model)
     check_is_model(value_model, "value_model")
+    if bins_of(value_model.config) is not None:
+        critic.check_bins()
     has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, default="reward")
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)

@@ -6,14 +6,15 @@
     scores = rewards(judge, pack_whole(groups))
 
 They run packed and with shared prompts, on any layout, like `rlkit.model.forward.forward`. On disk they are
-transformers' token and sequence classification models with one label, so other tools can load an export.
+transformers' token and sequence classification models with one label, so other tools can load an export. The head of a
+critic with `Bins` has a label for each bin, whose logits make the value; its config has `value_range`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rlkit.losses import hl_gauss, hl_gauss_value
 from rlkit.model.families import (
     Verdict,
     check_architecture,
@@ -41,19 +43,22 @@ from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.mesh import Mesh
+from rlkit.settings import Bins
 from rlkit.types import Batch, Trajectory
 
 _HEAD = "score."
 
 
-def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
-    """A critic from a folder or hub id. A head that the files lack (a policy's files) starts at 0: all values are 0.
+def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu", bins: Bins = Bins()) -> Any:
+    """A critic from a folder or hub id. A head that the files lack (a policy's files) starts at 0: all values are 0, or
+    the middle of the range of `bins`. Without `bins` the critic has those of its files.
 
+    Errors: ValueError for files whose head has other bins; those of `load_model`.
     Differs: verl initialises the head at random, so the first advantages are noise.
     """
     from transformers import AutoModelForTokenClassification
 
-    return _load(AutoModelForTokenClassification, path, device)
+    return _load(AutoModelForTokenClassification, path, device, bins)
 
 
 def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
@@ -63,11 +68,13 @@ def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> A
     return _load(AutoModelForSequenceClassification, path, device)
 
 
-def load_value_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
+def load_value_parallel(
+    path: str | os.PathLike[str], mesh: Mesh, *, bins: Bins = Bins(), **options: Any
+) -> ShardedModel:
     """`load_value_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
     from transformers import AutoModelForTokenClassification
 
-    return _load_parallel(AutoModelForTokenClassification, path, mesh, **options)
+    return _load_parallel(AutoModelForTokenClassification, path, mesh, bins=bins, **options)
 
 
 def load_reward_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
@@ -77,9 +84,11 @@ def load_reward_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: An
     return _load_parallel(AutoModelForSequenceClassification, path, mesh, **options)
 
 
-def _load_parallel(kind: Any, path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
-    made: dict[str, Any] = {"build": partial(_build, kind), "whole": partial(_load, kind, device="cpu"), "new": _HEAD}
-    return load_parallel(path, mesh, **made, **options)
+def _load_parallel(
+    kind: Any, path: str | os.PathLike[str], mesh: Mesh, *, bins: Bins = Bins(), **options: Any
+) -> ShardedModel:
+    whole = partial(_load, kind, device="cpu", bins=bins)
+    return load_parallel(path, mesh, build=partial(_build, kind, bins=bins), whole=whole, new=_HEAD, **options)
 
 
 def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -87,7 +96,35 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
 
     Also where the mask is False: the last token of a truncated sequence has its bootstrap value (see `bootstraps`).
     """
-    return token_outputs(model, batch, _one_number(model), dtype=DTYPES[dtype])[0]
+    bins = bins_of(model.config)
+
+    def head(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
+        numbers = _labels(model, hidden)
+        return (numbers[:, 0] if bins is None else hl_gauss_value(numbers, **bins),)
+
+    return token_outputs(model, batch, head, dtype=DTYPES[dtype])[0]
+
+
+def classified(model: Any, batch: Batch, *, dtype: str = "fp32") -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
+    """Of a critic with bins: `values`, without gradient, and `hl_gauss` of the batch's `returns` (0 where masked)."""
+    bins = bins_of(model.config)
+    assert bins is not None
+    assert batch.returns is not None
+    returns, mask = batch.returns, batch.mask
+
+    def head(hidden: Tensor, spread: Any) -> tuple[Tensor, ...]:
+        logits = _labels(model, hidden)
+        loss = hl_gauss(logits, spread(returns), mask=spread(mask), **bins)
+        return hl_gauss_value(logits.detach(), **bins), loss
+
+    now, loss = token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype])
+    return now, loss
+
+
+def bins_of(config: Any) -> dict[str, float] | None:
+    """The range of a critic's bins, as `hl_gauss` takes it; None for one number per token."""
+    found = getattr(config, "value_range", None)
+    return None if found is None else {"low": found[0], "high": found[1]}
 
 
 def compute_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -119,23 +156,22 @@ def pack_whole(groups: Sequence[Sequence[Trajectory]], *, share_prompts: bool = 
     return pack([[replace(t, truncated=True) for t in group] for group in groups], share_prompts=share_prompts)
 
 
-def _one_number(model: Any) -> Callable[[Tensor, Any], tuple[Tensor, ...]]:
+def _labels(model: Any, hidden: Tensor) -> Float[Tensor, "R B"]:
+    """The numbers of the head, in fp32."""
     head = model.score
-
-    def numbers(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
-        bias = None if head.bias is None else head.bias.float()
-        return (F.linear(hidden.float(), head.weight.float(), bias)[:, 0],)
-
-    return numbers
+    return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
-def _load(kind: Any, path: str | os.PathLike[str], device: str) -> Any:
+def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bins()) -> Any:
     config = load_config(path)
     check_causal_lm(config)
     _check_kind(kind, config)
     checked = check_architecture(config, forward)
+    num, found = head_of(config, bins)
     with _no_report():
-        model, missing = read_pretrained(kind, path, num_labels=1)
+        model, missing = read_pretrained(kind, path, num_labels=num)
+    if found is not None:
+        model.config.value_range = found
     _check_head(model)
     if any(name.startswith(_HEAD) for name in missing):
         for p in model.score.parameters():
@@ -162,10 +198,32 @@ def _check_kind(kind: Any, config: Any) -> None:
         )
 
 
-def _build(kind: Any, config: Any, **options: Any) -> Any:
+def head_of(config: Any, bins: Bins) -> tuple[int, list[float] | None]:
+    """The number of labels of the head and the range of its bins, as asked for or else as the files have them.
+
+    Errors: ValueError for files whose head has others than those asked for.
+    """
+    there = getattr(config, "value_range", None)
+    if bins.value_range is None:
+        return (1, None) if there is None else (config.num_labels, [*there])
+    asked = (bins.value_bins, [*map(float, bins.value_range)])
+    trained = any("Classification" in name for name in config.architectures or ())
+    if trained and (config.num_labels, there) != asked:
+        has = "one number" if there is None else _described(config.num_labels, there)
+        fix = "drop `value_range`, or start the critic from a policy's weights"
+        raise ValueError(f"model {config.name_or_path!r}: its head has {has}, not {_described(*asked)}: {fix}")
+    return asked
+
+
+def _described(num: int, found: Sequence[float]) -> str:
+    return f"{num} bins from {found[0]:g} to {found[1]:g}"
+
+
+def _build(kind: Any, config: Any, *, bins: Bins = Bins(), **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
     _check_kind(kind, config)
-    config.update({"num_labels": 1})
+    num, found = head_of(config, bins)
+    config.update({"num_labels": num} | ({} if found is None else {"value_range": found}))
     with torch.device("cpu"):
         small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
         _check_head(small)
@@ -202,7 +260,10 @@ def _checked(model: Any) -> Any:
     model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
     with as_inference(model):
         ids = [torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device) for t in groups[0]]
-        true = torch.stack([model(input_ids=x, use_cache=False).logits.float().flatten()[-1] for x in ids])
+        num = model.score.out_features
+        last = torch.stack([model(input_ids=x, use_cache=False).logits.float().flatten()[-num:] for x in ids])
+    bins = bins_of(model.config)
+    true = last[:, 0] if bins is None else hl_gauss_value(last, **bins)
     ours = rewards(model, pack_whole(groups).to(model.device))
     model.score.weight.copy_(weight)
     if not (off := ((ours - true).abs() / (1 + true.abs())).max().item()) < 1e-3:

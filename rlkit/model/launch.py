@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.ranks import launched, rank, world_size
-from rlkit.settings import ParallelArgs
+from rlkit.settings import Bins, ParallelArgs
 
 X = TypeVar("X")
 
@@ -91,10 +92,12 @@ def load_judge(
 
 
 def load_critic(
-    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", **lora: Any
-) -> Any:
+    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", bins: Bins = Bins(),
+    **lora: Any,
+) -> Any:  # fmt: skip
     """`load_policy` for a critic."""
-    return _load_headed(load_value_model, load_value_parallel, path, args, device, dtype, lora)
+    alone, sharded = partial(load_value_model, bins=bins), partial(load_value_parallel, bins=bins)
+    return _load_headed(alone, sharded, path, args, device, dtype, lora)
 
 
 def _load_headed(

@@ -18,7 +18,19 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import advantage_of, check_rank, where
 from rlkit.scripts.task import load_models, open_task
-from rlkit.settings import CountOr0, Critic, Engines, LimitOr0, Optim, Penalties, Rollouts, Schedule, check, refuse_if
+from rlkit.settings import (
+    Bins,
+    CountOr0,
+    Critic,
+    Engines,
+    LimitOr0,
+    Optim,
+    Penalties,
+    Rollouts,
+    Schedule,
+    check,
+    refuse_if,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Args:
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
     lora: Flat[Lora] = Lora()
+    bins: Flat[Bins] = Bins()
     critic_lora_rank: CountOr0 = 0
     """rank of LoRA adapters of the critic, which train with its head alone; 0: train all its weights"""
     engine: Flat[Engines] = Engines()
@@ -66,6 +79,8 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
+    if args.bins.value_range:
+        args.values.check_bins()
     name = args.loss.advantage.partition("(")[0]
     refuse_if(
         name == "vtrace" and args.correction.correction != "none",
@@ -81,13 +96,17 @@ def main(args: Args) -> Path:
     args, tokenizer, task = open_task(args)
     from rlkit.loops.ppo import ppo
     from rlkit.loops.updates import PolicyLoss, clipped, per_token
+    from rlkit.model.heads import head_of
     from rlkit.model.launch import load_critic, report_model
+    from rlkit.model.pretrained import load_config
     from rlkit.run.sync import run_sync
 
-    model, reference, rollouts = load_models(args, tokenizer)
     path, adapter = args.critic or args.model.model, replace(args.lora, lora_rank=args.critic_lora_rank)
     check_rank(path, args.critic_lora_rank)
-    critic = load_critic(path, **where(args), **(adapter.options() if args.critic_lora_rank else {}))
+    head_of(load_config(path), args.bins)
+    model, reference, rollouts = load_models(args, tokenizer)
+    lora = adapter.options() if args.critic_lora_rank else {}
+    critic = load_critic(path, **where(args), bins=args.bins, **lora)
     report_model(critic, dtype=str(args.optim.dtype), name="critic")
     clip = partial(clipped, clip_low=args.loss.clip_low, clip_high=args.loss.clip_high)
     loss = PolicyLoss(clip, per_token, args.correction.function())

@@ -10,6 +10,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import forward
 from rlkit.model.heads import (
     bootstraps,
+    classified,
     load_reward_model,
     load_reward_parallel,
     load_value_model,
@@ -21,10 +22,13 @@ from rlkit.model.heads import (
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import load_parallel, parallelize
 from rlkit.model.weights import export_hf
-from rlkit.packing import pack
+from rlkit.packing import pack, with_streams
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.mesh import Parallel, make_mesh
+from rlkit.settings import Bins
 from rlkit.types import Trajectory
+
+BINS = Bins((-0.5, 1.5), 9)
 
 
 def groups():
@@ -97,6 +101,16 @@ def test_a_new_head_starts_at_zero_and_learns(folder):
     assert losses[-1] < 0.3 * losses[0]
 
 
+def train_bins(model, mesh):
+    optimizer = adamw(model, lr=1e-2, eps=1e-4)
+    batch = pack(groups())
+    batch = with_streams(batch, returns=batch.targets / 256)
+    for _ in range(2):
+        for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=100):
+            classified(model, micro)[1].sum().backward()
+        optimizer_step(optimizer, max_norm=0.5, model=model)
+
+
 def train(model, mesh):
     optimizer, losses = adamw(model, lr=1e-2, eps=1e-4), []
     whole = pack_whole(groups())
@@ -116,7 +130,9 @@ def heads_on_rank(rank, world, folder, sizes, options):
     model = parallelize(load_value_model(folder / "critic"), mesh, **options)
     train(model, mesh)
     export_hf(model, None, folder / "trained")
-    return values(model, pack(groups())).detach()
+    binned = load_value_parallel(folder / "policy", mesh, bins=BINS, **options)
+    train_bins(binned, mesh)
+    return [values(x, pack(groups())).detach() for x in (model, binned)]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +147,12 @@ def test_four_ranks_train_the_same_critic(ranks, folder, sizes, options):
     model = load_value_model(folder / "critic")
     train(model, None)
     truth = values(model, pack(groups())).detach()
+    binned = load_value_model(folder / "policy", bins=BINS)
+    train_bins(binned, None)
+    both = [truth, values(binned, pack(groups())).detach()]
+    assert both[1].std() > 0.01
     for found in ranks.run(heads_on_rank, folder, sizes, options):
-        torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found, both, atol=1e-4, rtol=1e-4)
     again = load_value_model(folder / "trained")
     torch.testing.assert_close(values(again, pack(groups())).detach(), truth, atol=1e-4, rtol=1e-4)
 

@@ -24,7 +24,7 @@ from rlkit.packing import pack, with_streams
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.rollout import single_turn
-from rlkit.settings import Critic, Optim, Rollouts
+from rlkit.settings import Bins, Critic, Optim, Rollouts
 from rlkit.types import Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
@@ -131,13 +131,73 @@ def test_the_critic_takes_the_step_of_a_padded_one(folder):
         first += len(t.ids) + t.truncated
 
 
+BINS = Bins((-2.0, 1.5), 9)
+
+
+def test_a_critic_with_bins_takes_the_step_of_a_padded_one(folder, tmp_path):
+    """Value and cross-entropy from the logits of transformers' own forward, the target from torch's Gaussian."""
+    AutoModelForTokenClassification.from_pretrained(folder / "policy", num_labels=9).save_pretrained(tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"value_range": [-0.5, 1.5]}))
+    groups, critic = sampled(), load_value_model(tmp_path / "m")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "m").eval()
+    batch = pack(groups)
+    returns = 2.5 * torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(4)) - 0.5
+    batch = with_streams(batch, values=torch.zeros_like(returns), returns=returns)
+    edges, loss, expected, first = torch.linspace(-0.5, 1.5, 10), torch.zeros(()), [], 0
+    for t in (t for group in groups for t in group):
+        logp = model(torch.tensor([t.prompt_ids + t.ids])).logits[0, len(t.prompt_ids) - 1 :].log_softmax(-1)
+        expected.append(logp.exp()[: len(t.ids) + t.truncated] @ (edges[1:] + edges[:-1]) / 2)
+        for i in (i for i, m in enumerate(t.mask) if m):
+            cdf = torch.distributions.Normal(returns[first + i].clamp(-0.5, 1.5), 0.75 * 2 / 9).cdf(edges)
+            loss = loss - (cdf.diff() / (cdf[-1] - cdf[0]) * logp[i]).sum()
+        first += len(t.ids) + t.truncated
+    torch.testing.assert_close(values(critic, batch), torch.cat(expected))
+    metrics = value_update(
+        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, clip=0.1, seed=0,
+        optim=Optim(max_norm=1e9, max_tokens=12),
+    )  # fmt: skip
+    loss = loss / int(batch.mask.sum())
+    loss.backward()
+    grads = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    found = {name: float(x.total / x.count) for name, x in metrics.items()}
+    assert found["value/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["value/grad_norm"] == pytest.approx(grads.item(), rel=1e-4)
+    outside = ((returns < -0.5) | (returns > 1.5))[batch.mask].float().mean()
+    assert outside > 0
+    assert found["value/outside"] == pytest.approx(float(outside))
+
+
+def test_a_critic_with_bins_learns_and_its_export_says_the_same(folder, tmp_path):
+    new = load_value_model(folder / "policy", bins=BINS)
+    batch = pack(sampled())
+    torch.testing.assert_close(values(new, batch), torch.full((batch.num_tokens,), -0.25))
+    _, critic = run(folder, tmp_path / "run", critic=new, steps=15, prompts_per_step=32, epochs=2, bootstrap=False)
+    lines = lines_of(tmp_path / "run")
+    assert lines[-1]["value/error"] < 0.2 * lines[0]["value/error"]
+    assert lines[-1]["value/mean"] == pytest.approx(lines[-1]["reward/mean"], abs=0.1)
+    assert {line["value/outside"] for line in lines} == {0.0}
+    again = load_value_model(tmp_path / "run/critic")
+    torch.testing.assert_close(values(again, batch), values(critic, batch))
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "run/critic").score.weight.shape == (9, 32)
+    load_value_model(tmp_path / "run/critic", bins=BINS)
+    for path, bins, has in (
+        (tmp_path / "run/critic", Bins((-1, 1), 9), "its head has 9 bins from -2 to 1.5, not 9 bins from -1 to 1"),
+        (folder / "critic", BINS, "its head has one number, not 9 bins from -2 to 1.5: drop `value_range`, or start"),
+    ):
+        with pytest.raises(ValueError, match=has):
+            load_value_model(path, bins=bins)
+    with pytest.raises(ValueError, match="`value_clip` and `value_huber` are not part of `value_range`"):
+        run(folder, tmp_path / "clip", critic=new, value_clip=0.2)
+
+
 def ascii_share(completion, row):
     return sum(map(str.isascii, completion)) / max(1, len(completion))
 
 
-def run(folder, output, **changes):
+def run(folder, output, critic=None, **changes):
     torch.manual_seed(0)
-    model, critic = prepare_model(tiny_model(tokenizer(), **SIZES)), load_value_model(folder / "policy")
+    model, critic = prepare_model(tiny_model(tokenizer(), **SIZES)), critic or load_value_model(folder / "policy")
     options = {
         "score": scorer(ascii_share, tokenizer=tokenizer(), timeout_s=30.0), "output": output, "steps": 6,
         "max_new_tokens": 6, "lr_at": lambda _: 3e-3, "critic_lr_at": lambda _: 3e-3,

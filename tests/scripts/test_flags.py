@@ -205,6 +205,8 @@ def test_meaningful_values_are_accepted():
     none = {"lr": 0.0, "steps": 0, "eval_steps": 0, "save_steps": 0, "system_prompt": "", "entropy_coef": -0.1}
     check_rl(args_of(ppo.Args, **free, **none, tis_max_weight=math.inf))
     assert refused(ppo.Args, gamma=1.5) == "--gamma must be from 0 to 1, got 1.5"
+    assert refused(ppo.Args, value_range=(1.0, 0.0)) == "--value-range is from low to high, got 1.0 0.0"
+    assert refused(ppo.Args, value_bins=9) == "--value-bins requires --value-range"
     how = {"tools": ("a:b",), "tool_calls": "json", "max_turns": 3, "max_sampled_tokens": 9}
     args = args_of(eval_data="x", reference="y", kl_coef=0.1, minibatches=8, success_range=(0.1, 0.9))
     rollouts = replace(args.rollouts, max_dropped=3, staleness=0.5, drop_off_policy=True)

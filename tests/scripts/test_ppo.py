@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import screens
 import warm
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlkit.run.folder import read_metrics
+from rlkit.scripts import cli
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -45,6 +47,28 @@ def run(task, output, *flags, ranks=1):
         _, err = process.communicate(timeout=280)
         assert process.returncode == 0, err[-4000:]
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in read_metrics(output)]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_critic_with_bins_is_exported_and_a_run_that_starts_from_it_has_its_bins(task, tmp_path, capsys):
+    flags = [
+        "ppo", "--model", str(task / "model"), "--data", str(task / "data.jsonl"), "--device", "cpu", "--steps", "1",
+        "--reward", f"{task / 'reward.py'}:score", "--prompts-per-step", "4", "--max-new-tokens", "4",
+    ]  # fmt: skip
+    cli.main([*flags, "--output", str(tmp_path / "a"), "--value-range", "0", "2", "--value-bins", "7"])
+    critic = tmp_path / "a" / "critic"
+    assert AutoModelForTokenClassification.from_pretrained(critic).score.weight.shape[0] == 7
+    assert read_metrics(tmp_path / "a")[-1]["value/mean"] == pytest.approx(1.0, abs=0.05), "the middle"
+    cli.main([*flags, "--output", str(tmp_path / "b"), "--critic", str(critic)])
+    assert {"value/outside", "value/error"} <= {*read_metrics(tmp_path / "b")[-1]}
+    capsys.readouterr()
+    said = screens.refused(
+        cli.main, [*flags, "--output", str(tmp_path / "c"), "--critic", str(critic), "--value-range", "0", "1"]
+    )
+    assert said.startswith(
+        f"error: model '{critic}': its head has 7 bins from 0 to 2, not 51 bins from 0 to 1: drop --v"
+    )
+    assert "parameters on" not in capsys.readouterr().out, "before a model is loaded"
 
 
 def test_it_exports_policy_and_critic_and_two_ranks_log_the_same(task, tmp_path):
