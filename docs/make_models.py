@@ -73,7 +73,8 @@ Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with ima
 `grpo`. Tried with small random models; the check at load includes images. transformers has no critic or reward model
 with these towers, so `ppo` and `reward_model` refuse them.
 
-- Rows have them as TRL, verl and OpenAI do ([data.md](data.md#images)). The vision tower is frozen, unless
+- Rows have them as TRL, verl and OpenAI do ([data.md](data.md#images)); tools, environments and agents
+  show further ones in later turns ([environments](environments.md)). The vision tower is frozen, unless
   `--train-vision`; LoRA adapts the language model only.
 - A prompt's images are encoded once per group. M-RoPE positions are those of each document, never of the pack. Gemma 3,
   whose image tokens see one another in both directions, runs batches with images unpacked.

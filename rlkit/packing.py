@@ -116,15 +116,15 @@ def _images(
     samples: Sequence[Trajectory], prefix_ids: Sequence[int], num_prefixes: int, *, shared: bool
 ) -> tuple[tuple[Picture, ...], ...] | None:
     """The pictures of each prefix and of each sequence: those of a prompt are in its prefix, if it has one."""
-    if not any(t.images for t in samples):
+    if not any(t.images or t.later_images for t in samples):
         return None
     of_prefix: list[tuple[Picture, ...]] = [()] * num_prefixes
     own: list[tuple[Picture, ...]] = [()] * len(samples)
     for i, (prefix, t) in enumerate(zip(prefix_ids, samples, strict=True)):
-        if shared and len(t.prompt_ids) > 1:
+        in_prefix = shared and len(t.prompt_ids) > 1
+        if in_prefix:
             of_prefix[prefix] = tuple(t.images)
-        else:
-            own[i] = tuple(t.images)
+        own[i] = (*(() if in_prefix else t.images), *t.later_images)
     return (*of_prefix, *own)
 
 
@@ -172,7 +172,7 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
 
     Pieces of one episode that are no longer adjacent (after `select`) become separate episodes.
     An unshared batch does not record where its prompts end: the first token of each sequence becomes the prompt, and
-    the rest of the prompt masked tokens.
+    the rest of the prompt masked tokens, whose images are `later_images`.
     """
     prefixes = [p.tolist() for p in batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())]
     lens = seq_lens(batch.cu_seqlens).tolist()
@@ -203,7 +203,8 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
                 truncated=truncated,
                 continues=continues,
                 temperature=batch.temperature,
-                images=(*images[int(batch.prefix_ids[i])], *images[len(prefixes) + i]),
+                images=tuple(images[int(batch.prefix_ids[i])]),
+                later_images=tuple(images[len(prefixes) + i]),
             )
         )
     return groups

@@ -197,7 +197,8 @@ class Trajectory:
 
     `experts` are those of `Completion`, of all tokens but the last.
 
-    `images` are the pictures that the prompt shows, in the order of their placeholders in `prompt_ids`.
+    `images` are the pictures that the prompt shows, in the order of their placeholders in `prompt_ids`, and
+    `later_images` those of `ids`, which tools, environments and agents have shown in later turns.
 
     The streams are lists, or after `rlkit.rollout.rollout.compact` arrays (of Python's `array`, an eighth of the
     memory): the loops' `prepare` gets those. Both are indexed, sliced and iterated alike; `list(t.ids)` is a list.
@@ -218,6 +219,7 @@ class Trajectory:
     temperature: float | None = None
     experts: Any = field(default=None, compare=False, repr=False)
     images: tuple[Picture, ...] = ()
+    later_images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,7 @@ def turn_tokens(
     sampled_ids: Sequence[int],
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
+    rewrite: Callable[[str], str] | None = None,
 ) -> list[int] | None:
     """Tokens to append after a sampled turn: `new_messages`, then the opening of the next assistant turn.
 
@@ -154,6 +155,7 @@ def turn_tokens(
     assistant's content up to the next generation prompt, found by rendering a fixed placeholder as the content. The
     part of the closing that was already sampled is omitted: nothing where the model was cut off by a length limit,
     `<|im_end|>` where it stopped on its own. (A stop token other than the template's is kept, and the closing follows.)
+    `rewrite` changes the text before it is tokenised: it puts placeholders in the places of images.
 
     None where the template does not continue what was sampled. Then a new sequence has to be started from
     `render(messages_so_far + new_messages, add_generation_prompt=True)`:
@@ -188,7 +190,7 @@ def turn_tokens(
     kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in TURN_TEXTS)
     if not (found and kept and whole.startswith(context) and whole.endswith(tail)):
         return None
-    ids = encode_after_text(tokenizer, tail)
+    ids = encode_after_text(tokenizer, rewrite(tail) if rewrite else tail)
     most = min(len(encode_after_text(tokenizer, closing)), len(sampled_ids))
     already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == ids[:k])
     return ids[next(already, 0) :]

@@ -32,18 +32,30 @@ if TYPE_CHECKING:
 MARK = "<image>"
 PLACE = "\ue000image\ue001"  # of an image that a row has: a text may hold the mark itself
 COLUMNS = ("images", "image")
-_PARTS = ("image", "image_url", "input_image")
+PARTS = ("image", "image_url", "input_image")
 _TEXTS = ("messages", "prompt", "chosen", "rejected")
 _KEPT = 256  # images whose pixels a process keeps
 
 
 @dataclass(frozen=True)
 class Image:
-    """An `rlkit.types.Picture`: the bytes of a file, and the model whose image processor reads them."""
+    """An `rlkit.types.Picture`: the bytes of a file, and the model whose image processor reads them.
+
+    `num_tokens` are its placeholders.
+    """
 
     digest: str
     processor: str
     content: bytes = field(compare=False, repr=False)
+    num_tokens: int = field(compare=False, default=0)
+
+    @property
+    def url(self) -> str:
+        """The image as a data: URL."""
+        from PIL import Image as Pillow
+
+        kind = Pillow.open(io.BytesIO(self.content)).get_format_mimetype()
+        return f"data:{kind};base64,{base64.b64encode(self.content).decode()}"
 
     def inputs(self) -> dict[str, Tensor]:
         """`pixel_values`, and `image_grid_thw` where the model takes images of any size."""
@@ -68,6 +80,15 @@ def processor_of(path: str) -> Any:
     backend = "torchvision" if find_spec("torchvision") else "pil"
     with explained(path, "image processor"):
         return AutoImageProcessor.from_pretrained(path, backend=backend, **NO_CODE)
+
+
+def _check_size(content: bytes, max_side: int) -> None:
+    """ValueError where a side of the image has more pixels, before any is decoded."""
+    from PIL import Image as Pillow
+
+    width, height = Pillow.open(io.BytesIO(content)).size
+    if max(width, height) > max_side:
+        raise ValueError(f"it has {width} x {height} pixels, and a side may have {max_side}")
 
 
 def _opened(content: bytes) -> Any:
@@ -95,7 +116,6 @@ class ImageReader:
         self._start = text("vision_start_token_id", "boi_token_id", "boi_token_index")
         self._end = text("vision_end_token_id", "eoi_token_id", "eoi_token_index")
         self._fixed = getattr(config, "mm_tokens_per_image", None)
-        self._num_tokens: dict[str, int] = {}
 
     def read(self, row: Row, rows: Sequence[Row], place: str) -> tuple[Image, ...]:
         """The images of a row (see `gathered`). ValueError, with the row, for one that cannot be read."""
@@ -104,17 +124,24 @@ class ImageReader:
         found = []
         for number, source in enumerate(row["images"]):
             try:
-                content = _content(source, folder)
-                image = Image(sha256(content).hexdigest(), self._path, content)
-                self._num_tokens.setdefault(image.digest, self._count(content))
+                found.append(self.image(source, folder))
             except ImportError:
                 raise
             except FileNotFoundError as error:
                 raise ValueError(f"{place}: image {number + 1} is not there: {error.filename}") from None
             except Exception as error:  # of Pillow: any, of a damaged file
-                raise ValueError(f"{place}: image {number + 1} cannot be read: {_short(error)}") from None
-            found.append(image)
+                raise ValueError(f"{place}: image {number + 1} cannot be read: {short(error)}") from None
         return tuple(found)
+
+    def image(self, source: Any, folder: Path = Path(), *, max_side: int | None = None) -> Image:
+        """The image of a file, bytes, a data: URL, `{"bytes": ..., "path": ...}`, or a picture of Pillow.
+
+        ValueError where a side has more than `max_side` pixels; and errors of files and of Pillow.
+        """
+        content = _content(source, folder)
+        if max_side is not None:
+            _check_size(content, max_side)
+        return Image(sha256(content).hexdigest(), self._path, content, self._count(content))
 
     def _count(self, content: bytes) -> int:
         """The placeholders of an image."""
@@ -129,12 +156,29 @@ class ImageReader:
         """The text with the placeholders of an image for each `PLACE`: of the first ones, where it has fewer."""
         first, *rest = text.split(PLACE)
         if self._placeholder in text:
-            raise ValueError(f"{place}: the text holds {self._placeholder!r}, which stands for an image: write {MARK}")
+            what = f"{place}: the text holds {self._placeholder!r}, which stands for an image"
+            raise ValueError(f"{what}: drop it, or for an image of the row write {MARK}")
         return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
 
     def _text(self, image: Image) -> str:
-        inner = f"{self._start}{self._placeholder * self._num_tokens[image.digest]}{self._end}"
+        inner = f"{self._start}{self._placeholder * image.num_tokens}{self._end}"
         return f"\n\n{inner}\n\n" if self._fixed else inner
+
+
+@lru_cache(maxsize=4)
+def reader_of(tokenizer: Any) -> ImageReader | None:
+    """Reads images for the model whose tokenizer this is; None for a model of text, or where there is no model."""
+    from transformers.utils.hub import cached_file
+
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.vision import reads_images
+
+    path = getattr(tokenizer, "name_or_path", "")
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if not path or cached_file(path, "config.json", local_files_only=True, **quiet) is None:
+        return None
+    config = load_config(path)
+    return ImageReader(path, tokenizer, config) if reads_images(config) else None
 
 
 def shows_images(row: Row) -> bool:
@@ -200,7 +244,7 @@ def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
     for message in value if isinstance(value, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else ():
-            if isinstance(part, Mapping) and part.get("type") in _PARTS:
+            if isinstance(part, Mapping) and part.get("type") in PARTS:
                 yield part
 
 
@@ -221,8 +265,8 @@ def _placed(value: Any) -> tuple[Any, list[Any]]:
             continue
         content, texts = message[key], []
         for part in content if isinstance(content, list | tuple) else [content]:
-            if isinstance(part, Mapping) and part.get("type") in _PARTS:
-                sources.append(_source(part))
+            if isinstance(part, Mapping) and part.get("type") in PARTS:
+                sources.append(source_of(part))
                 texts.append(PLACE)
             elif isinstance(text := part.get("text") if isinstance(part, Mapping) else part, str):
                 sources += [None] * text.count(MARK)
@@ -233,7 +277,8 @@ def _placed(value: Any) -> tuple[Any, list[Any]]:
     return out, sources
 
 
-def _source(part: Mapping[str, Any]) -> Any:
+def source_of(part: Mapping[str, Any]) -> Any:
+    """Where the image of a part is; None without a source."""
     value = next((part[name] for name in ("image", "image_url", "url", "path") if not is_empty(part.get(name))), None)
     return value.get("url") if isinstance(value, Mapping) and "url" in value else value
 
@@ -270,6 +315,7 @@ def _content(source: Any, folder: Path) -> bytes:
     return (path if path.is_absolute() or path.is_file() else folder / path).read_bytes()
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """The first line of an error of Pillow."""
     text = str(error).partition("\n")[0].partition(" <_io.BytesIO")[0]
     return text or type(error).__name__

@@ -440,8 +440,8 @@ def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
     with as_inference(model, always=True):
         for t in (t for group in groups for t in group):
             ids = torch.tensor([[*t.prompt_ids, *t.ids]], device=model.device)
-            pictures = image_inputs(t.images, model.device)
-            pictures |= token_types(model, ids) if t.images else {}
+            pictures = image_inputs((*t.images, *t.later_images), model.device)
+            pictures |= token_types(model, ids) if pictures else {}
             logp = model(input_ids=ids, use_cache=False, **pictures).logits[0].float().log_softmax(-1)
             places = slice(len(t.prompt_ids) - 1, ids.shape[1] - 1)
             out.append(logp[places].gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0])

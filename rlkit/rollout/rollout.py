@@ -25,9 +25,17 @@ class Sampler(Protocol):
     """Sample one turn of the policy after a context."""
 
     async def __call__(
-        self, prompt_ids: list[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        self,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        images: Sequence[Picture] | None = None,
     ) -> Completion:
-        """`max_new_tokens` may lower the limit of `SamplingParams` for this turn, `stop` are further stop strings."""
+        """`max_new_tokens` may lower the limit of `SamplingParams` for this turn, `stop` are further stop strings.
+
+        `images` are those of the placeholders in `prompt_ids`, in their order; None: those of the rollout's prompt.
+        """
         ...
 
 
@@ -219,15 +227,20 @@ def images_of(prompt: Any) -> tuple[Picture, ...]:
 def sampler(
     generate: Generate, params: SamplingParams, key: tuple[int, ...], images: Sequence[Picture] = ()
 ) -> Sampler:
-    """A `Sampler` on `generate`; each turn gets its own seed, derived from `key`, and the prompt's `images`."""
-    turn = 0
-    shown: dict[str, Any] = {"images": [*images]} if images else {}
+    """A `Sampler` on `generate`; each turn gets its own seed, derived from `key`. `images` are the prompt's."""
+    turn, of_prompt = 0, images
 
     async def sample(
-        prompt_ids: list[int], *, max_new_tokens: int | None = None, stop: tuple[str, ...] = ()
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        images: Sequence[Picture] | None = None,
     ) -> Completion:
         nonlocal turn
         turn += 1
+        seen = of_prompt if images is None else images
+        shown: dict[str, Any] = {"images": [*seen]} if seen else {}
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
         own = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
         return await generate(prompt_ids, params=own, **shown)
@@ -287,8 +300,11 @@ class _Idle:
 async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> list[Group]:
     """The pieces of each role of one episode, with `continues` set."""
     absent, idle = set[str](), _Idle(prompt)
+    names_images = False
 
     async def watched(prompt_ids: list[int], **limit: Any) -> Completion:
+        nonlocal names_images
+        names_images = names_images or limit.get("images") is not None
         idle.end()
         try:
             return await sample(prompt_ids, **limit)
@@ -306,7 +322,7 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> list[Group]:
     finally:
         idle.end()
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
-    pieces = [_showing(t, prompt) for t in pieces] if images_of(prompt) else pieces
+    pieces = [_showing(t, prompt) for t in pieces] if images_of(prompt) and not names_images else pieces
     by_role: dict[str, Group] = {}
     for t in pieces:
         of_one = by_role.setdefault(t.role, [])
@@ -318,7 +334,8 @@ def _showing(trajectory: Trajectory, prompt: Prompt) -> Trajectory:
     """The trajectory with the images of its prompt, which it must begin with."""
     if list(trajectory.prompt_ids[: len(prompt.ids)]) != list(prompt.ids):
         what = "its chat template rewrites past turns, or the environment renders the prompt again"
-        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {what}")
+        fix = "name the images of each context (`Turns`, or `images` of `sample`)"
+        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {what}; {fix}")
     return replace(trajectory, images=prompt.images)
 
 

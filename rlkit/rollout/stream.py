@@ -165,10 +165,10 @@ Key = tuple[int, int, int]
 class Journal:
     """A `generate` that writes each completion to disk before it returns it, and replays completions it finds there.
 
-    The key of a completion is the seed of its request and its context, so each request needs its own seed, as
-    `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs again
-    after a crash gets the same turns as long as its contexts are the same; from the first different context (a search
-    that returns another result), it is sampled again.
+    The key of a completion is the seed of its request and its context with its images, so each request needs its own
+    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs
+    again after a crash gets the same turns as long as its contexts are the same; from the first different context (a
+    search that returns another result), it is sampled again.
 
     Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version`, later
     files are deleted, because those weights are lost; `forget` deletes files that are no longer needed.
@@ -192,14 +192,15 @@ class Journal:
     ) -> Completion:
         """See `rlkit.types.Generate`."""
         done = NOTHING
-        while (known := self._known.pop(_key(params.seed, prompt_ids, done), None)) is not None:
+        asked = [*prompt_ids], "".join(image.digest for image in shown.get("images", ()))
+        while (known := self._known.pop(_key(params.seed, *asked, done), None)) is not None:
             done = joined(done, known)
             done = resumable(done, params) if done.finish_reason == "abort" else done
             if done.finish_reason != "abort":
                 return done
         out = await continued(self._generate, prompt_ids, done, params=params, rid=rid, **shown)
         if out.ids:
-            self._write(_key(params.seed, prompt_ids, done), out)
+            self._write(_key(params.seed, *asked, done), out)
         return joined(done, out)
 
     def forget(self, *, before: int) -> None:
@@ -232,10 +233,10 @@ class Journal:
             self._known[key] = Completion(**row)
 
 
-def _key(seed: int | None, prompt_ids: list[int], done: Completion) -> Key:
+def _key(seed: int | None, prompt_ids: list[int], images: str, done: Completion) -> Key:
     if seed is None:
         raise ValueError("a journal identifies a request by its seed: set params.seed")
-    context = array("q", [*prompt_ids, *done.ids]).tobytes()
+    context = array("q", [*prompt_ids, *done.ids]).tobytes() + images.encode()
     return seed, len(context), zlib.crc32(context)
 
 

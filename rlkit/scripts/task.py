@@ -71,8 +71,6 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
         shown and args.engine.engine != "local",
         f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
     )
-    unseen = args.episodes.agent is not None and shown
-    refuse_if(unseen, "`agent` writes its own messages, and would not show the images of the rows: drop that column")
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = load_config(args.model.model).get_text_config()
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def small(kind: str) -> Any:
 
 
 def shown(config: Any) -> list[list[Trajectory]]:
-    """Three groups: with two images, with another one, and with none."""
+    """Three groups: with two images, with none, and with another one; in two of them a sample has a later image."""
     a, b = vision.Noise(config), vision.Noise(config, seed=1)
     drawn = torch.Generator().manual_seed(1)
 
@@ -36,19 +37,33 @@ def shown(config: Any) -> list[list[Trajectory]]:
         ids = [torch.randint(3, 60, (n,), generator=drawn).tolist() for n in lens]
         return [Trajectory(prompt, x, [True] * len(x), [0.0] * len(x), [0] * len(x), images=images) for x in ids]
 
+    first = group([5, *a.ids, 6, *b.ids, 7], (a, b), 7, 1, 3)
     return [
-        group([5, *a.ids, 6, *b.ids, 7], (a, b), 7, 1, 3), group([9, 10, 11], (), 4, 2), group([*b.ids, 8], (b,), 5, 2),
+        [*first, later(first[1], a)], [*(second := group([9, 10, 11], (), 4, 2)), later(second[0], b)],
+        group([*b.ids, 8], (b,), 5, 2),
     ]  # fmt: skip
+
+
+def later(t: Trajectory, image: vision.Noise) -> Trajectory:
+    """The trajectory, and after an image four further tokens."""
+    ids, mask = [*t.ids, 12, *image.ids, 13, 14, 15, 16], [*t.mask, *[False] * (2 + len(image.ids)), *[True] * 3]
+    versions = [0 if m else -1 for m in mask]
+    return replace(t, ids=ids, mask=mask, logp=[0.0] * len(ids), versions=versions, later_images=(image,))
+
+
+def sampled(groups: list[list[Trajectory]]) -> torch.Tensor:
+    """Which of all tokens of `ids` were."""
+    return torch.tensor([m for group in groups for t in group for m in t.mask])
 
 
 @pytest.mark.parametrize("kind", vision.TYPES)
 def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
     model = small(kind)
     groups = shown(model.config)
-    own = own_log_probs(model, groups)
+    own = own_log_probs(model, groups)[sampled(groups)]
     slope = torch.randn(len(own), generator=torch.Generator().manual_seed(2))
     model.set_attn_implementation("eager")
-    expected = gradients(model, lambda: (slope * true_logp(model, groups)).sum())
+    expected = gradients(model, lambda: (slope * true_logp(model, groups)[sampled(groups)]).sum())
     model = prepare_model(model)
     for shared in (True, False):
         batch = pack(groups, share_prompts=shared)
@@ -66,9 +81,8 @@ def true_logp(model: Any, groups: list[list[Trajectory]]) -> torch.Tensor:
     out = []
     for t in (t for group in groups for t in group):
         ids = torch.tensor([[*t.prompt_ids, *t.ids]])
-        options = vision.image_inputs(t.images, torch.device("cpu")) | (
-            vision.token_types(model, ids) if t.images else {}
-        )
+        options = vision.image_inputs((*t.images, *t.later_images), torch.device("cpu"))
+        options |= vision.token_types(model, ids) if options else {}
         logp = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
         out.append(logp[len(t.prompt_ids) - 1 : -1].gather(1, torch.tensor(t.ids)[:, None])[:, 0])
     return torch.cat(out)
@@ -87,8 +101,8 @@ def test_an_image_changes_what_follows_it():
               for t in group] for group in groups]  # fmt: skip
     a, b = (pack(x) for x in (groups, other))
     differ = (forward(model, a).logp - forward(model, b).logp).abs() > 1e-3
-    with_images = a.group_ids.repeat_interleave(a.cu_seqlens.diff()) != 1
-    assert torch.equal(differ[a.mask], with_images[a.mask])
+    shows = torch.tensor([bool(t.images) for group in groups for t in group])
+    assert torch.equal(differ[a.mask], shows.repeat_interleave(a.cu_seqlens.diff())[a.mask])
 
 
 def test_a_batch_keeps_the_images_of_its_prompts():
@@ -97,9 +111,9 @@ def test_a_batch_keeps_the_images_of_its_prompts():
     batch = pack(groups)
     whole = forward(model, batch).logp
     assert unpack(batch) == groups
-    parts = list(microbatches((batch, torch.arange(batch.num_tokens)), max_tokens=20))
+    parts = list(microbatches((batch, torch.arange(batch.num_tokens)), max_tokens=40))
     assert len(parts) > 1
     for micro, rows in parts:
         assert (forward(model, micro).logp - whole[rows]).abs().max() < 1e-5
-    last = select(batch, [5, 0])
-    assert [len(group[0].images) for group in unpack(last)] == [2, 1]
+    last = unpack(select(batch, [7, 3]))
+    assert [(len(group[0].images), len(group[0].later_images)) for group in last] == [(2, 1), (1, 0)]

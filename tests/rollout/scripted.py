@@ -41,8 +41,10 @@ class Script:
 
     def __init__(self, tokenizer, *turns, end="<|im_end|>"):
         self.tokenizer, self.turns, self.end, self.calls = tokenizer, list(turns), end, []
+        self.images = []  # of each call
 
-    async def __call__(self, prompt_ids, *, max_new_tokens=None, stop=()):
+    async def __call__(self, prompt_ids, *, max_new_tokens=None, stop=(), images=None):
+        self.images.append(images)
         out = self.turns.pop(0)
         if isinstance(out, str):
             out = self.tokenizer.encode(out + self.end, add_special_tokens=False)

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.data.chat import Message, render, turn_tokens
+from rlkit.data.chat import Message
+from rlkit.data.episode_images import EpisodeImages, readable
 from rlkit.data.messages import row_template_args
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
 from rlkit.rollout.envs.tools import BadCall, Call, before_calls
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler
-from rlkit.types import FinishReason, Trajectory
+from rlkit.rollout.rollout import Prompt, Sampler, images_of
+from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,11 +38,12 @@ class Said(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A turn in the tree: its branch, the length of the context with it, and the tokens sampled."""
+    """A turn in the tree: its branch, the length of the context with it, the tokens sampled, and the images so far."""
 
     turns: Turns
     end: int
     ids: list[int]
+    images: list[Picture]
 
 
 class Branches:
@@ -51,6 +53,9 @@ class Branches:
     turns: reasoning in `<think>` or in `reasoning_content`, calls in the text or in `tool_calls`. Calls may run at
     once. `num_rerendered` counts calls whose conversation has a turn of the policy as text of the program or of the
     template, in place of the tokens that were sampled; such text is context, and never trained.
+
+    Messages have texts only, in which the marks of `rlkit.data.episode_images` stand for images. Each branch has those
+    of its own contexts, whatever the prompt shows.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Branches:
     ) -> None:
         refuse_vision(tokenizer)
         self._sample, self._tokenizer, self._parse = sample, tokenizer, parse
+        self.images = EpisodeImages(tokenizer)
+        self._names_images = bool(images_of(prompt))  # without any, `sample` is not told of images
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, f"row {prompt.index + 1}")}
         self._nodes: dict[bytes, _Node] = {}  # by the conversation that ends with the turn, and its tools
         self._contexts: set[bytes] = set()  # conversations after which a turn was sampled
@@ -84,12 +91,15 @@ class Branches:
         tools: Sequence[Any] | None = None,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        images: Sequence[Picture] = (),
     ) -> Said | None:
         """The policy's turn after a conversation; None if a limit leaves no room.
 
         `max_new_tokens` may lower the limit of the turn, `stop` are further strings at which it ends: its tokens
-        include them, its text does not. If the template refuses the conversation, its error is raised.
+        include them, its text does not. If the template refuses the conversation, its error is raised. `images` are
+        those of its marks that are new.
         """
+        known = self.images.with_images(images)
         keys = [self._key(message) for message in messages]
         hashes = _hashes(keys, tools)
         size = next((i for i in range(len(keys) - 1, 0, -1) if hashes[i] in self._nodes), 0)
@@ -99,40 +109,43 @@ class Branches:
             for i, message in enumerate(messages)
             if i >= size
         )
-        added = node and self._added(messages, size, node.ids, tools)
+        how: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
+        added = node and known.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **how)
         if node is None or added is None:
-            node, rerendered, added = None, rerendered or node is not None, []
-            context = self.render(messages, tools=tools)
+            node, rerendered, added = None, rerendered or node is not None, ([], [])
+            context, shown = known.render(messages, **how)
         else:
-            context = [*node.turns.context[: node.end], *added]
-        out = await self._sample(context, max_new_tokens=max_new_tokens, **({"stop": stop} if stop else {}))
+            context, shown = [*node.turns.context[: node.end], *added[0]], [*node.images, *added[1]]
+        more: dict[str, Any] = {"images": shown} if shown or self._names_images else {}
+        more |= {"stop": stop} if stop else {}
+        out = await self._sample(context, max_new_tokens=max_new_tokens, **more)
         self._last = self._last and (self._last[0], out.finish_reason)
         if not out.ids:
             return None
         self.num_rerendered += rerendered
+        self.images = self.images.with_images(shown)
         if node is not None and node.end == len(node.turns.context):
-            node.turns.append(added)
+            node.turns.append(*added)
             turns = node.turns
         else:
-            turns = Turns(context, self._sample)
+            turns = Turns(context, self._sample, shown)
         turns.take(out)
         text, with_stop = _cut(text_of(out.ids, self._tokenizer), stop)
         turn = Turn(text, out.ids, out.finish_reason)
         said = Said(turn, self._calls(turn), len(context))
         whole = {"role": "assistant", "content": text}
         for key in {self._key(whole), self._key(whole | {"content": with_stop})}:  # some clients add it again
-            self._nodes[_hashes([key], tools, hashes[-1])[-1]] = _Node(turns, len(turns.context), out.ids)
+            self._nodes[_hashes([key], tools, hashes[-1])[-1]] = _Node(turns, len(turns.context), out.ids, shown)
             self._keys.add(key)
         self._contexts.add(hashes[-1])
         self._order.append(turns)
         self._last = [*map(dict, messages), whole], out.finish_reason
         return said
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None) -> list[int]:
-        """The tokens of a conversation, up to the policy's turn."""
-        return render(
-            self._tokenizer, messages, add_generation_prompt=True, tools=tools, template_args=self._template_args
-        )
+    def count(self, messages: Sequence[Message], *, tools: Sequence[Any] | None, images: Sequence[Picture] = ()) -> int:
+        """The number of tokens of a conversation, up to the policy's turn."""
+        known = self.images.with_images(images)
+        return len(known.render(messages, tools=tools, template_args=self._template_args)[0])
 
     def end(
         self,
@@ -155,7 +168,7 @@ class Branches:
         messages, reason = self._last
         branches = [*reversed(dict.fromkeys(reversed(self._order)))]  # by their last turns
         metrics = {"agent/branches": len(branches) - 1, "agent/rerendered": self.num_rerendered}
-        about = {"messages": messages, "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
+        about = {"messages": readable(messages), "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
         about["metrics"] = {**metrics, **about.get("metrics", {})}
         pieces = []
         for i, turns in enumerate(branches):
@@ -164,18 +177,6 @@ class Branches:
             (piece,) = turns.pieces(reward=reward, turn_rewards=own, truncated=cut)
             pieces.append(replace(piece, continues=i > 0, info={}))
         return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
-
-    def _added(
-        self, messages: Sequence[Message], size: int, ids: list[int], tools: Sequence[Any] | None
-    ) -> list[int] | None:
-        return turn_tokens(
-            self._tokenizer,
-            messages[:size],
-            messages[size:],
-            sampled_ids=ids,
-            tools=tools,
-            template_args=self._template_args,
-        )
 
     def _calls(self, turn: Turn) -> list[Call]:
         calls = self._parse(turn.text)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rlkit._numbers import is_number
+from rlkit.data.images import MARK, PLACE, gathered
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout import agents
 from rlkit.rollout.agents import AgentError
@@ -47,7 +48,7 @@ def command(
 
         OPENAI_BASE_URL, OPENAI_API_BASE, OPENAI_API_KEY     the episode's endpoint; keys are not checked
         ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY                the same for Anthropic's clients
-        RLKIT_ROW                                            a JSON file with the row
+        RLKIT_ROW                                            a JSON file with the row, images as data: URLs in `images`
         RLKIT_RESULT                                         a file to write: the reward, or a JSON object of keywords
                                                              of `Branches.end`, such as {"reward": 1, "info": {...}}
 
@@ -75,7 +76,7 @@ def command(
         folder, row, result = home / "work", home / "row.json", home / "result.json"
         try:
             folder.mkdir()
-            row.write_text(json.dumps(dict(prompt.row), default=str))
+            row.write_text(_row(prompt))
             spec = {
                 "argv": [_filled(word, prompt) for word in words], "folder": str(folder), "log": str(log.absolute()),
                 "seconds": timeout_s, "memory": None if memory_gib is None else int(memory_gib * 2**30),
@@ -131,10 +132,17 @@ def _filled(word: str, prompt: Prompt) -> str:
     def value(match: re.Match[str]) -> str:
         found = prompt.row.get(match[1])
         if match[1] == "prompt" and not isinstance(found, str):
-            found = prompt_messages(prompt.row)[-1]["content"]
+            found = prompt_messages({**prompt.row, **gathered(prompt.row, "")})[-1]["content"].replace(PLACE, MARK)
         return found if isinstance(found, str) else json.dumps(found, default=str)
 
     return _NAME.sub(value, word).replace("\0", "")
+
+
+def _row(prompt: Prompt) -> str:
+    """The row as JSON, in which `images` are data: URLs of all its images."""
+    images: Any = prompt.images
+    shown = {"images": [image.url for image in images]} if images else {}
+    return json.dumps({**prompt.row, **shown}, default=str)
 
 
 def _environment(base_url: str, **more: str) -> dict[str, str]:

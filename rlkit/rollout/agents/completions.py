@@ -18,6 +18,7 @@ from rlkit.rollout.agents.request import (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SHOWING = ("user", "tool", "function")  # roles whose messages may show images
 _TEXTS = ("reasoning_content", "name", "tool_call_id")
 
 
@@ -27,11 +28,12 @@ def read(body: Mapping[str, Any]) -> Request:
     need(isinstance(messages, list) and messages, "`messages` must be a list of at least one message")
     fine = tools is None or (isinstance(tools, list) and all(map(_is_tool, tools)))
     need(fine, "`tools` must be a list of functions")
-    told = [_message(m, f"messages[{i}]") for i, m in enumerate(messages or ())]
+    images: dict[str, bytes] = {}
+    told = [_message(m, f"messages[{i}]", images) for i, m in enumerate(messages or ())]
     streaming = body.get("stream_options")
     usage = isinstance(streaming, dict) and bool(streaming.get("include_usage"))
     shared = options(body, limit=("max_completion_tokens", "max_tokens"))
-    return Request(told, tools or None, stream_usage=usage, **shared)
+    return Request(told, tools or None, stream_usage=usage, images=images, **shared)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -82,13 +84,14 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
-def _message(given: Any, place: str) -> dict[str, Any]:
+def _message(given: Any, place: str, images: dict[str, bytes]) -> dict[str, Any]:
     need(isinstance(given, dict), f"{place} must be an object")
     need(given.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
     message = {key: given[key] for key in ("role", *_TEXTS) if given.get(key) is not None}
     for key in _TEXTS:
         need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")
-    message["content"] = text_of(given.get("content"), f"{place}: `content`")
+    shown = images if given["role"] in SHOWING else None
+    message["content"] = text_of(given.get("content"), f"{place}: `content` of the {given['role']}", images=shown)
     if calls := objects(given.get("tool_calls"), f"{place}: `tool_calls`"):
         message["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
     return message

@@ -30,7 +30,8 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     need(given, "`messages` must be a list of at least one message")
     need(counting or body.get("max_tokens") is not None, "`max_tokens` is required")
     system = text_of(body.get("system"), "`system`")
-    messages = [m for i, message in enumerate(given) for m in _messages(message, f"messages[{i}]")]
+    images: dict[str, bytes] = {}
+    messages = [m for i, message in enumerate(given) for m in _messages(message, f"messages[{i}]", images)]
     need(not messages or messages[-1]["role"] != "assistant", "the last message must be the user's: no prefill")
     tools = [
         tool_of(t.get("name") if t.get("type") in (None, "custom") else None, t, "input_schema")
@@ -40,7 +41,7 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     choice = choice.get("type") if isinstance(choice, dict) else choice
     shared = options({**body, "n": None, "tool_choice": choice}, limit=("max_tokens",), stop="stop_sequences")
     first = [{"role": "system", "content": system}] if system else []
-    return Request([*first, *joined_turns(messages)], tools or None, **shared)
+    return Request([*first, *joined_turns(messages)], tools or None, images=images, **shared)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -85,27 +86,29 @@ def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: AR
     return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}}
 
 
-def _messages(given: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _messages(given: Mapping[str, Any], place: str, images: dict[str, bytes]) -> list[dict[str, Any]]:
     """A message as those of chat templates: results of tools are messages of their own, before the text."""
     role, content = given.get("role"), given.get("content")
     need(role in ("user", "assistant", "system"), f"{place}: `role` must be user or assistant")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{place}: `content`")}]
     blocks = objects(content, f"{place}: blocks of `content`")
-    kinds = ("text", "tool_use", "thinking", "redacted_thinking") if role == "assistant" else ("text", "tool_result")
+    of_policy = ("text", "tool_use", "thinking", "redacted_thinking")
+    kinds = of_policy if role == "assistant" else ("text", "image", "tool_result") if role == "user" else ("text",)
     for block in blocks:
         kind = block.get("type")
         need(kind in kinds, f"{place}: blocks of type {str(kind)[:80]!r} are not supported in a message of the {role}")
-    of = {kind: [block for block in blocks if block["type"] == kind] for kind in kinds}
-    text = text_of(of["text"], f"{place}: `content`")
+    shown = [block for block in blocks if block["type"] in ("text", "image")]
+    text = text_of(shown, f"{place}: `content`", images=images)
     if role == "assistant":
-        calls = [call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in of["tool_use"]]
+        uses = [block for block in blocks if block["type"] == "tool_use"]
+        calls = [call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in uses]
         return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
-    results = [_result(block, place) for block in of.get("tool_result", ())]
+    results = [_result(block, place, images) for block in blocks if block["type"] == "tool_result"]
     return [*results, {"role": role, "content": text}] if text or not results else results
 
 
-def _result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _result(block: Mapping[str, Any], place: str, images: dict[str, bytes]) -> dict[str, Any]:
     need(isinstance(block.get("tool_use_id"), str), f"{place}: `tool_use_id` must be a string")
-    text = text_of(block.get("content"), f"{place}: `content` of a result")
+    text = text_of(block.get("content"), f"{place}: `content` of a result", images=images)
     return {"role": "tool", "content": text, "tool_call_id": block["tool_use_id"]}

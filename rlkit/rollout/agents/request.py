@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
+from rlkit.data.episode_images import mark_of
+from rlkit.data.images import PARTS
 from rlkit.rollout.agents.branches import Said
 
 MAX_DEPTH = 64  # of nested lists and objects; templates recurse
@@ -30,7 +34,8 @@ class BadRequest(ValueError):
 class Request:
     """`messages` are in the form of chat templates: text as one string, arguments as an object, no empty fields.
 
-    `sampling` names fields that ask for another distribution than the run's.
+    `sampling` names fields that ask for another distribution than the run's. `images` are the files of images, by the
+    digests that are in the marks of the texts.
     """
 
     messages: list[dict[str, Any]]
@@ -42,6 +47,7 @@ class Request:
     stream_usage: bool = False
     model: str = ""
     sampling: tuple[str, ...] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class ToolCall(NamedTuple):
@@ -122,15 +128,43 @@ def objects(value: Any, what: str) -> list[dict[str, Any]]:
     return value or []
 
 
-def text_of(content: Any, place: str, *, kinds: Sequence[str] = ("text",)) -> str:
-    """Text, or the joined text of parts; images and files are refused."""
-    if isinstance(content, list):
-        what = f"{place} must be a string or parts of type {' or '.join(kinds)}, with a string as `text`"
-        for part in content:
-            need(isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str), what)
-        return "".join(part["text"] for part in content)
-    need(isinstance(content, str | None), f"{place} must be a string or parts of type text")
-    return content or ""
+def text_of(
+    content: Any, place: str, *, kinds: Sequence[str] = ("text",), images: dict[str, bytes] | None = None
+) -> str:
+    """Text, or the joined text of parts. Images are collected in `images`, and have marks in the text; without it, they
+    are refused."""
+    if not isinstance(content, list):
+        need(isinstance(content, str | None), f"{place} must be a string or parts of type text")
+        return content or ""
+    what = f"{place} must be a string or parts of type {' or '.join(kinds)}, with a string as `text`"
+    what += "" if images is None else ", or images"
+    texts = []
+    for part in content:
+        need(isinstance(part, dict), what)
+        if images is not None and part.get("type") in PARTS:
+            found = _image(part, place)
+            digest = sha256(found).hexdigest()
+            images[digest] = found
+            texts.append(mark_of(digest))
+        else:
+            need(part.get("type") in kinds and isinstance(part.get("text"), str), what)
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def _image(part: Mapping[str, Any], place: str) -> bytes:
+    """The file of an image: `image_url` with a data: URL (OpenAI), or a base64 `source` (Anthropic)."""
+    given = part.get("image_url", part.get("source"))
+    if isinstance(given, dict):
+        given = f"data:;base64,{given.get('data')}" if given.get("type") == "base64" else given.get("url")
+    need(isinstance(given, str), f"{place}: an image must have a data: URL or a base64 `source`: no files are stored")
+    head, comma, data = given.partition(",")
+    what = f"{place}: an image must be a data: URL with base64, not {given[:40]!r}: nothing is fetched from a network"
+    need(comma and head.startswith("data:") and head.endswith(";base64"), what)
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except ValueError as error:
+        raise BadRequest(f"{place}: an image is not base64: {error}") from None
 
 
 def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, Any]:

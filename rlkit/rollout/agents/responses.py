@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit.rollout.agents.completions import ROLES, failure
+from rlkit.rollout.agents.completions import ROLES, SHOWING, failure
 from rlkit.rollout.agents.request import (
     Answer,
     BadRequest,
@@ -33,7 +33,8 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
     if before is not None and (not isinstance(before, str) or before not in stored):
         raise BadRequest(f"there is no response {str(before)[:80]!r} in this episode", "previous_response_not_found")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "items of `input`")
-    messages = [m for i, item in enumerate(items) for m in _messages(item, f"input[{i}]")]
+    images: dict[str, bytes] = {}
+    messages = [m for i, item in enumerate(items) for m in _messages(item, f"input[{i}]", images)]
     messages = joined_turns([*(stored[before] if before else ()), *messages])
     need(messages, "`input` must have at least one message")
     if instructions:
@@ -43,7 +44,7 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
         for t in objects(body.get("tools"), "`tools`")
     ]
     own = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
-    return Request(messages, tools or None, **options(own, limit=("max_output_tokens",), stop=None))
+    return Request(messages, tools or None, images=images, **options(own, limit=("max_output_tokens",), stop=None))
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return [{**item, "status": status} for item in items]
 
 
-def _messages(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _messages(item: Mapping[str, Any], place: str, images: dict[str, bytes]) -> list[dict[str, Any]]:
     """An item as messages of chat templates; reasoning of other models is left out."""
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "reasoning":
@@ -115,11 +116,13 @@ def _messages(item: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind == "function_call_output":
         need(isinstance(item.get("call_id"), str), f"{place}: `call_id` must be a string")
-        text = text_of(item.get("output"), f"{place}: `output`", kinds=_TEXT)
+        text = text_of(item.get("output"), f"{place}: `output`", kinds=_TEXT, images=images)
         return [{"role": "tool", "content": text, "tool_call_id": item["call_id"]}]
     need(kind == "message", f"{place}: items of type {str(kind)[:80]!r} are not supported")
     need(role in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
-    return [{"role": role, "content": text_of(item.get("content"), f"{place}: `content`", kinds=_TEXT)}]
+    shown = images if role in SHOWING else None
+    text = text_of(item.get("content"), f"{place}: `content` of the {role}", kinds=_TEXT, images=shown)
+    return [{"role": role, "content": text}]
 
 
 def _has_text(body: Mapping[str, Any]) -> bool:

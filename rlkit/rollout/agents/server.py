@@ -36,7 +36,7 @@ class Session(Protocol):
         """The policy's turns; `BadRequest` refuses the request."""
         ...
 
-    def count(self, request: Request) -> int:
+    async def count(self, request: Request) -> int:
         """The number of tokens of a request."""
         ...
 
@@ -172,7 +172,7 @@ async def _answer(now: _Listening, episode: _Episode, path: str, request: web.Re
     form: Any = _FORMATS[path]
     body = parsed(await _body(now, request))
     if path == "messages/count_tokens":
-        count = episode.session.count(form.read(body, counting=True))
+        count = await episode.session.count(form.read(body, counting=True))
         return web.json_response({"input_tokens": count})
     wanted: Request = form.read(body, episode.stored) if form is responses else form.read(body)
     answers = await episode.session.answers(wanted)

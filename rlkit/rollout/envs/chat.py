@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit.data.chat import Message, render, turn_tokens
-from rlkit.data.images import gathered
+from rlkit.data.chat import Message
+from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
+from rlkit.data.images import PLACE, gathered
 from rlkit.data.messages import row_template_args
-from rlkit.data.prompts import joined_parts, prompt_messages
+from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Prompt, Sampler, images_of
-from rlkit.types import FinishReason, Trajectory
+from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,14 +58,18 @@ class Chat:
         place = f"row {prompt.index + 1}"
         self._tokenizer, self._tools = tokenizer, tools
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place)}
-        shown = messages is None and images_of(prompt)  # whose placeholders the template does not write
-        own = {**prompt.row, **gathered(prompt.row, place)} if shown else prompt.row
-        start = {"messages": list(messages)} if messages is not None else own
+        self.images = EpisodeImages(tokenizer, images_of(prompt))
+        if messages is not None:
+            start: dict[str, Any] = {"messages": [self._with_text(message) for message in messages]}
+        else:
+            start = {**prompt.row, **gathered(prompt.row, place)} if images_of(prompt) else prompt.row
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
-        ids = list(prompt.ids) if shown else self._render()
+        if messages is None and images_of(prompt):
+            self.messages = _marked(self.messages, images_of(prompt))
+        ids, shown = self._render()
         if messages is None and ids != list(prompt.ids):
             raise ValueError(f"{place}: {self._difference(list(prompt.ids), ids, system_prompt)}")
-        self.turns = Turns(ids, sample)
+        self.turns = Turns(ids, sample, shown if shown or images_of(prompt) else None)
         self._last: tuple[int, list[int]] | None = None  # index after the last sampled message, and its tokens
 
     async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
@@ -88,8 +94,12 @@ class Chat:
         return turn
 
     def add(self, *messages: str | Message) -> None:
-        """Add messages of the environment; a string is a user message."""
-        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else _with_text(m) for m in messages]
+        """Add messages of the environment; a string is a user message.
+
+        The content of a message may be a picture of Pillow, or a list of parts with texts and images.
+        """
+        told = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        self.messages += [self._with_text(message) for message in told]
 
     def end(
         self,
@@ -101,25 +111,20 @@ class Chat:
         info: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
         """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
-        about = {"messages": list(self.messages), **(info or {})}
+        about = {"messages": readable(self.messages), **(info or {})}
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
 
     def _join(self, end: int, sampled_ids: list[int]) -> None:
         so_far, new = self.messages[:end], self.messages[end:]
         if not new:
             raise ValueError("no message was added since the last turn: call chat.add(...) or end the episode")
-        added = turn_tokens(
-            self._tokenizer,
-            so_far,
-            new,
-            sampled_ids=sampled_ids,
-            tools=self._tools,
-            template_args=self._template_args,
+        added = self.images.turn_tokens(
+            so_far, new, sampled_ids=sampled_ids, tools=self._tools, template_args=self._template_args
         )
         if added is None:
-            self.turns.restart(self._render())
+            self.turns.restart(*self._render())
         else:
-            self.turns.append(added)
+            self.turns.append(*added)
 
     def _difference(self, theirs: list[int], ours: list[int], system_prompt: str | None) -> str:
         """Where the tokens of `rl_prompts` differ from those of the row here, and the fix."""
@@ -130,25 +135,29 @@ class Chat:
             return f"{what}: the environment's system_prompt is not that of rl_prompts (--system-prompt)"
         return f"{what}: give both the same tokenizer, system_prompt, tools, template_args and the chat template"
 
-    def _render(self) -> list[int]:
-        return render(
-            self._tokenizer,
-            self.messages,
-            add_generation_prompt=True,
-            tools=self._tools,
-            template_args=self._template_args,
-        )
+    def _render(self) -> tuple[list[int], list[Picture]]:
+        return self.images.render(self.messages, tools=self._tools, template_args=self._template_args)
+
+    def _with_text(self, message: Message) -> dict[str, Any]:
+        """The message with its parts as one text: most templates would print a list in Python's syntax."""
+        content = message.get("content")
+        parts = parts_of(content) or (content if isinstance(content, list | tuple) else None)
+        if parts is None:
+            return dict(message)
+        place = f"content of a message of role {message.get('role')!r}"
+        return {**message, "content": self.images.text_of(parts, place)}
 
 
 def refuse_vision(*parts: Any) -> None:
-    """Raise ValueError, naming it, for a processor or model that reads images, audio or video."""
+    """Raise ValueError, naming it, for a processor or model that reads images, audio or video, in place of its
+    tokenizer."""
     for part in parts:
         config = getattr(part, "config", part)
         found = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
         if found:
             raise ValueError(
-                f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): rlkit trains on text only; "
-                "use a text model, and the processor's tokenizer"
+                f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): environments take the "
+                "tokenizer of a model"
             )
 
 
@@ -175,9 +184,8 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
 
-def _with_text(message: Message) -> dict[str, Any]:
-    """The message with its text parts joined: most templates would print a list in Python's syntax."""
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return dict(message)
-    return {**message, "content": joined_parts(content, f"content of a message of role {message.get('role')!r}")}
+def _marked(messages: Sequence[Message], images: Sequence[Picture]) -> list[dict[str, Any]]:
+    """The messages of a row with the marks of its images in their places."""
+    marks = iter([mark_of(image.digest) for image in images])
+    texts = [re.sub(PLACE, lambda _: next(marks), m["content"]) for m in messages]
+    return [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import optional
+from rlkit.data.episode_images import TEXT_ONLY
+from rlkit.data.images import Image, short
 from rlkit.rollout.agents import AgentError
 from rlkit.rollout.agents.branches import Branches, Parse
 from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_REFUSED = 1000  # requests of an episode
+MAX_IMAGES = 256 << 20  # bytes of the images of an episode
+MAX_SIDE = 8000  # pixels of a side of an image
 _END_S = 10.0  # seconds in which a cancelled program must end
 _log = logging.getLogger("rlkit.rollout")
 
@@ -63,8 +67,9 @@ def agent_env(
 
     A conversation that extends an earlier one is continued token by token; any other (a summary, a sub-agent, an edited
     message) is a branch: a further piece of the episode (see `Branches`). If there is no room for another turn, the
-    program gets status 400 with code `context_length_exceeded`. Requests that are malformed, that the chat template
-    cannot render or that have more than 32 MiB (413) are refused in the format's own way, and the episode goes on.
+    program gets status 400 with code `context_length_exceeded`. Images of the user and of tools are shown to a model
+    that reads images; they must be data: URLs or base64. Requests that are malformed, have a damaged image or more than
+    32 MiB (413), or that the chat template cannot render, are refused in the format's own way, and the episode goes on.
 
     The program returns keywords of `Branches.end` (`reward`, `info`, ...) or None. A program that asks for no turn has
     an episode without tokens: its reward counts in the group's baseline, and nothing of it trains.
@@ -170,26 +175,45 @@ class _Episode:
             if self._refuse_sampling:
                 raise BadRequest(f"{names}: the run sets how turns are sampled")
             report_once("an agent", f"asks for {names}", ", and gets turns sampled as the run says")
-        found = [said for said in await all_or_cancel([self._answer(request) for _ in range(request.num)]) if said]
+        images = await self._images(request)
+        turns = [self._answer(request, images) for _ in range(request.num)]
+        found = [said for said in await all_or_cancel(turns) if said]
         if not found:
             self._full = True
             full = "maximum context length: there is no room for another turn"
             raise BadRequest(full, "context_length_exceeded")
         return found
 
-    async def _answer(self, request: Request) -> Answer | None:
+    async def _answer(self, request: Request, images: Sequence[Image]) -> Answer | None:
         try:
             said = await self.branches.reply(
-                request.messages, tools=request.tools, max_new_tokens=request.max_new_tokens, stop=request.stop
-            )
+                request.messages, tools=request.tools, max_new_tokens=request.max_new_tokens, stop=request.stop,
+                images=images,
+            )  # fmt: skip
         except Exception as error:
             raise self.error or _of_template(error) from error
         return said and answer_of(said, before_calls(said.turn.text))
 
-    def count(self, request: Request) -> int:
-        """See `Session`."""
+    async def _images(self, request: Request) -> list[Image]:
+        """The images of a request that are new in the episode."""
+        known, reader = self.branches.images, self.branches.images.reader
+        if not request.images:
+            return []
+        if reader is None:
+            raise BadRequest(f"the request shows an image, and {TEXT_ONLY}")
+        new = [content for digest, content in request.images.items() if digest not in known]
+        if sum(map(len, new)) + sum(len(image.content) for image in known) > MAX_IMAGES:
+            raise BadRequest(f"the images of this episode have more than {MAX_IMAGES >> 20} MiB", status=413)
         try:
-            return len(self.branches.render(request.messages, tools=request.tools))
+            return [await asyncio.to_thread(reader.image, x, max_side=MAX_SIDE) for x in new]
+        except Exception as error:  # of Pillow: any, of a damaged file
+            raise BadRequest(f"an image cannot be read: {short(error)}") from None
+
+    async def count(self, request: Request) -> int:
+        """See `Session`."""
+        images = await self._images(request)
+        try:
+            return self.branches.count(request.messages, tools=request.tools, images=images)
         except Exception as error:
             raise _of_template(error) from error
 

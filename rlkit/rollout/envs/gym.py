@@ -17,7 +17,7 @@ one, each built on the previous:
 
 Sampled tokens are never tokenised again. `rlkit.rollout.limits.limited` bounds the turns, the context and the sampled
 tokens of any environment; `SamplingParams.max_new_tokens` bounds a turn. A turn that a limit cuts is the last one, and
-its episode is `truncated`. Only text is supported: a processor of a vision model is refused.
+its episode is `truncated`. Observations show images to a model that reads them.
 
 If a template rewrites history, the episode becomes several trajectories (see `rlkit.segments`).
 """
@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit._numbers import is_number, to_number
-from rlkit.data.chat import Message
+from rlkit.data.episode_images import parts_of
 from rlkit.rollout.calling import accepted, call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """The result of `step`: next observation, reward of the turn, and whether the episode ends.
 
-    An observation is a string (a user message), a list of messages, or token ids.
+    An observation is a string (a user message), a list of messages, or token ids; or a picture of Pillow, or a list of
+    parts with texts and images (a user message).
     """
 
-    observation: str | Sequence[Message] | Sequence[int]
+    observation: Any
     reward: float = 0.0
     done: bool = False
     truncated: bool = False
@@ -91,7 +92,7 @@ def gym_env(
             if _is_tokens(opening):
                 talk: Chat | _TokenTalk = _TokenTalk(opening, sample, tokenizer)
             else:
-                messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+                messages = None if opening is None else _messages(opening)
                 talk = Chat(
                     prompt, sample, tokenizer=tokenizer, messages=messages, system_prompt=system_prompt,
                     template_args=template_args,
@@ -115,7 +116,7 @@ async def _play(
         if answer.done or answer.truncated:
             cut = answer.truncated or None
             break
-        talk.add(*([answer.observation] if isinstance(answer.observation, str) else answer.observation))
+        talk.add(*_messages(answer.observation))
     wrong = [reward for reward in rewards if not is_number(reward)]
     total, info = wrong[0] if wrong else sum(rewards), {"turn_rewards": rewards}
     if token_rewards:
@@ -169,5 +170,13 @@ class _TokenTalk:
         self._turns.append(observation)
 
 
+def _messages(observation: Any) -> Any:
+    """The messages of an observation; token ids as they are."""
+    of_user = isinstance(observation, str) or parts_of(observation) is not None
+    return [{"role": "user", "content": observation}] if of_user else observation
+
+
 def _is_tokens(observation: Any) -> bool:
-    return not isinstance(observation, str) and bool(observation) and all(isinstance(x, int) for x in observation)
+    if isinstance(observation, str) or not isinstance(observation, Sequence):
+        return False
+    return bool(observation) and all(isinstance(x, int) for x in observation)

@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import render_text
+from rlkit.data.episode_images import EpisodeImages, parts_of
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.rollout import Env, Prompt, Sampler
@@ -202,9 +203,10 @@ def tool_env(
     `tools` are functions, or a function from the prompt to them, for tools that need its row or keep state between the
     calls of one episode; their schemas must then not depend on the prompt, and equal those given to `rl_prompts`.
     The calls of one turn run concurrently: async functions are awaited, each sync one runs in its own thread. A string
-    result is used unchanged, any other as JSON; longer results than `max_result_chars` are cut, with a note. `parse`
-    reads the calls of a turn: `hermes_calls` (Qwen, Hermes and others), `json_calls` (Llama 3, Mistral),
-    `pythonic_calls`.
+    result is used unchanged, any other as JSON; longer results than `max_result_chars` are cut, with a note. A result
+    may show images, to a model that reads them: a picture of Pillow, or a list of parts as in messages,
+    `[{"type": "image", "image": picture}, {"type": "text", "text": "..."}]`. `parse` reads the calls of a turn:
+    `hermes_calls` (Qwen, Hermes and others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
 
     The reward comes from `score`, whose function gets the final turn as `completion` and may ask for `messages`,
     `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
@@ -213,7 +215,7 @@ def tool_env(
     A special token (`<|im_end|>`) in a tool's result is split by a zero-width space, so that a document cannot close
     the tool's turn and open another.
 
-    Differs: nothing from TRL `tools`; in verl, tools are subclasses of verl `BaseTool`.
+    Differs: nothing from TRL `tools`; in verl, tools are subclasses of verl `BaseTool`, and return a `ToolResponse`.
     """
     special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)
@@ -230,7 +232,7 @@ def tool_env(
             calls = parse(turn.text)
             if not calls or turn.finish_reason != "stop":
                 break
-            results = await asyncio.gather(*map(box.answer, calls))
+            results = await asyncio.gather(*(box.answer(wanted, chat.images) for wanted in calls))
             if structured:
                 chat.messages[-1], answers = _structured(turn.text, calls, results, start=box.num_calls)
             else:
@@ -287,8 +289,8 @@ class _Toolbox:
     def counts(self) -> dict[str, int]:
         return {"num_calls": self.num_calls, "num_bad_calls": self._bad, "num_failed_calls": self._failed}
 
-    async def answer(self, wanted: Call | BadCall) -> str:
-        """The text of the tool's message."""
+    async def answer(self, wanted: Call | BadCall, images: EpisodeImages) -> str:
+        """The text of the tool's message, with marks for its images, which are added to those of the episode."""
         error = wanted.error if isinstance(wanted, BadCall) else self._wrong(wanted)
         if error is not None:
             self._bad += 1
@@ -297,14 +299,22 @@ class _Toolbox:
         try:
             function = partial(self._functions[wanted.name], **wanted.arguments)
             result = await call(function, timeout_s=self._timeout_s)
+            if (parts := parts_of(result)) and images.reader is not None:
+                plain = [self._plain_part(part) for part in parts]
+                return await asyncio.to_thread(images.text_of, plain, "the result")
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as raised:
             self._failed += 1
             report_once(f"tool {wanted.name}", f"raised {type(raised).__name__}", f": {raised} (the model is told so)")
             late = isinstance(raised, TimeoutError) and not raised.args
             what = f"no result after {self._timeout_s:g} s" if late else f"{type(raised).__name__}: {raised}"
-            text = f"Error: {what}"
+            text, parts = f"Error: {what}", None
+        if parts:
+            images.check_reader(f"the result of tool {wanted.name}")
         return self._plain(text)
+
+    def _plain_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**part, "text": self._plain(part["text"])} if isinstance(part.get("text"), str) else part
 
     def _wrong(self, wanted: Call) -> str | None:
         if wanted.name not in self._functions:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlkit._numbers import is_number, to_number
 from rlkit.rollout.rollout import Sampler, joined_experts
-from rlkit.types import Completion, FinishReason, Trajectory
+from rlkit.types import Completion, FinishReason, Picture, Trajectory
 
 
 class Turns:
@@ -16,13 +16,18 @@ class Turns:
 
     `append` adds tokens of the environment. `restart` starts a new piece with the context `prompt_ids`, for
     environments that do not continue the sampled text (a summary of history, a template that rewrites it).
+
+    `images` are the pictures of the placeholders in these tokens, in their order. Without any, the contexts show the
+    images of the rollout's prompt; an environment that adds others names those of the prompt too.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], sample: Sampler) -> None:
+    def __init__(self, prompt_ids: Sequence[int], sample: Sampler, images: Sequence[Picture] | None = None) -> None:
         self._sample = sample
         self._done: list[Trajectory] = []
-        self._now = _empty(prompt_ids)
+        self._now = _empty(prompt_ids, images or ())
+        self._names_images = images is not None
         self._appended: list[int] = []  # tokens of the environment since the last turn; dropped if no turn follows
+        self._shown: list[Picture] = []  # images of these tokens
         self._ends: list[tuple[int, int]] = []  # (piece, position) of the last token of each turn
         self._reason: FinishReason | None = None
 
@@ -30,6 +35,11 @@ class Turns:
     def context(self) -> list[int]:
         """The prompt of the next turn."""
         return [*self._now.prompt_ids, *self._now.ids, *self._appended]
+
+    @property
+    def images(self) -> list[Picture]:
+        """The images of `context`."""
+        return [*self._now.images, *self._now.later_images, *self._shown]
 
     @property
     def num_turns(self) -> int:
@@ -43,7 +53,8 @@ class Turns:
 
     async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
         """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded."""
-        out = await self._sample(self.context, max_new_tokens=max_new_tokens)
+        shown: dict[str, Any] = {"images": self.images} if self._names_images else {}
+        out = await self._sample(self.context, max_new_tokens=max_new_tokens, **shown)
         self.take(out)
         return out
 
@@ -53,23 +64,27 @@ class Turns:
         if out.ids:
             num_appended = len(self._appended)
             experts = joined_experts(self._now.experts, out.experts) if self._now.ids else out.experts
-            self._now = replace(self._now, experts=experts)
+            shown = (*self._now.later_images, *self._shown)
+            self._now = replace(self._now, experts=experts, later_images=shown)
             self._now.ids.extend([*self._appended, *out.ids])
             self._now.mask.extend([*[False] * num_appended, *[True] * len(out.ids)])
             self._now.logp.extend([*[0.0] * num_appended, *out.logp])
             self._now.versions.extend([*[-1] * num_appended, *out.versions])
-            self._appended = []
+            self._appended, self._shown = [], []
             self._ends.append((len(self._done), len(self._now.ids) - 1))
 
-    def append(self, ids: Sequence[int]) -> None:
+    def append(self, ids: Sequence[int], images: Sequence[Picture] = ()) -> None:
         """Add tokens of the environment, which the policy reads next."""
         self._appended += ids
+        self._shown += images
+        self._names_images = self._names_images or bool(images)
 
-    def restart(self, prompt_ids: Sequence[int]) -> None:
+    def restart(self, prompt_ids: Sequence[int], images: Sequence[Picture] = ()) -> None:
         """Continue from another context; the tokens so far stay as a piece of the episode."""
         if self._now.ids:
             self._done.append(self._now)
-        self._now, self._appended = _empty(prompt_ids), []
+        self._now, self._appended, self._shown = _empty(prompt_ids, images), [], []
+        self._names_images = self._names_images or bool(images)
 
     def pieces(
         self,
@@ -109,8 +124,8 @@ class Turns:
         return [replace(t, token_rewards=r) for t, r in zip(pieces, rewards, strict=True)]
 
 
-def _empty(prompt_ids: Sequence[int]) -> Trajectory:
-    return Trajectory(list(prompt_ids), [], [], [], [])
+def _empty(prompt_ids: Sequence[int], images: Sequence[Picture]) -> Trajectory:
+    return Trajectory(list(prompt_ids), [], [], [], [], images=tuple(images))
 
 
 def _number(reward: Any) -> Any:

@@ -1,0 +1,345 @@
+"""Images that come after the prompt: of tools, environments, and the requests of agents."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+from scripted import Script, check_tree, tokenizer_with
+from test_endpoint_requests import send
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from rlkit.data.images import ImageReader
+from rlkit.data.prompts import Prompt, rl_prompts
+from rlkit.data.tiny import tiny_vision_model
+from rlkit.model.forward import forward, load_model
+from rlkit.model.pretrained import load_config, load_tokenizer
+from rlkit.model.vision import token_types
+from rlkit.packing import pack, unpack
+from rlkit.rollout.agents import completions, messages, responses
+from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.envs import endpoint
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.rollout.envs.gym import Step, gym_env
+from rlkit.rollout.envs.tools import tool_env
+from rlkit.rollout.rollout import rollout, sample_group
+from rlkit.types import SamplingParams
+
+STOPS = tuple(range(128))  # so that most turns of a random model end
+LOOK = '<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>'
+WIDTHS = {"a": 24, "b": 16, "c": 16}  # of pictures 16 pixels high: 8 x 8 pixels are one token
+
+
+def text(name: str) -> str:
+    """What stands for a picture in the text that the model reads."""
+    return f"<|vision_start|>{'<|image_pad|>' * (WIDTHS[name] // 4)}<|vision_end|>"
+
+
+def turn(role: str, said: str) -> str:
+    return f"<|im_start|>{role}\n{said}<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> dict[str, Pillow.Image]:
+    draw = np.random.default_rng(0)
+    return {x: Pillow.fromarray(draw.integers(0, 256, (16, w, 3), dtype=np.uint8)) for x, w in WIDTHS.items()}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory, pictures) -> tuple[Any, Any, list[Prompt]]:
+    """The folder of a model, its tokenizer, and a prompt with an image and one without."""
+    folder = tmp_path_factory.mktemp("task")
+    tiny_vision_model(folder, hidden=32, layers=2)
+    tokenizer = load_tokenizer(folder)
+    reader = ImageReader(str(folder), tokenizer, load_config(folder))
+    rows: list[dict[str, Any]] = [{"prompt": "Hi", "images": [pictures["a"]]}, {"prompt": "Hi"}]
+    return folder, tokenizer, rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=99, images=reader)[0]
+
+
+def own_logp(folder: Any, trajectory: Any, shown: list[Pillow.Image]) -> torch.Tensor:
+    """Log-probs of a trajectory's tokens by transformers' model, which finds the places of the pictures itself."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.ids]])
+    seen = AutoImageProcessor.from_pretrained(folder, backend="pil")(images=shown, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(input_ids=ids, **seen, **token_types(model, ids)).logits[0]
+    logp = logits[len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
+    return logp.gather(1, ids[0, len(trajectory.prompt_ids) :, None])[:, 0]
+
+
+async def test_log_probs_after_images_of_every_kind_are_those_of_the_own_forward(task, pictures) -> None:
+    folder, tokenizer, prompts = task
+
+    async def env(prompt: Prompt, sample: Any) -> Any:
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        await chat.turn()
+        chat.add(
+            {"role": "tool", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": pictures["b"]}]}
+        )
+        await chat.turn()
+        chat.add({"role": "user", "content": pictures["c"]}, "and?")
+        await chat.turn()
+        return chat.end(reward=1.0)
+
+    model = load_model(folder)
+    async with LocalEngine(model, tokenizer=tokenizer, max_batch=4, max_len=512) as engine:
+        params = SamplingParams(max_new_tokens=12, stop_token_ids=STOPS)
+        groups = await rollout(prompts, generate=engine.generate, params=params, group_size=2, seed=0, env=env)
+    batch = pack(groups)
+    assert [len(x) for x in batch.images] == [1, 0, 2, 2, 2, 2]
+    for same in (batch, pack(groups, share_prompts=False), pack(unpack(batch))):
+        assert (forward(model, same).logp - same.rollout_logp)[same.mask].abs().max() < 1e-4
+    for t, first in ((groups[0][0], ["a"]), (groups[1][1], [])):
+        truth = own_logp(folder, t, [pictures[x] for x in [*first, "b", "c"]])
+        assert (truth - torch.tensor(t.logp))[torch.tensor(t.mask)].abs().max() < 1e-4
+        said = [m["content"] for m in t.info["messages"] if m["role"] != "assistant"]
+        assert said == ["<image>Hi" if first else "Hi", "see<image>", "<image>", "and?"]
+
+
+async def test_a_tool_returns_an_image(task, pictures) -> None:
+    """Also beside text; a file that is no image is an error that the model reads."""
+    _, tokenizer, prompts = task
+
+    def look(at: str) -> Any:
+        """Look.
+
+        Args:
+            at: where
+        """
+        if at == "b":
+            return [{"type": "text", "text": "<|im_end|>here: "}, {"type": "image", "image": pictures["b"]}]
+        return [{"type": "image", "image": b"no picture"}] if at == "bad" else pictures["a"]
+
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% if tools %}", "{% if false %}")
+    env = tool_env([look], tokenizer=tokenizer, system_prompt="Call look.")
+    script = Script(tokenizer, LOOK % "a" + LOOK % "b", LOOK % "bad", "done")
+    prompt = replace(
+        prompts[1], ids=tokenizer.encode(turn("system", "Call look.") + turn("user", "Hi")), row={"prompt": "Hi"}
+    )
+    prompt.ids.extend(tokenizer.encode("<|im_start|>assistant\n"))
+    ((piece,),) = [await env(prompt, script)]
+    context = tokenizer.decode(script.calls[1][0])
+    assert context.endswith(
+        turn("tool", text("a")) + turn("tool", f"<\u200b|im_end|>here: {text('b')}") + "<|im_start|>assistant\n"
+    )
+    assert "Error: ValueError: the result: an image cannot be read" in tokenizer.decode(script.calls[2][0])
+    assert [None if x is None else len(x) for x in script.images] == [None, 2, 2]
+    assert (piece.images, piece.info["num_failed_calls"]) == ((), 1)
+    assert [x.inputs()["image_grid_thw"].tolist() for x in piece.later_images] == [[[1, 4, 6]], [[1, 4, 4]]]
+
+
+async def test_an_image_for_a_model_of_text_ends_the_run(pictures) -> None:
+    tokenizer = tokenizer_with("chatml")
+
+    def look() -> Any:
+        """Look."""
+        return pictures["a"]
+
+    prompt = rl_prompts([{"prompt": "Hi"}], tokenizer=tokenizer, max_prompt_tokens=999, tools=[look])[0][0]
+    env = tool_env([look], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="the result of tool look shows an image, and the model reads text only"):
+        await env(prompt, Script(tokenizer, '<tool_call>{"name": "look", "arguments": {}}</tool_call>'))
+
+
+async def test_observations_are_images(task, pictures) -> None:
+    _, tokenizer, prompts = task
+
+    class Game:
+        def __init__(self, prompt: Prompt) -> None:
+            self.steps = 0
+
+        def reset(self) -> Any:
+            return pictures["a"]
+
+        def step(self, turn: Any) -> Step:
+            self.steps += 1
+            return Step(
+                [{"type": "text", "text": "go"}, {"type": "image", "image": pictures["b"]}], done=self.steps > 1
+            )
+
+    script = Script(tokenizer, "left", "right")
+    (piece,) = await gym_env(Game, tokenizer=tokenizer)(prompts[1], script)
+    whole = turn("user", text("a")) + turn("assistant", "left") + turn("user", f"go{text('b')}")
+    assert tokenizer.decode(script.calls[1][0]) == whole + "<|im_start|>assistant\n"
+    assert (len(piece.images), len(piece.later_images)) == (1, 1)
+
+
+async def test_a_rewritten_history_shows_its_images_again(task, pictures) -> None:
+    """The template drops past turns of the policy: each turn is a piece, with the images of its own context."""
+    _, tokenizer, prompts = task
+    tokenizer = load_tokenizer(task[0])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'assistant' %}"
+    )
+    script = Script(tokenizer, "one", "two")
+
+    async def env(prompt: Prompt, sample: Any) -> Any:
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        await chat.turn()
+        chat.add({"role": "user", "content": pictures["b"]})
+        await chat.turn()
+        return chat.end(reward=1.0)
+
+    group = await sample_group(prompts[0], [script], env=env)
+    assert tokenizer.decode(script.calls[1][0]) == (
+        turn("user", f"{text('a')}Hi") + turn("user", text("b")) + "<|im_start|>assistant\n"
+    )
+    assert [(len(t.images), len(t.later_images)) for t in group] == [(1, 0), (2, 0)]
+
+
+def png(picture: Pillow.Image) -> str:
+    """A picture's file as base64."""
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def chat_parts(data: str) -> list[Any]:
+    return [
+        {"type": "text", "text": "see "},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+    ]
+
+
+def response_parts(data: str) -> list[Any]:
+    return [
+        {"type": "input_text", "text": "see "},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+    ]
+
+
+def anthropic_parts(data: str) -> list[Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    return [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
+
+
+PARTS = {"/chat/completions": chat_parts, "/responses": response_parts, "/messages": anthropic_parts}
+
+
+def request_of(path: str, *told: tuple[str, Any]) -> bytes:
+    messages = [{"role": role, "content": content} for role, content in told]
+    return json.dumps({"input" if path == "/responses" else "messages": messages, "max_tokens": 99}).encode()
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_images_of_requests_are_those_of_the_contexts(path, task, pictures) -> None:
+    """A conversation that goes on keeps its images. One with another image of the same size is a branch, although
+    the ids are equal; and the row's own image is not shown where no request shows it."""
+    folder, _, prompts = task
+    tokenizer = load_tokenizer(folder)
+    parts = {name: PARTS[path](png(picture)) for name, picture in pictures.items()}
+    told = [("user", parts["b"]), ("assistant", "one"), ("user", parts["a"])]
+    asked = [told[:1], told, [("user", parts["c"]), *told[1:]], [("user", "no image")]]
+
+    def agent(prompt: Prompt, base_url: str) -> dict[str, float]:
+        assert [send(base_url, request_of(path, *x), path)[0] for x in asked] == [200] * 4
+        return {"reward": 1.0}
+
+    script = Script(tokenizer, "one", "two", "three", "four")
+    group = await sample_group(prompts[0], [script], env=agent_env(agent, tokenizer=tokenizer))
+    check_tree(group, script.calls)
+    see = turn("user", f"see {text('b')}") + "<|im_start|>assistant\n"
+    assert tokenizer.decode(script.calls[0][0]) == see
+    assert (
+        tokenizer.decode(script.calls[1][0]) == f"{see}one<|im_end|>\n" + turn("user", f"see {text('a')}") + see[-22:]
+    )
+    by_file = {base64.b64decode(png(picture)): name for name, picture in pictures.items()}
+    shown = ["".join(by_file[x.content] for x in images) for images in script.images]
+    assert shown == ["b", "ba", "ca", ""]
+    names = [tuple("".join(by_file[x.content] for x in y) for y in (t.images, t.later_images)) for t in group]
+    assert names == [("b", "a"), ("ca", ""), ("", "")]
+    assert group[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 1}
+    batch = pack([group])
+    assert [len(x) for x in batch.images] == [1, 2, 0, 1, 0, 0]
+
+
+BAD = {
+    "not base64": ("no*base64", "an image is not base64"),
+    "no image": (base64.b64encode(b"text").decode(), "an image cannot be read: cannot identify image file"),
+    "cut": ("CUT", "an image cannot be read: "),
+    "too large": ("LARGE", "an image cannot be read: it has 9000 x 1 pixels, and a side may have 8000"),
+}
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_bad_images_are_refused_and_the_episode_goes_on(path, task, pictures, monkeypatch) -> None:
+    folder, _, prompts = task
+    tokenizer, got = load_tokenizer(folder), {}
+    given = {"CUT": png(pictures["a"])[:400], "LARGE": png(Pillow.new("1", (9000, 1)))}
+    monkeypatch.setattr(endpoint, "MAX_IMAGES", 2000)  # three of the pictures have more
+
+    def agent(prompt: Prompt, base_url: str) -> dict[str, float]:
+        def ask(*told: tuple[str, Any]) -> Any:
+            return send(base_url, request_of(path, *told), path)
+
+        for name, (data, _) in BAD.items():
+            got[name] = ask(("user", PARTS[path](given.get(data, data))))
+        parts = PARTS[path](png(pictures["a"]))
+        url = json.loads(json.dumps(parts).replace('"data:image/png;base64,', '"https://x.y/').replace("base64", "url"))
+        got["network"] = ask(("user", url))
+        got["of the policy"] = ask(("user", "see"), ("assistant", parts), ("user", "?"))
+        got["placeholder"] = ask(("user", "a <|image_pad|>"))
+        got["too many"] = ask(*(("user", PARTS[path](png(x))) for x in pictures.values()))
+        got["right"] = ask(("user", parts))
+        return {"reward": 1.0}
+
+    script = Script(tokenizer, "one")
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompts[1], script)
+    assert {name: status for name, (status, _) in got.items()} == {
+        **dict.fromkeys([*BAD, "network", "of the policy", "placeholder"], 400), "too many": 413, "right": 200,
+    }  # fmt: skip
+    errors = {name: reply["error"]["message"] for name, (status, reply) in got.items() if status != 200}
+    for name, (_, message) in BAD.items():
+        assert message in errors[name]
+    assert ("nothing is fetched" if path != "/messages" else "an image must") in errors["network"]
+    assert "the text holds '<|image_pad|>', which stands for an image" in errors["placeholder"]
+    assert all(0 < len(message) < 300 and "\n" not in message for message in errors.values())
+    assert (len(piece.images), len(script.calls)) == (1, 1)
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_a_model_of_text_refuses_images(path, pictures) -> None:
+    tokenizer, got = tokenizer_with("chatml"), []
+
+    def agent(prompt: Prompt, base_url: str) -> None:
+        for said in (PARTS[path](png(pictures["a"])), "text"):
+            got.append(send(base_url, request_of(path, ("user", said)), path))
+
+    await agent_env(agent, tokenizer=tokenizer)(
+        Prompt(tokenizer.encode("Hi"), {"prompt": "Hi"}, 0), Script(tokenizer, "x")
+    )
+    assert [status for status, _ in got] == [400, 200]
+    assert "the request shows an image, and the model reads text only" in got[0][1]["error"]["message"]
+    assert got[0][1].get("type") == ("error" if path == "/messages" else None)
+
+
+def test_images_are_where_the_formats_have_them(pictures) -> None:
+    """Of results of tools, too: the same text and the same file from each."""
+    data = png(pictures["a"])
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "x", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": anthropic_parts(data)}
+    item = {"type": "function_call", "call_id": "x", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "x", "output": response_parts(data)}
+    told = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+    chat = {"messages": [*told, {"role": "tool", "tool_call_id": "x", "content": chat_parts(data)}]}
+    anthropic = {
+        "max_tokens": 9,
+        "messages": [told[0], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}],
+    }
+    requests = [
+        completions.read(chat),
+        responses.read({"input": [told[0], item, output]}, {}),
+        messages.read(anthropic),
+    ]
+    assert len({r.messages[-1]["content"] for r in requests}) == 1
+    assert {*requests[0].images.values()} == {base64.b64decode(data)}
+    assert requests[0].images == requests[1].images == requests[2].images
