@@ -361,6 +361,10 @@ class Episodes:
     """GiB of memory of a command with all its processes, above which its episode fails; None: no limit"""
     agent_address: str = "127.0.0.1"
     """HOST or HOST:PORT at which agents reach the policy: an address of this machine, for agents on others"""
+    agent_certificate: Path | None = None
+    """PEM file of a certificate for the host of --agent-address, with its chain: agents reach the policy by HTTPS"""
+    agent_key: Path | None = None
+    """PEM file of the key of --agent-certificate; None: in the same file"""
     agent_sampling: Literal["run", "refuse"] = "run"
     """requests that ask for a temperature or other sampling parameters: run samples as the flags say, and reports it
     once; refuse answers with status 400"""
@@ -409,11 +413,12 @@ class Episodes:
         self._check_agent()
 
     def _check_agent(self) -> None:
-        names = ("agent_timeout", "agent_memory", "agent_address", "agent_sampling")
+        names = ("agent_timeout", "agent_memory", "agent_address", "agent_certificate", "agent_key", "agent_sampling")
         given = next((name for name in names if not is_default(self, name)), None)
         refuse_if(self.agent is None and given, f"`{given}` is for `agent`")
         both = self.agent is not None and (self.env is not None or self.tools)
         refuse_if(both, "`agent` is an environment: drop `env` and `tools`")
+        refuse_if(self.agent_key and not self.agent_certificate, "`agent_key` requires `agent_certificate`")
         host, _, port = self.agent_address.rpartition(":")
         fine = host not in ("0.0.0.0", "") and port.isdecimal() and int(port) < 1 << 16
         fine = fine or (self.agent_address.count(":") != 1 and self.agent_address not in ("0.0.0.0", "::"))

@@ -333,7 +333,7 @@ def read_env(args: Any, *parts: Any) -> OfTokenizer:
 def read_agent(args: Any, *parts: Any) -> OfTokenizer:
     """A function from the tokenizer to the environment of `agent`; ValueError for one that cannot start."""
     from rlkit.rollout.agents.command import check_command, command
-    from rlkit.rollout.agents.server import check_address
+    from rlkit.rollout.agents.server import check_address, tls_of
     from rlkit.rollout.calling import takes
 
     how = args.episodes
@@ -359,6 +359,10 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
         check_address(how.agent_address)
     except ValueError as error:
         raise ValueError(f"`agent_address`: {error}") from None
+    try:
+        tls = tls_of(how.agent_certificate, how.agent_key) if how.agent_certificate else None
+    except ValueError as error:
+        raise ValueError(f"`agent_certificate`: {error}") from None
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.rollout.envs import tools
@@ -367,7 +371,7 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
         return agent_env(
             agent, tokenizer=tokenizer, parse=getattr(tools, f"{how.tool_calls}_calls"),
             template_args=args.data.template() or None, timeout_s=how.agent_timeout if is_function else None,
-            address=how.agent_address, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+            address=how.agent_address, tls=tls, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
         )  # fmt: skip
 
     return of_tokenizer

@@ -6,14 +6,20 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cpu_environment import cache_folder
+from PIL import Image
 from scripted import Script, check_tree, prompt_of, tokenizer_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlkit.data.images import ImageReader
 from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_vision_model
+from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.rollout.agents.command import command
+from rlkit.rollout.agents.server import tls_of
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.rollout import rollout
@@ -68,6 +74,29 @@ async def test_other_formats(program, package, tmp_path):
     turns = ["I add.\n" + ADD, "8"] * 3
     line = f"{python_with(package)} {PROGRAMS / program}.py"
     pieces, _ = await episode(line, *turns, tmp_path=tmp_path)
+    assert pieces[-1].reward == 1.0
+    assert pieces[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 0}
+
+
+def test_images_of_the_clients_over_tls(certificate, tmp_path):
+    """Each image is shown in every context that holds it; the two conversations of OpenAI and that of Anthropic are
+    the same one, sampled three times."""
+    tiny_vision_model(tmp_path / "model", hidden=16, layers=1)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    reader = ImageReader(str(tmp_path / "model"), tokenizer, load_config(tmp_path / "model"))
+    shown = [Image.fromarray(np.full((16, 16, 3), 9 * i, np.uint8)) for i in (1, 2)]
+    prompts, _ = rl_prompts(
+        [{"prompt": "<image>and<image>", "images": shown}], tokenizer=tokenizer, max_prompt_tokens=99, images=reader
+    )
+    line = f"env SSL_CERT_FILE={certificate} {python_with('openai', 'anthropic')} {PROGRAMS / 'images.py'}"
+    tls = tls_of(certificate, certificate.with_name("key.pem"))
+    env = agent_env(command(line, logs=tmp_path, timeout_s=100), tokenizer=tokenizer, tls=tls)
+    script = Script(tokenizer, *["one", "two"] * 3)
+    pieces = asyncio.run(env(prompts[0], script))
+    check_tree(pieces, script.calls)
+    first, later = prompts[0].images
+    assert script.images == [[first], [first, later]] * 3
+    assert [(t.images, t.later_images) for t in pieces] == [((first,), (later,))] * 3
     assert pieces[-1].reward == 1.0
     assert pieces[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 0}
 

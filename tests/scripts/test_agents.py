@@ -104,6 +104,7 @@ def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
         ({"agent": "reward.py:wrong"}, "it must be a function of (prompt, base_url)"),
         ({"agent": "reward.py:agent", "agent_memory": 1.0}, "a function runs in this process"),
         ({"agent": "python x", "agent_address": "192.0.2.1"}, "nothing can listen at 192.0.2.1: Cannot assign"),
+        ({"agent": "python x", "agent_certificate": Path("c.pem")}, "`agent_certificate`: there is no file c.pem"),
         ({"agent": "python x", "data": {"system_prompt": "be"}}, "an `agent` writes its own messages"),
         ({"agent": "python x", "data": {"chat_template": False}}, "`agent` works on messages for the chat template"),
     ],

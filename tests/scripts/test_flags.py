@@ -127,6 +127,7 @@ def refused(kind, **changes):
         ({"agent_timeout": 5.0}, "--agent-timeout is for --agent"),
         ({"agent": "x", "tools": ("a:b",)}, "--agent is an environment: drop --env and --tools"),
         ({"agent": "x", "agent_memory": 0.0}, "--agent-memory must be above 0, got 0.0"),
+        ({"agent": "x", "agent_key": Path("k")}, "--agent-key requires --agent-certificate"),
         ({"agent": "x", "agent_address": "0.0.0.0:80"}, "--agent-address must be HOST or HOST:PORT with a host"),
         ({"agent": "x", "agent_address": "host:http"}, "--agent-address must be HOST or HOST:PORT with a host"),
         ({"correction": "icepop", "tis_max_weight": 3.0}, "--tis-max-weight is for --correction tis"),

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,10 +66,11 @@ class _Listening:
 
 
 class Server:
-    """A server at `address`, "HOST" or "HOST:PORT" (without a port, or with port 0: any free one)."""
+    """A server at `address`, "HOST" or "HOST:PORT" (without a port, or with 0: any free one), plain or with TLS."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port = _split(address)
+        self._tls = tls
         self._now: _Listening | None = None
         self._closing: asyncio.Future[None] | None = None
 
@@ -106,12 +109,12 @@ class Server:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+            await web.TCPSite(runner, self._host, self._port, backlog=1024, ssl_context=self._tls).start()
         except OSError as error:
             await runner.cleanup()
             raise OSError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from None
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return runner, f"http://{host}:{runner.addresses[0][1]}"
+        return runner, f"http{'s' if self._tls else ''}://{host}:{runner.addresses[0][1]}"
 
 
 def check_address(address: str) -> None:
@@ -124,6 +127,27 @@ def check_address(address: str) -> None:
             probe.bind(where)
     except OSError as error:
         raise ValueError(f"nothing can listen at {address}: {error.strerror or error}") from None
+
+
+def tls_of(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """What `Server` needs for TLS: a certificate with its chain, and the key, in files of PEM (None: in the same file).
+
+    ValueError for files that have none, and for a key with a password.
+    """
+    for file in filter(None, (certificate, key)):
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
+    found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        found.load_cert_chain(certificate, key, password=_without_password)
+    except ssl.SSLError as error:
+        both = f"{certificate}, {key}" if key else certificate
+        raise ValueError(f"{both}: no certificate with its key ({error.reason or 'no PEM'})") from None
+    return found
+
+
+def _without_password() -> str:
+    raise ValueError("the key has a password: give one without, as `openssl pkey -in KEY` writes it")
 
 
 def _split(address: str) -> tuple[str, int]:

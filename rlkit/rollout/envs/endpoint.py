@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import optional
@@ -46,6 +47,7 @@ def agent_env(
     template_args: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     address: str = "127.0.0.1",
+    tls: SSLContext | None = None,
     refuse_sampling: bool = False,
     raise_errors: bool = True,
 ) -> Env:
@@ -59,7 +61,8 @@ def agent_env(
         models                   one model, "policy"; requests may name any
 
     with streaming: the engine gives whole turns, so a stream has each text and call in one piece. All episodes share
-    the port of `address`, HOST or HOST:PORT; it is open while an episode is. The server reads messages, tools, `n`, the
+    the port of `address`, HOST or HOST:PORT; it is open while an episode is. With `tls` (`rlkit.rollout.agents.server`
+    has `tls_of`) URLs begin with https. The server reads messages, tools, `n`, the
     limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
     requests that ask for others (`temperature`, `response_format`, a forced `tool_choice`) are answered all the same,
     which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls that
@@ -83,7 +86,7 @@ def agent_env(
     Needs aiohttp (the extra `http`).
     """
     optional("aiohttp", "http", "agent_env needs")
-    server = Server(address)
+    server = Server(address, tls)
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, parse, template_args, refuse_sampling)
