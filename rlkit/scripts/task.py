@@ -371,7 +371,8 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
         return agent_env(
             agent, tokenizer=tokenizer, parse=getattr(tools, f"{how.tool_calls}_calls"),
             template_args=args.data.template() or None, timeout_s=how.agent_timeout if is_function else None,
-            address=how.agent_address, tls=tls, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+            address=how.agent_address, tls=tls, params=args.rollouts.params,
+            refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
         )  # fmt: skip
 
     return of_tokenizer

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.rollout.agents import completions, messages, responses
+from rlkit.rollout.agents.request import others
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.run.sync import run_sync
+from rlkit.settings import SamplingParams
 
 DEEP = 500
 CALL = {"id": "call1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -281,7 +283,8 @@ def test_a_conversation_is_the_same_in_every_format():
     given["messages"][2]["content"] = "a"
     assert completions.read(given).messages == told
     request = responses.read(RESPONSES, {})
-    assert (request.messages, request.tools, request.max_new_tokens, request.sampling) == (told, tools, 5, ())
+    assert (request.messages, request.tools, request.max_new_tokens) == (told, tools, 5)
+    assert others(request.sampling, None) == []
     request = messages.read(MESSAGES)
     assert (request.messages, request.tools, request.stop) == (
         [*told, {"role": "user", "content": "and?"}],
@@ -335,12 +338,18 @@ def test_fields_that_change_sampling_are_ignored_or_refused(path, body):
 def test_another_distribution_is_named_by_what_asks_for_it():
     user = [{"role": "user", "content": "q"}]
     forced = {"type": "function", "function": {"name": "add"}}
+
+    def named(request, params=None):
+        return others(request.sampling, params)
+
     asked = {"messages": user, "tool_choice": forced, "top_p": 0.5, "frequency_penalty": 0}
-    assert completions.read(asked).sampling == ("top_p", "tool_choice")
-    assert completions.read({"messages": user, "response_format": {"type": "json_object"}}).sampling == (
-        "response_format",
-    )
-    structured = {"input": "q", "text": {"format": {"type": "json_schema"}}}
-    assert responses.read(structured, {}).sampling == ("response_format",)
+    assert named(completions.read(asked)) == ["top_p", "tool_choice"]
+    structured = {"messages": user, "response_format": {"type": "json_object"}, "parallel_tool_calls": False}
+    assert named(completions.read(structured)) == ["response_format", "parallel_tool_calls"]
+    structured = {"input": "q", "text": {"format": {"type": "json_schema"}}, "reasoning": {"effort": "low"}}
+    assert named(responses.read(structured, {})) == ["response_format", "reasoning"]
     anthropic = {"messages": user, "max_tokens": 1, "tool_choice": {"type": "any"}, "top_k": 5}
-    assert messages.read(anthropic).sampling == ("top_k", "tool_choice")
+    assert named(messages.read(anthropic)) == ["top_k", "tool_choice"]
+    run = SamplingParams(temperature=0.7, top_k=5)
+    assert named(messages.read(anthropic | {"temperature": 0.7}), run) == ["tool_choice"]
+    assert named(messages.read(anthropic | {"temperature": 1}), run) == ["temperature", "tool_choice"]

@@ -13,12 +13,15 @@ from typing import Any, Literal, NamedTuple
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
 from rlkit.rollout.agents.branches import Said
+from rlkit.settings import SamplingParams
 
 MAX_DEPTH = 64  # of nested lists and objects; templates recurse
 MAX_NUM = 128  # choices of one request
-_NEUTRAL: Mapping[str, Any] = {  # fields that change what is sampled, with the value that does not
+_SAMPLING: Mapping[str, Any] = {  # fields that change what is sampled, with the value that does not
     "temperature": None, "top_p": 1, "top_k": None, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
     "repetition_penalty": 1, "logit_bias": {}, "seed": None, "response_format": {"type": "text"}, "tool_choice": "auto",
+    "parallel_tool_calls": True, "reasoning": {}, "reasoning_effort": None, "thinking": {"type": "disabled"},
+    "chat_template_kwargs": {}, "min_tokens": 0, "ignore_eos": False,
 }  # fmt: skip
 
 
@@ -34,8 +37,8 @@ class BadRequest(ValueError):
 class Request:
     """`messages` are in the form of chat templates: text as one string, arguments as an object, no empty fields.
 
-    `sampling` names fields that ask for another distribution than the run's. `images` are the files of images, by the
-    digests that are in the marks of the texts.
+    `sampling` are its fields that may ask for another distribution than the run's (see `others`). `images` are the
+    files of its images, by the digests that are in the marks of the texts.
     """
 
     messages: list[dict[str, Any]]
@@ -46,7 +49,7 @@ class Request:
     stream: bool = False
     stream_usage: bool = False
     model: str = ""
-    sampling: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     images: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -115,11 +118,17 @@ def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None =
     need(fine, f"`{stop}` must be a string or a list of at most 16 strings")
     num = 1 if body.get("n") is None else body["n"]
     need(type(num) is int and 1 <= num <= MAX_NUM, f"`n` must be an integer from 1 to {MAX_NUM}")
-    sampling = tuple(name for name, neutral in _NEUTRAL.items() if body.get(name) not in (None, neutral))
+    sampling = {name: value for name in _SAMPLING if (value := body.get(name)) is not None}
     return {
         "max_new_tokens": most, "num": num, "stop": tuple(stops), "stream": bool(body.get("stream")),
         "model": body.get("model") or "", "sampling": sampling,
     }  # fmt: skip
+
+
+def others(sampling: Mapping[str, Any], params: SamplingParams | None) -> list[str]:
+    """The fields that ask for another distribution than that of `params`, or where they are None, than the model's."""
+    own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
+    return [name for name, value in sampling.items() if value != {**_SAMPLING, **own}[name]]
 
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:

@@ -22,11 +22,12 @@ from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
 from rlkit.rollout.agents import AgentError
 from rlkit.rollout.agents.branches import Branches, Parse
-from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of
+from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of, others
 from rlkit.rollout.agents.server import Server
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.tools import BadCall, Call, before_calls, hermes_calls
 from rlkit.rollout.rollout import Env, Prompt, Sampler, all_or_cancel
+from rlkit.settings import SamplingParams
 from rlkit.types import Completion, Trajectory
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def agent_env(
     timeout_s: float | None = None,
     address: str = "127.0.0.1",
     tls: SSLContext | None = None,
+    params: SamplingParams | None = None,
     refuse_sampling: bool = False,
     raise_errors: bool = True,
 ) -> Env:
@@ -64,9 +66,9 @@ def agent_env(
     the port of `address`, HOST or HOST:PORT; it is open while an episode is. With `tls` (`rlkit.rollout.agents.server`
     has `tls_of`) URLs begin with https. The server reads messages, tools, `n`, the
     limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
-    requests that ask for others (`temperature`, `response_format`, a forced `tool_choice`) are answered all the same,
-    which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls that
-    `parse` finds are returned as such.
+    requests that ask for others than `params` (`temperature`, `response_format`, a forced `tool_choice`) are answered
+    all the same, which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls
+    that `parse` finds are returned as such.
 
     A conversation that extends an earlier one is continued token by token; any other (a summary, a sub-agent, an edited
     message) is a branch: a further piece of the episode (see `Branches`). If there is no room for another turn, the
@@ -89,7 +91,7 @@ def agent_env(
     server = Server(address, tls)
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
-        episode = _Episode(prompt, sample, tokenizer, parse, template_args, refuse_sampling)
+        episode = _Episode(prompt, sample, tokenizer, parse, template_args, params, refuse_sampling)
         end: Any = None
         failure: Exception | None = None
         async with server.episode(episode) as base_url:
@@ -132,10 +134,11 @@ class _Episode:
     """One program's calls of the policy, and the end of the program."""
 
     def __init__(
-        self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Parse, template_args: Any, refuse_sampling: bool
-    ) -> None:
+        self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Parse, template_args: Any,
+        params: SamplingParams | None, refuse_sampling: bool,
+    ) -> None:  # fmt: skip
         self._prompt, self._sample, self._user_parse = prompt, sample, parse
-        self._refuse_sampling, self._num_refused = refuse_sampling, 0
+        self._params, self._refuse_sampling, self._num_refused = params, refuse_sampling, 0
         self._full = False  # whether a limit left no room for a turn
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: Exception | None = None  # that ends the run
@@ -173,8 +176,7 @@ class _Episode:
 
     async def answers(self, request: Request) -> list[Answer]:
         """See `Session`."""
-        if request.sampling:
-            names = ", ".join(f"`{name}`" for name in request.sampling)
+        if names := ", ".join(f"`{name}`" for name in others(request.sampling, self._params)):
             if self._refuse_sampling:
                 raise BadRequest(f"{names}: the run sets how turns are sampled")
             report_once("an agent", f"asks for {names}", ", and gets turns sampled as the run says")
