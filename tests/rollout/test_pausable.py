@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -150,9 +151,14 @@ def test_completions_from_before_a_crash_are_replayed(tmp_path_factory, ticks, s
 
 
 def test_a_journal_replays_only_the_same_request(tmp_path):
-    def ask(prompt, seed):
+    def ask(prompt, seed, *images):
         engine = Ticking(length=lambda prompt, seed: 9)
-        out = asyncio.run(Journal(tmp_path, engine.generate).generate(prompt, params=params(seed)))
+
+        async def generate(prompt_ids, *, images=(), **more):
+            return await engine.generate(prompt_ids, **more)
+
+        shown = {"images": [SimpleNamespace(digest=x) for x in images]} if images else {}
+        out = asyncio.run(Journal(tmp_path, generate).generate(prompt, params=params(seed), **shown))
         return out, bool(engine.calls)
 
     first, asked = ask([1, 2], 5)
@@ -160,6 +166,9 @@ def test_a_journal_replays_only_the_same_request(tmp_path):
     assert ask([1, 2], 5) == (first, False)
     assert ask([2, 1], 5)[1]
     assert ask([1, 2], 6)[1]
+    assert ask([1, 2], 5, "a")[1]
+    assert ask([1, 2], 5, "b")[1]
+    assert not ask([1, 2], 5, "a")[1]
     with pytest.raises(ValueError, match=r"params\.seed"):
         ask([1], None)
 
