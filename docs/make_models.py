@@ -60,9 +60,8 @@ Rotary frequencies of type `longrope` and `dynamic` depend on the longest sequen
 longer than the original context (`original_max_position_embeddings`, or `max_position_embeddings`) is refused.
 
 Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
-checkpoint of the same model. A LoRA adapter needs a linear layer, so `--lora-rank` refuses models whose experts are one
-fused weight (Mixtral, Qwen3-MoE, OLMoE, ...) or whose layers are transposed (GPT-2), and names the layers that
-`--lora-targets` can adapt.
+checkpoint of the same model. [LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
+are one fused weight (Mixtral, Qwen3-MoE, gpt-oss, ...).
 
 Fewer model types support `tp`, `cp`, `pp` and `ep`, and only those are read by shards: of any other type every rank
 reads the whole model before it keeps its shard. See [parallel.md](parallel.md).

@@ -55,7 +55,7 @@ def load_policy(
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
     A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
-    `lora_targets` (none: all linear layers), with `lora_alpha` (None: twice the rank) and `lora_dropout`.
+    `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`.
     """
     mesh = open_mesh(args, device=device)
     _report_loading(path)
@@ -150,7 +150,7 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     params = {key: facts for stage in each_stage(of_stage, mesh=mesh) for key, facts in stage.items()}
     trained = sum(num for num, trains in params.values() if trains)
     lora = sum(num for key, (num, _) in params.items() if ".lora_" in key)
-    modules = [key.split(".lora_A.")[0] for key in params if ".lora_A." in key]
+    modules = [key.removesuffix(".weight") for stage in each_stage([*adapters(model)], mesh=mesh) for key in stage]
     kinds = ": " + ", ".join(sorted({key.rpartition(".")[2] for key in modules})) if lora else ""
     what = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

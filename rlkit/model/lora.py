@@ -1,4 +1,4 @@
-"""LoRA through `peft`: only low-rank updates of the linear layers train.
+"""LoRA through `peft`: only low-rank updates of linear layers and fused experts train.
 
     model = add_lora(load_model(path), rank=16)              # then `adamw`, `forward` as usual
     model = load_parallel(path, mesh, lora_rank=16)          # on many ranks
@@ -6,9 +6,14 @@
     await engine.update_weights(stream_weights(model), ...)  # merged weights, or for servers the adapter alone
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
 
-`stream_weights` and `export_hf` merge: W + (alpha / rank) B A, in fp32, then cast. Checkpoints hold base weights and
-adapters. Only `nn.Linear` layers can have one: fused expert weights, routers with a forward of their own and the
-transposed layers of GPT-2 are refused by name. Not supported with tensor parallel.
+    W + (alpha / rank) B A           of a linear layer W [out, in]: a [rank, in], b [out, rank]
+    W_e + (alpha / rank) B_e A_e     of each expert e of a fused weight W [experts, out, in], by peft's `ParamWrapper`:
+                                     a [experts * rank, in], b [out, rank * experts] with the experts innermost
+
+`stream_weights` and `export_hf` merge in fp32, then cast. Checkpoints hold base weights and adapters. The forward adds
+a fused weight's update to a copy of the weight, in its own dtype. Layers whose weight another module computes with, and
+routers with a forward of their own, have no adapter. Not supported with tensor parallel, and not on experts with expert
+parallel.
 Reference: arXiv:2106.09685
 """
 
@@ -19,7 +24,7 @@ import inspect
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -39,12 +44,24 @@ if TYPE_CHECKING:
     from rlkit.model.forward import PolicyFn
 
 
+_PARTS = {  # a fused weight, and its parts as checkpoints name them
+    "gate_up_proj": ({"gate_proj", "up_proj"}, {"w1", "w3"}),
+    "down_proj": ({"w2"},),
+}
+_RENAMED = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}  # what peft takes for experts in a MoE
+
+
 class Adapter(NamedTuple):
-    """The update of one weight, `scale * b @ a`; sharded like the model."""
+    """The update of one weight, `scale * b @ a`; sharded like the model.
+
+    `transposed`: the weight is [in, out], as those of GPT-2. `layer`: the name of the module that holds a and b.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    transposed: bool = False
+    layer: str = ""
 
 
 def add_lora(
@@ -59,30 +76,33 @@ def add_lora(
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
     b starts at 0, so the outputs do not change until the first step. a depends only on `seed` and the layer's name, in
-    any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"]; "all-linear" is all but the head. The
-    tower of a vision model has none. The head of a critic or a reward model trains whole. `dropout` is the share of an
-    adapter's inputs that are 0 inside `dropping`, and nowhere else.
+    any layout. `targets`: module names as in peft, such as ["q_proj", "v_proj"], and fused experts, such as
+    "gate_up_proj", or by the names that checkpoints give its parts: both "gate_proj" and "up_proj". "all-linear" is
+    every layer and expert that can have an adapter; the head and the tower of a vision model have none. The head of a
+    critic or a reward model trains whole. `dropout` is the share of an adapter's inputs that are 0 inside `dropping`,
+    and nowhere else; fused experts take none.
 
-    Errors: ValueError for a target that the model lacks or peft refuses, and for one that is not a linear layer, with
-    the names of those that are.
+    Errors: ValueError for a target that the model lacks or that can have no adapter, with the names of those that can,
+    and for `dropout` on fused experts.
     """
     peft = optional("peft", "lora", "LoRA needs")
     import torch.distributed.tensor  # peft reads it as an attribute
 
-    frozen = "|".join(map(re.escape, tower_parts(model)))  # not the tower of a vision model
-    skipped: dict[str, Any] = {"exclude_modules": rf"(.*\.)?({frozen})(\..*)?"} if frozen else {}
+    layers, experts = _chosen(model, targets)
+    if dropout and experts:
+        raise ValueError(
+            f"`lora_dropout` must be 0 for fused experts ({_lasts(experts)}), or give other targets "
+            f"(--lora-targets): {_lasts(layers)}"
+        )
     head = getattr(model, "score", None)
     kind: dict[str, Any] = {"task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "lora_dropout": dropout}
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, **kind, **skipped)
-    _check_names(model, targets)
-    _check_reached(model, targets)
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The following|fan_in_fan_out")  # of layers refused below
-            peft.inject_adapter_in_model(config, model)
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"LoRA on {type(model).__name__}: {str(error).splitlines()[0]}") from error
-    _check_layers(model)
+    names = {"target_modules": [f"model.{x}" for x in layers], "target_parameters": [f"model.{x}" for x in experts]}
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, **names, **kind)
+    nameless = nn.ModuleDict({"model": model})  # peft renames the targets of model types that it knows
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set where it should be
+        peft.inject_adapter_in_model(config, nameless)
+    model.peft_config = {"default": _config_of_file(model, config, layers, experts)}
     reset_adapters(model, seed=seed)
     if head is not None:
         head.requires_grad_(True)
@@ -102,74 +122,112 @@ def dropping(model: nn.Module) -> Iterator[None]:
             layer.eval()
 
 
-def _check_names(model: nn.Module, targets: str | list[str]) -> None:
-    """Refuse a name that no module has: peft ignores it, as long as another one fits."""
-    names = [name for name, _ in model.named_modules()]
-    for target in [] if isinstance(targets, str) else targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            linear = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}))
-            raise ValueError(f"`lora_targets` {target}: the model has no such module; its linear layers: {linear}")
+def _chosen(model: Any, targets: str | list[str]) -> tuple[list[str], list[str]]:
+    """The names of the linear layers and of the fused weights that get an adapter; ValueError: see `add_lora`."""
+    layers, experts, others = _adaptable(model)
+    names, fine = [*layers, *experts, *others], [*layers, *experts]
+    ends = lambda target: {name for name in names if f".{name}".endswith(f".{target}")}  # noqa: E731
+    if isinstance(targets, str):
+        found = {targets: {*fine} if targets == "all-linear" else {n for n in names if re.fullmatch(targets, n)}}
+    else:
+        found = {target: ends(target) for target in targets}
+    for whole, forms in _PARTS.items():
+        for parts in (parts for parts in forms if parts <= found.keys()):
+            found |= {part: found[part] | ends(whole) for part in parts}
+    if not fine:
+        raise ValueError(
+            f"LoRA adapts linear layers and experts, and {type(model).__name__} has none: train all weights"
+        )
+    if missing := next((target for target, of in found.items() if not of), None):
+        raise ValueError(f"`lora_targets` {missing}: the model has no such module; names to give: {_lasts(fine)}")
+    chosen = set().union(*found.values())
+    if wrong := {_pattern(name): why for name, why in others.items() if name in chosen}:
+        what = " and ".join(f"{path} ({why})" for path, why in wrong.items())
+        raise ValueError(f"LoRA does not adapt {what}; names to give as targets (--lora-targets): {_lasts(fine)}")
+    return [name for name in layers if name in chosen], [name for name in experts if name in chosen]
 
 
-def _check_layers(model: Any) -> None:
-    """Refuse adapters that the forward would ignore or an export lose: those of anything but linear layers."""
-    from peft.tuners.lora import Linear, LoraLayer
+def _adaptable(model: Any) -> tuple[list[str], list[str], dict[str, str]]:
+    """The names of the linear layers, of the fused weights of experts, and of the other modules with what they are."""
+    modules, layers, experts = dict(model.named_modules()), list[str](), list[str]()
+    others, heads = dict[str, str](), (model.get_output_embeddings(), getattr(model, "score", None))
+    for name, module in modules.items():
+        if not name or re.fullmatch(_tower(model), name):
+            continue
+        parent, _, last = name.rpartition(".")
+        read = lambda weight: _reads_weight(cast(Any, type(modules[parent])), f"{last}.{weight}")  # noqa: B023, E731
+        if module in heads:
+            others[name] = "the head"
+        elif not (is_linear(module) or _is_transposed(module)):
+            others[name] = type(module).__name__
+        elif read("weight"):
+            others[name] = f"{type(modules[parent]).__name__} reads its weight"
+        else:
+            layers.append(name)
+        if "Experts" in type(module).__name__:
+            weights = (key for key, p in module.named_parameters(recurse=False) if p.ndim == 3)
+            experts += [f"{name}.{key}" for key in weights if not read(key)]
+    return layers, experts, others
 
-    head, fine, wrong = getattr(model, "score", None) or model.get_output_embeddings(), set(), {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer) and not isinstance(getattr(layer, "base_layer", None), LoraLayer):
-            base = layer.get_base_layer()
-            if isinstance(layer, Linear) and is_linear(base) and layer is not head:
-                fine.add(name.rpartition(".")[2])
-            else:
-                wrong[_pattern(name)] = "the head" if layer is head else type(base).__name__
-    if wrong:
-        names_of_experts = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}  # for peft, in a MoE
-        raise _refused(wrong, fine - names_of_experts)
 
-
-def _refused(wrong: dict[str, str], fine: set[str]) -> ValueError:
-    names = " and ".join(f"{path} ({kind})" for path, kind in wrong.items())
-    others = ", ".join(sorted(fine)) or "none, so train all weights"
-    return ValueError(
-        f"LoRA adapts linear layers only, not {names}; layers to name as targets (--lora-targets): {others}"
+def _config_of_file(model: Any, config: Any, layers: list[str], experts: list[str]) -> Any:
+    """The config by which peft adapts the same layers of the model without adapters."""
+    modules = {clean_of_peft(name) for name, _ in model.named_modules() if ".lora_" not in name}
+    weights = {clean_of_peft(name) for name, _ in model.named_parameters() if ".lora_" not in name}
+    modules = {name for name in modules if not re.fullmatch(_tower(model), name)}
+    moe = any("experts." in name for name in weights)
+    renamed = {name for name in layers if moe and name.rpartition(".")[2] in _RENAMED}
+    config = copy.copy(config)
+    vars(config).update(
+        target_modules=_short({*layers} - renamed, modules),
+        target_parameters=_short({*experts, *(f"{name}.weight" for name in renamed)}, weights) or None,
+        exclude_modules=_tower(model) if tower_parts(model) else None,
     )
+    return config
+
+
+def _short(names: set[str], among: set[str]) -> list[str]:
+    """Last parts of `names`, and those whole whose last part others of `among` have."""
+    last = {name: name.rpartition(".")[2] for name in names}
+    others = {name.rpartition(".")[2] for name in among - names}
+    return sorted({name if part in others else part for name, part in last.items()})
+
+
+def _tower(model: Any) -> str:
+    """A pattern of the names of all modules in the tower of a vision model."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, tower_parts(model))) or '(?!)'})(\..*)?"
+
+
+def _lasts(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none, so train all weights"
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name).removesuffix(".base_layer")
-
-
-def _check_reached(model: Any, targets: str | list[str]) -> None:
-    """Refuse layers whose adapter the forward would pass by: another module computes with their weights."""
-    modules, fine, wrong = dict(model.named_modules()), set(), {}
-    for name, layer in modules.items():
-        parent, _, last = name.rpartition(".")
-        if not isinstance(layer, nn.Linear) or layer in (model.get_output_embeddings(), getattr(model, "score", None)):
-            continue
-        if not _reads_weight(cast(Any, type(modules[parent])), last):
-            fine.add(last)
-        elif targets == "all-linear" or any(name == t or name.endswith(f".{t}") for t in targets):
-            wrong[_pattern(name)] = f"{type(modules[parent]).__name__} reads its weight"
-    if wrong:
-        raise _refused(wrong, fine - {path.rpartition(".")[2] for path in wrong})
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 @cache
-def _reads_weight(parent: Any, name: str) -> bool:
-    """Whether the forward of a module computes with the weight of its layer `name`, as Mamba's do with `dt_proj`."""
+def _reads_weight(parent: Any, weight: str) -> bool:
+    """Whether the forward of a module computes with a `weight` of a part, as Mamba's do with `dt_proj.weight`."""
     try:
         source = inspect.getsource(parent.forward) + "".join(
             inspect.getsource(f) for key, f in vars(parent).items() if key.endswith("forward") and callable(f)
         )
     except (OSError, TypeError, AttributeError):
         return False
-    return re.search(rf"self\.{name}\.weight(?!\.(dtype|device|shape|requires_grad))", source) is not None
+    return re.search(rf"self\.{re.escape(weight)}(?!\.(dtype|device|shape|requires_grad))\b", source) is not None
 
 
 def is_linear(module: Any) -> bool:
     """Whether the module computes W x + b: an `nn.Linear`, or a subclass with its forward."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _is_transposed(module: Any) -> bool:
+    """Whether the module is a linear layer of GPT-2, with a weight [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
 
 
 def lora_config(model: Any) -> Any:
@@ -200,26 +258,42 @@ def _copy(whole: Tensor, to: Any) -> None:
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Name of a weight, as without LoRA -> its adapter; {} for a model without adapters."""
-    return {f"{name}.weight": a for name, m in model.named_modules() if (a := adapter_of(m)) is not None}
+    found = ((name, m, adapter_of(m)) for name, m in model.named_modules())
+    return {clean_of_peft(f"{name}.{_weight_name(m)}"): a._replace(layer=name) for name, m, a in found if a is not None}
+
+
+def _weight_name(layer: Any) -> str:
+    return getattr(layer, "parameter_name", "weight")
 
 
 def adapter_of(layer: Any) -> Adapter | None:
     """The adapter of a layer; None where it has none."""
     if not getattr(layer, "lora_A", None):
         return None
-    return Adapter(layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"])
+    transposed = layer.fan_in_fan_out or (
+        hasattr(layer, "parameter_name") and not getattr(layer, "_did_swap_in_out_features", False)
+    )
+    return Adapter(layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"], transposed)
+
+
+def clean_of_peft(name: str) -> str:
+    """The name of a parameter as without LoRA."""
+    return name.replace(".base_layer", "")
 
 
 def is_low_rank(layer: Any) -> bool:
     """Whether the layer computes (W + scale B A) x: one adapter, not merged, without bias, DoRA or the like."""
-    if adapter_of(layer) is None or len(layer.lora_A) > 1 or layer.merged:
+    if adapter_of(layer) is None or len(layer.lora_A) > 1 or layer.merged or not is_linear(layer.get_base_layer()):
         return False
     return not layer.lora_variant and layer.lora_B.default.bias is None
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     """The full weight plus its update, in the weight's dtype. A collective where the adapter is sharded."""
-    update = adapter.scale * _full(adapter.b).float() @ _full(adapter.a).float()
+    a, b = _full(adapter.a).float(), _full(adapter.b).float()
+    experts = weight.shape[0] if weight.ndim == 3 else 1
+    update = b.view(b.shape[0], -1, experts).permute(2, 0, 1) @ a.view(experts, -1, a.shape[1])
+    update = adapter.scale * (update.mT if adapter.transposed else update).view_as(weight)
     return (weight.float() + update.to(weight.device)).to(weight.dtype)
 
 
@@ -271,9 +345,9 @@ def adapter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     `dtype` casts them (None: as they are).
     """
     of_stage = {}
-    for name, adapter in adapters(model).items():
+    for adapter in adapters(model).values():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            of_stage[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = _full(x).to("cpu", dtype)
+            of_stage[f"base_model.model.{adapter.layer}.{part}.weight"] = _full(x).to("cpu", dtype)
     for tensors in each_stage(of_stage, mesh=mesh_of(model)):
         yield from tensors.items()
 

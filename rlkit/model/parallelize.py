@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from rlkit._moved import moved
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.forward import forward, load_model
-from rlkit.model.lora import add_lora, reset_adapters
+from rlkit.model.lora import adapters, add_lora, clean_of_peft, reset_adapters
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.parallel.attention import recomputing
@@ -141,7 +141,7 @@ def parallelize(
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
 
     Errors: ValueError for a model type that is not causal, or not covered by the sizes, for heads that the sizes do not
-    divide, and for `compile` with tensor parallelism.
+    divide, for `compile` with tensor parallelism, and for adapters of experts with `ep`.
     """
     sizes = mesh.sizes
     if _layers(model) is None:
@@ -150,6 +150,11 @@ def parallelize(
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
+    fused = [name for name in adapters(model) if not name.endswith(".weight")]
+    if sizes.ep > 1 and fused:
+        raise ValueError(
+            f"ep={sizes.ep} trains no adapters of experts ({fused[0]}): give other targets (--lora-targets)"
+        )
     verdict = check_loaded(model, forward)
     model.to(torch.float32)
     for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
@@ -257,7 +262,7 @@ def load_parallel(
     outside `COVERED`, whose files may have other names than its weights, is read by transformers: each rank holds the
     whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
     downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
-    `rlkit.model.lora`; none: all linear layers; `lora_alpha` None: twice the rank).
+    `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank).
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.
@@ -313,10 +318,10 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str, new: s
         for name, x in module._buffers.items():  # offloading is for parameters
             module._buffers[name] = x if x is None else x.to(device_of(model))
     held: dict[str, Any] = get_model_state_dict(model)
-    weights = {name.replace(".base_layer.", "."): x for name, x in held.items() if ".lora_" not in name}
+    weights = {clean_of_peft(name): x for name, x in held.items() if ".lora_" not in name}
     if is_tied(model):
         weights.pop("lm_head.weight", None)
-    for name in read_experts(model, folder):
+    for name in read_experts(weights, folder):
         del weights[name]
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata

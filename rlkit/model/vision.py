@@ -136,7 +136,7 @@ def with_tower(model: Any, hidden: Tensor) -> Tensor:
 
 def copy_processor(model: Any, folder: Path) -> None:
     """Put the files of the model's own image processor beside an export."""
-    if not reads_images(model.config):
+    if not reads_images(model.config) or not model.config.name_or_path:
         return
     from transformers.utils.hub import cached_file
 

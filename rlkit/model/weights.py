@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlkit import files as _files
-from rlkit.model.lora import Adapter, adapter_weights, adapters, merged, only_adapter_trains
+from rlkit.model.lora import Adapter, adapter_weights, adapters, clean_of_peft, merged, only_adapter_trains
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
@@ -131,7 +131,7 @@ def _buckets(
     for full, x in _stage_tensors(model).items():
         if ".lora_" in full:
             continue
-        name = full.removeprefix("model/").replace(".base_layer.", ".")
+        name = clean_of_peft(full.removeprefix("model/"))
         kind = _dtype(model, name, x, dtype)
         if bucket and size + x.numel() * kind.itemsize > bucket_bytes:
             yield _realized(model, bucket, updates)
@@ -306,6 +306,19 @@ def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]
     for name, x in bucket.items():
         full = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
         bucket[name] = merged(full, updates[name]) if name in updates else full
-    out = dict(revert_weight_conversion(model, bucket))
+    out = dict(revert_weight_conversion(cast(Any, _Plain(model)), bucket))
     bucket.clear()
     return out
+
+
+class _Plain:
+    """A model whose parameters transformers finds by their names without LoRA."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return next(p for key, p in self._model.named_parameters() if clean_of_peft(key) == name)

@@ -16,7 +16,7 @@ trainer uses its own router; the effect shows in `mismatch/k3`, and TIS or IcePo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,21 +108,21 @@ def _grouped(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_experts(model: nn.Module, folder: Path) -> list[str]:
-    """Load the fused experts of a sharded model from `folder`, whose files hold each expert separately.
+def read_experts(weights: Mapping[str, Any], folder: Path) -> list[str]:
+    """Fill the fused experts of a sharded model's `weights` from `folder`, whose files hold each expert separately.
 
-    Returns the names of the loaded parameters. Errors: ValueError naming a weight that the files lack.
+    Returns their names. Errors: ValueError naming a weight that the files lack.
     """
     from safetensors import safe_open
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    fused = {name: parts for name, _ in model.named_parameters() for end, parts in PARTS.items() if name.endswith(end)}
+    fused = {name: parts for name in weights for end, parts in PARTS.items() if name.endswith(end)}
     stored: dict[str, Any] = {}
     for path in folder.glob("*.safetensors") if fused else ():
         file = safe_open(path, framework="pt")
         stored |= dict.fromkeys(file.keys(), file)
     for name, parts in fused.items():
-        param: Any = model.get_parameter(name)
+        param = weights[name]
         _, (first, *rest) = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         for i, target in enumerate(param.to_local()):
             wanted = [f"{name.rsplit('.', 1)[0]}.{first + i}.{part}.weight" for part in parts]

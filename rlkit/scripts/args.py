@@ -310,7 +310,7 @@ class Lora:
     lora_rank: CountOr0 = 0
     """rank of LoRA adapters, which alone are trained; 0: train all weights"""
     lora_targets: tuple[str, ...] = ()
-    """names of the linear layers that get an adapter, e.g. q_proj v_proj; none: all but the head"""
+    """names of the layers that get an adapter, e.g. q_proj v_proj; none: all but the head, also experts"""
     lora_alpha: Positive | None = None
     """scale of the adapters times their rank: W + (alpha / rank) B A; None: twice the rank"""
     lora_dropout: Share = 0.0

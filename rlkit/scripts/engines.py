@@ -127,8 +127,14 @@ def _check_answers(how: Engines) -> None:
 async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the flags: the training model itself where possible, else one with its own weights, on rank 0 or on
     the first rank of each machine."""
+    from rlkit.model.lora import only_adapter_trains
     from rlkit.model.sharding import mesh_of
 
+    refuse_if(
+        args.engine.weight_sync_lora == "adapter" and not only_adapter_trains(model),
+        "`weight_sync_lora` adapter: servers take adapters of linear layers only, not of experts or transposed layers: "
+        "name others by `lora_targets`, or drop the flag",
+    )
     max_len = args.episodes.max_len(args.rollouts)
     if args.engine.engine == "local" and mesh_of(model) is None and not args.rollouts.overlap:
         from rlkit.rollout.engines.local import LocalEngine

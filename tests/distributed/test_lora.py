@@ -35,6 +35,17 @@ def base():
     return tiny_model(tiny_tokenizer(), **sizes)
 
 
+def moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=263, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
+        moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, initializer_range=0.1,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).eval()
+
+
 def batch():
     draw = lambda n: [(11 * i + n) % 263 for i in range(n)]
     groups = [[Trajectory(draw(p), draw(n), [True] * n, [-1.0] * n, [0] * n)] * 2 for p, n in [(5, 9), (3, 4), (8, 11)]]
@@ -58,12 +69,16 @@ def logp(model):
     return compute_log_probs(partial(forward, model), batch(), max_tokens=64)
 
 
-@pytest.fixture(scope="module")
-def trained():
-    model = add_lora(prepare_model(base()), rank=4)
-    assert torch.equal(logp(model), logp(prepare_model(base()))), "b starts at 0"
+def trained_on_one(kind):
+    model = add_lora(prepare_model(kind()), rank=4)
+    assert torch.equal(logp(model), logp(prepare_model(kind()))), "b starts at 0"
     train(model)
     return model
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return trained_on_one(base)
 
 
 def test_only_the_adapter_trains(trained):
@@ -107,48 +122,53 @@ def test_saved_adapter_loads_with_peft(trained, tmp_path):
     torch.testing.assert_close(logp(prepare_model(loaded)), logp(trained), atol=2e-5, rtol=1e-5)
 
 
-def test_the_embedded_engine_samples_from_the_adapted_model(trained):
+@pytest.mark.parametrize("kind", [base, moe])
+def test_the_embedded_engine_samples_from_the_adapted_model(trained, kind):
+    trained = trained if kind is base else trained_on_one(kind)
     engine = LocalEngine(trained, eos_token_ids=())
     done = asyncio.run(engine.generate([5, 6, 7], params=SamplingParams(max_new_tokens=9, seed=1)))
     sampled = pack([[Trajectory([5, 6, 7], done.ids, [True] * 9, done.logp, done.versions)]])
     torch.testing.assert_close(forward(trained, sampled).logp, sampled.rollout_logp, atol=1e-5, rtol=1e-5)
 
 
-def lora_on_rank(rank, world, sizes, options, folder):
+def lora_on_rank(rank, world, kind, sizes, options, folder):
     mesh = make_mesh(Parallel(**sizes))
-    model = parallelize(add_lora(base(), rank=4), mesh, **options)
+    model = parallelize(add_lora(kind(), rank=4), mesh, **options)
     optimizer, _ = train(model, mesh)
     weights = {k: v.clone() for k, v in stream_weights(model)}
     path = save_checkpoint(folder / "c", step=3, model=model, optimizer=optimizer, state={}, keep=1)
     save_adapter(model, folder / "adapter")
-    other = parallelize(add_lora(base(), rank=4, seed=1), mesh, **options)
+    other = parallelize(add_lora(kind(), rank=4, seed=1), mesh, **options)
     load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
     for (name, a), b in zip(stream_weights(other), weights.values(), strict=True):
         assert torch.equal(a, b), name
-    truth = compute_log_probs(partial(forward, prepare_model(base())), batch(), max_tokens=64)
+    truth = compute_log_probs(partial(forward, prepare_model(kind())), batch(), max_tokens=64)
     off = compute_log_probs(without_adapter(partial(forward, model), model), batch(), max_tokens=64)
     torch.testing.assert_close(off, truth, atol=2e-5, rtol=1e-5)
     return weights, logp(model)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("kind", "sizes", "options"),
     [
-        ({"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
-        pytest.param({"shard": 4}, {}, marks=pytest.mark.slow),
-        pytest.param({"replicate": 2}, {}, marks=pytest.mark.slow),
+        (base, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
+        (moe, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
+        pytest.param(base, {"shard": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(moe, {"shard": 4}, {}, marks=pytest.mark.slow),
+        pytest.param(base, {"replicate": 2}, {}, marks=pytest.mark.slow),
     ],
 )
-def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, sizes, options):
+def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, kind, sizes, options):
     import peft
 
+    trained = trained if kind is base else trained_on_one(kind)
     truth, expected = dict(stream_weights(trained)), logp(trained)
-    for weights, found in ranks.run(lora_on_rank, sizes, options, tmp_path):
+    for weights, found in ranks.run(lora_on_rank, kind, sizes, options, tmp_path):
         assert weights.keys() == truth.keys()
         for name, x in weights.items():
             torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
+    loaded = peft.PeftModel.from_pretrained(kind(), tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(logp(prepare_model(loaded)), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -165,25 +185,34 @@ def from_files_on_rank(rank, world, folder, sizes):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"replicate": 2}, {"pp": 2, "offload": True}, pytest.param({"shard": 4}, marks=pytest.mark.slow)]
+    ("kind", "sizes"),
+    [
+        (base, {"replicate": 2}),
+        (base, {"pp": 2, "offload": True}),
+        (moe, {"pp": 2}),
+        pytest.param(base, {"shard": 4}, marks=pytest.mark.slow),
+        pytest.param(moe, {"shard": 4}, marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks, tmp_path, sizes):
+def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks, tmp_path, kind, sizes):
     import peft
     from transformers import AutoTokenizer
 
-    model = base()
+    model = kind()
     model.save_pretrained(tmp_path)
-    size, shapes = sum(p.numel() for p in model.parameters()), [p.shape for p in model.model.layers.parameters()]
-    trained = 4 * sum(sum(shape) for shape in shapes if len(shape) == 2)
+    size = sum(p.numel() for p in model.parameters())
+    adapted = {name: p for name, p in model.model.layers.named_parameters() if p.ndim > 1 and ".gate." not in name}
+    trained = 4 * sum((len(p) if p.ndim == 3 else 1) * sum(p.shape[-2:]) for p in adapted.values())
+    names = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapted})
     alone = launch.load_policy(tmp_path, ParallelArgs(), lora_rank=4)
     start = {name: x.clone() for name, x in adapter_weights(alone)}
     assert min(float(x.std()) for name, x in start.items() if "lora_A" in name) > 0.05
     train(alone)
     truth = dict(stream_weights(alone))
     for rank, (said, before, weights) in enumerate(ranks.run(from_files_on_rank, tmp_path, sizes)):
-        text = f"model: {size:,} parameters on cpu and 3 other ranks, fp32; trains LoRA of rank 4 on 14 modules ("
-        names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-        assert said == (f"{text}{trained:,} parameters): {names}\n" if rank == 0 else "")
+        text = f"model: {size:,} parameters on cpu and 3 other ranks, fp32; trains LoRA of rank 4 "
+        text += f"on {len(adapted)} modules ("
+        assert said == (f"{text}{trained:,} parameters): {', '.join(names)}\n" if rank == 0 else "")
         assert before.keys() == start.keys()
         assert all(torch.equal(x, start[name]) for name, x in before.items())
         assert weights.keys() == truth.keys()
@@ -192,6 +221,16 @@ def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").get_vocab() == tiny_tokenizer().get_vocab()
     torch.testing.assert_close(logp(prepare_model(loaded)), logp(alone), atol=1e-4, rtol=1e-4)
+
+
+def experts_over_ep(rank, world):
+    with pytest.raises(ValueError, match=r"ep=2 trains no adapters of experts \(\S+down_proj\): give other targets"):
+        parallelize(add_lora(moe(), rank=4), make_mesh(Parallel(ep=2, shard=4)))
+    parallelize(add_lora(moe(), rank=4, targets=["q_proj"]), make_mesh(Parallel(ep=2, shard=4)))
+
+
+def test_adapters_of_experts_are_refused_with_expert_parallel(ranks):
+    ranks.run(experts_over_ep)
 
 
 @pytest.mark.parametrize(("given", "kept"), [("owner/name", "owner/name"), ("", None)])
