@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -309,6 +310,31 @@ def _realized(model: Any, bucket: dict[str, Tensor], updates: dict[str, Adapter]
     out = dict(revert_weight_conversion(cast(Any, _Plain(model)), bucket))
     bucket.clear()
     return out
+
+
+@torch.no_grad()
+def in_names_of(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a checkpoint under the names of the model's own: transformers fuses experts and renames layers.
+
+    Weights that the model lacks keep their names; those that the checkpoint lacks, or has in another shape, are left
+    out. Memory: a copy of the model.
+    """
+    from transformers.utils import logging
+
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"config": copy.deepcopy(model.config), "attn_implementation": "eager", "dtype": model.dtype}
+    try:
+        loaded, info = type(model).from_pretrained(None, state_dict=weights, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
+    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    found = {name.removeprefix("model/"): x for name, x in model_tensors(loaded).items()}
+    return {k: x for k, x in found.items() if k not in lacking} | {k: weights[k] for k in info["unexpected_keys"]}
 
 
 class _Plain:

@@ -20,7 +20,7 @@ from rlkit.model.lora import adapters, add_lora, only_adapter_trains, save_adapt
 from rlkit.model.optim import adamw
 from rlkit.model.small_copy import shrunk
 from rlkit.model.vision import auto_class
-from rlkit.model.weights import Form, export_hf, stream_weights
+from rlkit.model.weights import Form, export_hf, in_names_of, stream_weights
 from rlkit.scripts.args import Lora
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -85,7 +85,9 @@ def check(model_type, folder, tolerance=1e-5):
 
     model, plain = built(model_type), built(model_type)
     check_export(plain, folder / "plain", tolerance)
-    shapes = {name: x.shape for name, x in stream_weights(plain)}
+    weights = dict(stream_weights(plain))
+    shapes, again = {name: x.shape for name, x in weights.items()}, in_names_of(plain, weights)
+    assert all(torch.equal(p, again[name]) for name, p in plain.named_parameters())
     if model_type in REFUSED:
         with pytest.raises(ValueError, match=r"^LoRA adapts linear layers and experts, and \w+ has none: train"):
             add_lora(model, rank=2)

@@ -12,6 +12,7 @@ import transformers as hf
 from torch.distributed.fsdp import fully_shard
 
 from rlkit.model.lora import adapter_off, add_lora
+from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.local.backends import CachedForward, Decoder, Recompute
 from rlkit.types import SamplingParams
@@ -299,6 +300,21 @@ def test_a_weight_that_is_not_dense_is_read_all_the_same():
     up.weight = torch.nn.Parameter(up.weight.t().contiguous().t())
     for prompt, completion in asyncio.run(busy(LocalEngine(model, max_batch=5, eos_token_ids=()), temperature=1.0)):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
+
+
+def test_the_weights_of_another_model_come_under_the_names_of_its_checkpoint():
+    """In which experts are apart and layers have other names: what a trainer on several ranks sends."""
+    model, other = build(CASES["mixtral"][0]), build(CASES["mixtral"][0], seed=1)
+    engine = LocalEngine(model, max_batch=5, max_len=96, eos_token_ids=())
+    weights = dict(stream_weights(other))
+    assert weights.keys() != model.state_dict().keys()
+    with pytest.raises(ValueError, match=r"the new weights lack \['model\.layers\.1\."):
+        asyncio.run(
+            engine.update_weights({k: x for k, x in weights.items() if ".layers.1." not in k}.items(), version=1)
+        )
+    asyncio.run(engine.update_weights(weights.items(), version=1))
+    for prompt, completion in asyncio.run(busy(engine, temperature=1.0)):
+        assert (torch.tensor(completion.logp) - true_logp(other, prompt, completion.ids)).abs().max() < 1e-4
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ import torch
 from rlkit.model.families import check_is_model, check_prompt_ids
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import placeholder_ids
+from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
@@ -160,7 +161,10 @@ class LocalEngine:
     @torch.no_grad()
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         own = self.model.state_dict(keep_vars=True)
-        if missing := sorted({name for name, _ in self.model.named_parameters()} - weights.keys()):
+        needed = {name for name, _ in self.model.named_parameters()}
+        if not needed <= weights.keys():
+            weights = in_names_of(self.model, weights)
+        if missing := sorted(needed - weights.keys()):
             raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
         if wrong := [name for name, x in weights.items() if name not in own or own[name].shape != x.shape]:
             raise ValueError(f"unknown weight names: {wrong[:4]} ({len(wrong)} in all)")
