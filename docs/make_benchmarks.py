@@ -43,8 +43,8 @@ def load(name: str) -> dict[str, Any]:
 
 def source(name: str) -> str:
     """The last cell of a row: the file, and the processor that it names."""
-    cpu = load(name).get("machine", {}).get("cpu", "")
-    return f"[{name}](../benchmarks/results/{name}.json)" + f", {cpu.split('(')[0].strip()}" * bool(cpu)
+    cpu = load(name).get("machine", {}).get("cpu", "").replace("(R)", "").removesuffix(" Processor")
+    return f"[json](../benchmarks/results/{name}.json)" + f", {cpu}" * bool(cpu)
 
 
 def number(x: float) -> str:
@@ -60,13 +60,16 @@ def times(x: float, low: float | None = None, high: float | None = None) -> str:
 
 def trl() -> list[list[str]]:
     """The figures that matter of each comparison with TRL."""
-    rows = [["setting", "figure", "TRL", "rlkit", "better by", "file"]]
+    head = ["setting", "step: TRL, s", "rlkit, s", "faster", "first update earlier", "peak memory, of TRL's"]
+    rows = [[*head, "to the same reward, faster", "file"]]
     for name, setting in TRL.items():
-        for row in load(name)["table"]:
-            figure = row["figure"].strip()
-            if figure in ("first update, s", "step, s", "peak RSS, MB") or re.match(r"to reward .*, s", figure):
-                values = [number(row[side][0]) for side in ("trl", "rlkit")]
-                rows.append([setting, figure, *values, times(*row["better by"]), source(name)])
+        found = {row["figure"].strip(): row for row in load(name)["table"]}
+        step, first, peak = (found[figure] for figure in ("step, s", "first update, s", "peak RSS, MB"))
+        goal = next((times(*row["better by"]) for key, row in found.items() if re.match(r"to reward .*, s$", key)), "")
+        share = f"{1 / peak['better by'][0]:.2f}x: {peak['rlkit'][0]:,.0f} of {peak['trl'][0]:,.0f} MB"
+        seconds = [number(step[side][0]) for side in ("trl", "rlkit")]
+        better = [times(*row["better by"]) for row in (step, first)]
+        rows.append([setting, *seconds, *better, share, goal, source(name)])
     return rows
 
 
