@@ -89,6 +89,33 @@ def test_pairs_and_labels(task, tmp_path, script):
     assert all(np.isfinite(line["loss"]) for line in lines)
 
 
+AGENT = """
+import json, os, urllib.request
+row = json.load(open(os.environ["RLKIT_ROW"]))
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+shown = [{"type": "image_url", "image_url": {"url": x}} for x in row.get("images", ())]
+messages = [{"role": "user", "content": [*shown, {"type": "text", "text": row["prompt"]}]}]
+for _ in range(2):
+    request = urllib.request.Request(url, json.dumps({"messages": messages}).encode())
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += [said, {"role": "user", "content": [*shown, {"type": "text", "text": "again"}]}]
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_shows_the_images_of_its_row_in_two_turns(task, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = ["--agent", f"{sys.executable} -S {tmp_path / 'agent.py'}", "--max-total-tokens", "256"]
+    lines = train(task, "grpo", tmp_path / "run", *command)
+    assert all(line["mismatch/abs_max"] < 1e-4 for line in lines)
+    assert all(line["reward/failed"] == line["reward/agent/branches"] == 0 for line in lines)
+    rows = [json.loads(x) for f in (tmp_path / "run/trajectories").iterdir() for x in f.read_text().splitlines()]
+    said = ["".join(m["content"] for m in row["info"]["messages"] if m["role"] == "user") for row in rows]
+    assert {text.count("<image>") for text in said} <= {0, 1, 2}
+    assert any("<image>How light?<image>again" in text for text in said)
+
+
 @pytest.mark.slow
 def test_an_engine_process_and_lora(task, tmp_path):
     pytest.importorskip("peft")
