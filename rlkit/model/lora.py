@@ -91,8 +91,8 @@ def add_lora(
     layers, experts = _chosen(model, targets)
     if dropout and experts:
         raise ValueError(
-            f"`lora_dropout` must be 0 for fused experts ({_lasts(experts)}), or give other targets "
-            f"(--lora-targets): {_lasts(layers)}"
+            f"`lora_dropout` must be 0 for fused experts ({_lasts(experts)}), or choose targets (--lora-targets) from: "
+            f"{_lasts(layers)}"
         )
     head = getattr(model, "score", None)
     kind: dict[str, Any] = {"task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "lora_dropout": dropout}
@@ -102,7 +102,7 @@ def add_lora(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set where it should be
         peft.inject_adapter_in_model(config, nameless)
-    model.peft_config = {"default": _config_of_file(model, config, layers, experts)}
+    model.peft_config = {"default": _saved_config(model, config, layers, experts)}
     reset_adapters(model, seed=seed)
     if head is not None:
         head.requires_grad_(True)
@@ -139,11 +139,11 @@ def _chosen(model: Any, targets: str | list[str]) -> tuple[list[str], list[str]]
             f"LoRA adapts linear layers and experts, and {type(model).__name__} has none: train all weights"
         )
     if missing := next((target for target, of in found.items() if not of), None):
-        raise ValueError(f"`lora_targets` {missing}: the model has no such module; names to give: {_lasts(fine)}")
+        raise ValueError(f"`lora_targets` {missing}: the model has no such module; choose from: {_lasts(fine)}")
     chosen = set().union(*found.values())
     if wrong := {_pattern(name): why for name, why in others.items() if name in chosen}:
         what = " and ".join(f"{path} ({why})" for path, why in wrong.items())
-        raise ValueError(f"LoRA does not adapt {what}; names to give as targets (--lora-targets): {_lasts(fine)}")
+        raise ValueError(f"LoRA does not adapt {what}; choose targets (--lora-targets) from: {_lasts(fine)}")
     return [name for name in layers if name in chosen], [name for name in experts if name in chosen]
 
 
@@ -154,23 +154,23 @@ def _adaptable(model: Any) -> tuple[list[str], list[str], dict[str, str]]:
     for name, module in modules.items():
         if not name or re.fullmatch(_tower(model), name):
             continue
-        parent, _, last = name.rpartition(".")
-        read = lambda weight: _reads_weight(cast(Any, type(modules[parent])), f"{last}.{weight}")  # noqa: B023, E731
+        above, _, last = name.rpartition(".")
+        parent = cast(Any, type(modules[above]))
         if module in heads:
             others[name] = "the head"
         elif not (is_linear(module) or _is_transposed(module)):
             others[name] = type(module).__name__
-        elif read("weight"):
-            others[name] = f"{type(modules[parent]).__name__} reads its weight"
+        elif _reads_weight(parent, f"{last}.weight"):
+            others[name] = f"{parent.__name__} reads its weight"
         else:
             layers.append(name)
         if "Experts" in type(module).__name__:
             weights = (key for key, p in module.named_parameters(recurse=False) if p.ndim == 3)
-            experts += [f"{name}.{key}" for key in weights if not read(key)]
+            experts += [f"{name}.{key}" for key in weights if not _reads_weight(parent, f"{last}.{key}")]
     return layers, experts, others
 
 
-def _config_of_file(model: Any, config: Any, layers: list[str], experts: list[str]) -> Any:
+def _saved_config(model: Any, config: Any, layers: list[str], experts: list[str]) -> Any:
     """The config by which peft adapts the same layers of the model without adapters."""
     modules = {clean_of_peft(name) for name, _ in model.named_modules() if ".lora_" not in name}
     weights = {clean_of_peft(name) for name, _ in model.named_parameters() if ".lora_" not in name}
