@@ -112,6 +112,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
         result = on_ranks(script, flags)
     exported = isinstance(result, Path) and result != _given([flags]).get("output")  # of 0 steps there is nothing
     if exported and is_first():
+        if (page := result.parent / "report.html").exists():
+            _print(f"report {page}")
         _print(f"exported {result}")
     return result
 

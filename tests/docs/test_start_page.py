@@ -66,6 +66,8 @@ def test_the_page_goes_from_data_to_a_report(folder: Path, capsys: pytest.Captur
     call(COMMANDS[1][1:])
     assert "train.jsonl: 40 rows" in capsys.readouterr().out
     call(COMMANDS[2][1:], *SMALL)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [f"report {folder}/runs/short/report.html", f"exported {folder}/runs/short/model"]
     for name in re.findall(r"^    (runs/short/\S+)", PAGE, re.MULTILINE):
         assert (folder / name).exists(), name
     metrics = (folder / "runs/short/metrics.jsonl").read_text()
@@ -78,5 +80,5 @@ def test_the_page_goes_from_data_to_a_report(folder: Path, capsys: pytest.Captur
 def test_the_reward_of_the_page_prefers_short_sentences(folder: Path) -> None:
     short = runpy.run_path("my_rewards.py")["short"]
     row = {"most": 4}
-    rewards = [short(text, row)["reward"] for text in ("A b c d.", "A b c d e f g h.", "A b c d", "", ".")]
-    assert rewards == [1.0, 0.5, 0.0, 0.0, 1.0]
+    rewards = [short(text, row)["reward"] for text in ("A b c d.", "A b c d e f g h.", "A b c d", "", "Thunder.")]
+    assert rewards == [1.0, 0.5, 0.0, 0.0, 0.25]
