@@ -80,6 +80,19 @@ def modules() -> Iterator[Module]:
             yield Module(".".join(parts), package, about, public)
 
 
+def core(found: list[Module]) -> Iterator[str]:
+    """Links to the names that `import rlkit` gives, at the modules that define them."""
+    source = (ROOT / "rlkit" / "__init__.py").read_text()
+    names = ast.literal_eval(re.search(r"^_NAMES = (\{.*?\})$", source, re.MULTILINE | re.DOTALL)[1])
+    for home, some in names.items():
+        for name in some.split():
+            inside = (f"rlkit.{home}", f"rlkit.{home}.")
+            module = next(
+                m for m in found if name in m.public and (m.name == inside[0] or m.name.startswith(inside[1]))
+            )
+            yield f"[`{name}`][{module.name}.{name}]"
+
+
 def api(folder: Path) -> list[Any]:
     """Write the page of each module; return the menu of them, nested as the packages are."""
     found = list(modules())
@@ -93,7 +106,8 @@ def api(folder: Path) -> list[Any]:
         about = docstrings.markdown(module.about).replace("|", "\\|")
         rows.append(f"| [`{module.name}`]({page.relative_to(folder)}) | {about} |")
     text = "# API\n\nEach docstring states the equation, shapes, units, limits, errors and the source.\n\n"
-    (folder / "README.md").write_text(text + "| module | |\n|---|---|\n" + "\n".join(rows) + "\n")
+    text += f"`rlkit` itself has the names of a loop: {', '.join(core(found))}.\n\n| module | |\n|---|---|\n"
+    (folder / "README.md").write_text(text + "\n".join(rows) + "\n")
 
     def menu(package: str) -> list[Any]:
         entries: list[Any] = []
