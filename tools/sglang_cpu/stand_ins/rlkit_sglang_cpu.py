@@ -1,33 +1,28 @@
 """Run at interpreter start (through a .pth file): what SGLang takes for granted, and a CPU torch lacks.
 
-The CUDA build of torchvision can be imported. Its compiled operators cannot be loaded, and its Python code registers a
-fake kernel for two of them. So they are defined, without a kernel, right before torchvision is imported for the first
-time.
-
 LoRA asks for pinned memory, also its backend `torch_native`. A CPU torch has no allocator for it, and needs none: in a
 process that imports SGLang's LoRA, tensors that should be pinned are ordinary ones.
 
 The buffer of the experts that tokens went to is registered with CUDA, which then does nothing.
+
+The processor of Qwen-VL's images imports the model of Qwen3.5, which takes its kernels by name: they need not be there.
 """
 
 import functools
 import importlib.abc
 import sys
 
+QWEN3_5 = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
+
 
 class _Missing(importlib.abc.MetaPathFinder):
-    libraries = []  # noqa: RUF012  (a Library that is collected takes its operators with it)
     pins = True
 
     def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
-        if fullname == "torchvision" and not self.libraries:
-            import torch
-
-            library = torch.library.Library("torchvision", "DEF")
-            library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.libraries.append(library)
-        elif fullname == "sglang.srt.lora.lora_manager" and self.pins:
+        if fullname == "sglang.srt.lora.lora_manager" and self.pins:
             import torch
 
             self.pins = False
@@ -38,6 +33,12 @@ class _Missing(importlib.abc.MetaPathFinder):
             import torch
 
             torch.cuda.cudart = _NoCuda
+        elif fullname == "sglang.srt.models.qwen3_5":
+            import sgl_kernel
+            import torch
+
+            for name in QWEN3_5:
+                setattr(torch.ops.sgl_kernel, name, getattr(sgl_kernel, name))
         return
 
 

@@ -13,7 +13,11 @@ ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": 
 ON_SERVER = Path(__file__).with_name("on_server")
 RELOAD = "rlkit_vllm.Reload"  # in that folder
 CPU_ARGS = ("--enforce-eager", "--worker-extension-cls", RELOAD)
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}  # GiB of keys and values
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of keys and values
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # vision towers compile parts of themselves, for minutes
+}
 
 
 def launch(

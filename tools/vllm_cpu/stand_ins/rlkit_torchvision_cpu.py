@@ -1,0 +1,1 @@
+../../sglang_cpu/stand_ins/rlkit_torchvision_cpu.py
