@@ -41,13 +41,14 @@ _KEPT = 256  # images whose pixels a process keeps
 class Image:
     """An `rlkit.types.Picture`: the bytes of a file, and the model whose image processor reads them.
 
-    `num_tokens` are its placeholders.
+    `num_tokens`: how many placeholders it has; `placeholders`: the tokens that stand for an image, first, and a video.
     """
 
     digest: str
     processor: str
     content: bytes = field(compare=False, repr=False)
     num_tokens: int = field(compare=False, default=0)
+    placeholders: tuple[int, ...] = field(compare=False, default=())
 
     @property
     def url(self) -> str:
@@ -61,11 +62,39 @@ class Image:
         """`pixel_values`, and `image_grid_thw` where the model takes images of any size."""
         return _inputs(self)
 
+    def png(self) -> bytes:
+        """What a server is sent: a PNG of the pixels of `inputs`, in their size, so that its processor keeps them."""
+        return _png(self)
+
 
 @lru_cache(maxsize=_KEPT)
 def _inputs(image: Image) -> dict[str, Any]:
-    found = processor_of(image.processor)(images=[_opened(image.content)], return_tensors="pt")
+    return _processed(image)
+
+
+def _processed(image: Image, **options: Any) -> dict[str, Any]:
+    found = processor_of(image.processor)(images=[_opened(image.content)], return_tensors="pt", **options)
     return {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
+
+
+@lru_cache(maxsize=_KEPT)
+def _png(image: Image) -> bytes:
+    import torch
+    from einops import rearrange
+    from PIL import Image as Pillow
+
+    found, processor = _processed(image, do_rescale=False, do_normalize=False), processor_of(image.processor)
+    pixels = found["pixel_values"]
+    if "image_grid_thw" in found:  # in patches, those of one token together
+        _, height, width = found["image_grid_thw"][0].tolist()
+        merge, size = processor.merge_size, processor.patch_size
+        pixels = rearrange(
+            pixels, "(h w mh mw) (c t ph pw) -> t c (h mh ph) (w mw pw)",
+            h=height // merge, w=width // merge, mh=merge, t=processor.temporal_patch_size, ph=size, pw=size,
+        )  # fmt: skip
+    out = io.BytesIO()
+    Pillow.fromarray(rearrange(pixels[0], "c h w -> h w c").to(torch.uint8).numpy()).save(out, "PNG")
+    return out.getvalue()
 
 
 @lru_cache
@@ -106,13 +135,15 @@ class ImageReader:
     """
 
     def __init__(self, path: str, tokenizer: Any, config: Any) -> None:
+        from rlkit.model.vision import placeholder_ids
+
         self._path = path
 
         def text(*names: str) -> str:
             ids = [i for name in names if (i := getattr(config, name, None)) is not None]
             return str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
 
-        self._placeholder = text("image_token_id")
+        self._placeholder, self._tokens = text("image_token_id"), placeholder_ids(config)
         self._start = text("vision_start_token_id", "boi_token_id", "boi_token_index")
         self._end = text("vision_end_token_id", "eoi_token_id", "eoi_token_index")
         self._fixed = getattr(config, "mm_tokens_per_image", None)
@@ -141,7 +172,7 @@ class ImageReader:
         content = _content(source, folder)
         if max_side is not None:
             _check_size(content, max_side)
-        return Image(sha256(content).hexdigest(), self._path, content, self._count(content))
+        return Image(sha256(content).hexdigest(), self._path, content, self._count(content), self._tokens)
 
     def _count(self, content: bytes) -> int:
         """The placeholders of an image."""

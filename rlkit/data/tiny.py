@@ -104,7 +104,10 @@ def tiny_vision_model(folder: Path, *, hidden: int = 96, layers: int = 3, seed: 
     text = {
         "vocab_size": len(tokenizer), "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 4 * hidden, "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]},
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,  # as transformers always has it; servers read it
+        },
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     seen = {

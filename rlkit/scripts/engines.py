@@ -249,11 +249,12 @@ def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple
         given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
     if num_experts(load_config(model.model)) > 1:  # the trainer replays them
         given += ["--enable-return-routed-experts"]
+    env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if model.train_vision else {}  # features outlive an update of the tower
     if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
         given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
         given += ["--enable-deterministic-inference"] if model.deterministic else []
         given += ["--enable-memory-saver"] if how.engine_release else []
-    return given, {}
+    return given, env
 
 
 def _vllm_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:

@@ -66,13 +66,11 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
     mixed = mixture(args.data, map(len, rendered))
-    shown = [prompt for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one if prompt.images]
-    refuse_if(
-        shown and args.engine.engine != "local",
-        f"`engine` {args.engine.engine}: the prompts show images, which go to the embedded engine only: use local",
-    )
+    config = load_config(args.model.model)
+    if any(prompt.images for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one):
+        check_images(args, config)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
-    config = load_config(args.model.model).get_text_config()
+    config = config.get_text_config()
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
@@ -80,6 +78,17 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     objectives = tuple(name for name, (_, weight) in args.episodes.rewards().items() if weight != 0)
     options |= {"objectives": objectives if len(objectives) > 1 else ()}
     return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
+
+
+def check_images(args: Any, config: Any) -> None:
+    """Refuse what would not show the prompts' images, and warn of what would show old features of them."""
+    how = args.engine
+    what = f"`engine` {how.engine}: the prompts show images, which only local, sglang and vllm are given"
+    refuse_if(":" in how.engine, what)
+    what = f"`engine` {how.engine}: servers write other tokens around the images of {config.model_type}: use local"
+    refuse_if(how.serves and config.model_type == "gemma3", what)
+    if args.model.train_vision and how.engine == "sglang" and how.engine_urls:
+        log.warning("start the servers of `engine_urls` with SGLANG_VLM_CACHE_SIZE_MB=0: they keep features of images")
 
 
 def own_rewards(args: Any, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
+from transformers import Gemma3ImageProcessorPil
 
 from rlkit.compat.rows import read
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
@@ -208,6 +209,26 @@ def test_a_place_without_an_image_is_refused(made):
         rl_prompts([{"prompt": "the tag <image>"}], **made, max_prompt_tokens=99)
     with pytest.raises(ValueError, match=r"the text holds '<\|image_pad\|>', which stands for an image"):
         rl_prompts([{"prompt": "<|image_pad|>?"}], **made, max_prompt_tokens=99)
+
+
+@pytest.mark.parametrize("size", [(16, 24), (37, 51), (3, 3), (500, 700)])  # as it is, resized, enlarged, made smaller
+def test_a_server_is_sent_the_pixels_that_the_model_reads(size, model, made, tmp_path):
+    """Its processor keeps them: whatever it resizes with, and without a thought about the file's orientation."""
+    picture, exif = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8), Pillow.Exif()
+    exif[0x0112] = 6
+    Pillow.fromarray(picture).save(tmp_path / "a.jpg", exif=exif)
+    (prompt,), _ = rl_prompts([{"prompt": "a", "images": str(tmp_path / "a.jpg")}], **made, max_prompt_tokens=9999)
+    (image,) = prompt.images
+    again = Image(f"png {size}", str(model), image.png()).inputs()
+    assert all(torch.equal(x, again[name]) for name, x in image.inputs().items())
+
+
+def test_a_server_is_sent_pictures_of_one_size(tmp_path):
+    Gemma3ImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(tmp_path)
+    Pillow.fromarray(np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    image = Image("a", str(tmp_path), (tmp_path / "a.png").read_bytes())
+    again = Image("png", str(tmp_path), image.png()).inputs()
+    torch.testing.assert_close(image.inputs(), again)
 
 
 def test_a_photo_is_turned_as_its_file_says(made, tmp_path):

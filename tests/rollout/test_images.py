@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from rlkit.model.forward import forward, load_model
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.servers.api import ServerLimits
+from rlkit.rollout.engines.sglang.api import SGLangApi
+from rlkit.rollout.engines.vllm.api import VLLMApi
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams
@@ -66,6 +71,26 @@ async def test_a_placeholder_is_never_sampled(task: tuple[Any, Any, list[Prompt]
             groups = await rollout(prompts[:1], generate=engine.generate, params=params, group_size=size, seed=0)
             ids = {i for group in groups for t in group for i in t.ids}
             assert not ids & {model.config.image_token_id, model.config.video_token_id}
+
+
+@pytest.mark.parametrize("api", [SGLangApi(), VLLMApi()])
+def test_a_server_is_sent_one_placeholder_an_image(api: Any, task: tuple[Any, Any, list[Prompt]]) -> None:
+    """It expands each to the tokens of the picture that it is sent."""
+    model, _, (prompt, *_) = task
+    limits = ServerLimits(4096, 300)
+    whole = api.body(prompt.ids, SamplingParams(max_new_tokens=4), limits, None)
+    sent = api.showing(whole, prompt.images)
+    urls = sent.get("image_data") or [part["url"] for part in sent["content_parts"]]
+    sizes = []
+    for url in urls:
+        with Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))) as picture:
+            sizes.append(picture.width * picture.height // 64)
+    token, numbers = model.config.image_token_id, iter(sizes)
+    ids = sent["input_ids" if "input_ids" in sent else "token_ids"]
+    assert [x for i in ids for x in ([i] * next(numbers) if i == token else [i])] == prompt.ids
+    never = sent["sampling_params"]["logit_bias"]
+    assert never == {str(token): -100.0, str(model.config.video_token_id): -100.0}
+    assert "logit_bias" not in whole["sampling_params"]
 
 
 async def test_an_error_of_any_kind_reaches_the_caller(task: tuple[Any, Any, list[Prompt]]) -> None:

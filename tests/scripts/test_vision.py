@@ -140,3 +140,17 @@ def test_two_ranks_compute_what_one_does(task, tmp_path):
         assert {name: b[name] for name in a if not name.startswith("time/")} == pytest.approx(
             {name: x for name, x in a.items() if not name.startswith("time/")}, rel=1e-3, abs=1e-4
         )
+
+
+def refused(capsys, *command: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_an_engine_of_the_user_is_not_given_images(task, tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def make(model):\n    pass\n")
+    flags = ["--model", str(task / "model"), "--data", str(task / "rl.jsonl"), "--output", str(tmp_path / "run")]
+    flags += ["--reward", f"{task / 'reward.py'}:score", "--engine", f"{tmp_path / 'own.py'}:make", "--device", "cpu"]
+    assert "the prompts show images, which only local, sglang and vllm are given" in refused(capsys, "grpo", *flags)

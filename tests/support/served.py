@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.images import ImageReader
+from rlkit.data.prompts import Prompt, rl_prompts
+from rlkit.data.tiny import tiny_model, tiny_tokenizer, tiny_vision_model
+from rlkit.model.forward import forward, load_model
+from rlkit.model.pretrained import load_config, load_tokenizer
+from rlkit.model.vision import placeholder_ids
+from rlkit.model.weights import stream_weights
 from rlkit.packing import pack
-from rlkit.types import Trajectory
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.rollout import rollout
+from rlkit.types import SamplingParams, Trajectory
 
 
 def make_checkpoint(folder: Path, *, seed: int, tied: bool = False) -> Path:
@@ -32,6 +44,65 @@ def make_checkpoint(folder: Path, *, seed: int, tied: bool = False) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_vision_checkpoint(folder: Path) -> Path:
+    """A tiny vision model that gives placeholders no mass, as a trained one does."""
+    tiny_vision_model(folder, hidden=64, layers=2)
+    model = load_model(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] += 3
+        for i in placeholder_ids(model.config):
+            model.get_output_embeddings().weight[i] = torch.eye(64)[0] * -20
+    model.save_pretrained(folder)
+    return folder
+
+
+async def check_images(engine: Any, checkpoint: Path, folder: Path) -> None:
+    """All turns after images have the trainer's log-probs, also after an update of the tower and the text model."""
+    model, tokenizer, draw = load_model(checkpoint), load_tokenizer(checkpoint), np.random.default_rng(0)
+    for name, size in {"a": (16, 24), "b": (37, 51), "large": (320, 320)}.items():  # b is resized
+        Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f"{name}.png")
+    reader = ImageReader(str(checkpoint), tokenizer, load_config(checkpoint))
+
+    def prompts(*names: str) -> list[Prompt]:
+        rows = [{"prompt": "Hi", "images": [str(folder / f"{x}.png") for x in shown.split()]} for shown in names]
+        return rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=4000, images=reader)[0]
+
+    async def env(prompt: Any, sample: Any) -> Any:
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        async for _ in chat:
+            if len(chat.messages) > 5:
+                break
+            chat.add("again")
+        return chat.end(reward=1.0)
+
+    params = SamplingParams(max_new_tokens=8, stop_token_ids=tuple(range(128)))  # most turns end
+    for version in (0, 1):
+        if version:
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    weight.mul_(1.3 if "visual" in name else 1.05)
+        await engine.update_weights(stream_weights(model), version=version)
+        made = await rollout(
+            prompts("a b", "b", ""), generate=engine.generate, params=params, group_size=4, seed=version, env=env
+        )
+        assert sum(t.info["num_turns"] for group in made for t in group) > 20
+        batch = pack(made)
+        assert [len(x) for x in batch.images or ()] == [2, 1, 0, *[0] * 12]
+        assert (forward(model, batch).logp - batch.rollout_logp)[batch.mask].abs().max() < 1e-4
+        assert {v for group in made for t in group for v in t.versions} == {-1, version}
+
+    config = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    shutil.copytree(checkpoint, folder / "other")
+    config["size"]["longest_edge"] = 10**6
+    (folder / "other" / "preprocessor_config.json").write_text(json.dumps(config))
+    reader = ImageReader(str(folder / "other"), tokenizer, load_config(checkpoint))
+    (large,) = prompts("large")
+    with pytest.raises(ValueError, match=r"has read other tokens than the prompt .* its tokenizer and image processor"):
+        await engine.generate(large.ids, params=params, images=large.images)
+    with pytest.raises(ValueError, match=r"1 runs of placeholders \(token \d+\) for 2 images"):
+        await engine.generate(large.ids, params=params, images=[*large.images, *large.images])
 
 
 def forward_logp(model: torch.nn.Module, prompt: list[int], ids: list[int], temperature: float = 1.0) -> list[float]:

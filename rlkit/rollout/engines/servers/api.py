@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_prompt, reading, whole_number
 from rlkit.types import Completion, SamplingParams
 
@@ -51,6 +54,13 @@ class Api(Protocol):
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
     ) -> dict[str, Any]:
         """The request; ValueError for one that the server cannot do. Another `salt` is another prefix cache."""
+        ...
+
+    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:
+        """The request with the images of its prompt, in which each is one placeholder (`collapsed`).
+
+        The reply then has the prompt's tokens, as the server has expanded it, for `completion` to compare.
+        """
         ...
 
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:
@@ -145,6 +155,40 @@ def max_new_tokens(prompt_ids: list[int], params: SamplingParams, limits: Server
     if len(prompt_ids) >= limits.max_len:
         raise ValueError(f"prompt_ids must be shorter than the context of {limits.max_len}, got {len(prompt_ids)}")
     return min(params.max_new_tokens, limits.max_len - len(prompt_ids))
+
+
+def collapsed(prompt_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+    """The prompt with one placeholder for each image: servers expand it by their own image processor.
+
+    Errors: ValueError for more or fewer runs of placeholders than images.
+    """
+    token = images[0].placeholders[0]
+    runs = [(shown, [*run]) for shown, run in groupby(prompt_ids, key=token.__eq__)]
+    if (num := sum(shown for shown, _ in runs)) != len(images):
+        raise ValueError(f"prompt_ids have {num} runs of placeholders (token {token}) for {len(images)} images")
+    return [i for shown, run in runs for i in (run[:1] if shown else run)]
+
+
+def unsampled(body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:
+    """The sampling parameters of a request with images, with which no placeholder is sampled.
+
+    As an input it would ask for another image. Servers then report the distribution without these tokens, to which a
+    trained model gives no mass.
+    """
+    never = dict.fromkeys(map(str, images[0].placeholders), -100.0)
+    return {"sampling_params": body["sampling_params"] | {"logit_bias": never}}
+
+
+def data_urls(images: Sequence[Image]) -> list[str]:
+    """The images as servers take them."""
+    return [f"data:image/png;base64,{b64encode(image.png()).decode()}" for image in images]
+
+
+def check_expanded(told: Sequence[int] | None, prompt_ids: Sequence[int], *, url: str) -> None:
+    """ValueError unless the prompt that a server has read, with its images, is the one that is trained."""
+    if told is not None and list(told) != list(prompt_ids):
+        what = f"has read other tokens than the prompt with images has ({len(told)} and {len(prompt_ids)})"
+        raise ValueError(f"{url} {what}: serve the checkpoint that is trained, with its tokenizer and image processor")
 
 
 def parse_version(told: Any, missing: int) -> int:

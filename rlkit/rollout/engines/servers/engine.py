@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from uuid import uuid4
 
 from rlkit._text import masked
+from rlkit.data.images import Image
 from rlkit.model.weights import AdapterStream, Form, WeightStream
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
@@ -51,11 +52,12 @@ class Transport(Protocol):
 
 @dataclass
 class _Call:
-    """A `generate` in flight: its server, its name there, whether it was aborted and whether it has ended.
+    """A `generate` in flight: its images, its server, its name there, whether it was aborted and whether it has ended.
 
     `again`: it was aborted for an update, finished or not, and continues from its tokens after one.
     """
 
+    images: Sequence[Image]
     replica: Replica | None = None
     wire: str = ""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,7 +159,7 @@ class ServerEngine:
         await self.close()
 
     async def generate(
-        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, images: Sequence[Any] = ()
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, images: Sequence[Image] = ()
     ) -> Completion:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
@@ -169,13 +171,11 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
-        if images:
-            raise ValueError(f"images are not sent to {self._api.name} servers: sample with the embedded engine")
         limits = await self._usable()
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
             raise ValueError(f"rid {name!r} is already in flight")
-        call, done = _Call(), NOTHING
+        call, done = _Call(images), NOTHING
         try:
             while done.finish_reason == "abort":
                 self._calls[name] = call
@@ -186,7 +186,7 @@ class ServerEngine:
                 limits = await self._usable()
                 if not call.again:  # aborted while it waited
                     break
-                call = _Call()
+                call = _Call(images)
             self._num_tokens += len(done.ids)
             return done
         finally:
@@ -374,8 +374,9 @@ class ServerEngine:
                 break
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
             named, version = self._api.named(request(), call.wire), self.version
+            sent = self._api.showing(named, call.images) if call.images else named
             try:
-                reply = await self._serving.request(replica, self._api.generate, named, timeout=self._timeout)
+                reply = await self._serving.request(replica, self._api.generate, sent, timeout=self._timeout)
                 return self._api.completion(reply, named, limits, url=replica.url, version=version)
             except Busy:
                 raise

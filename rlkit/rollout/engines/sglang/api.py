@@ -12,14 +12,19 @@ import numpy as np
 from jaxtyping import Int
 
 from rlkit._retrying import BUSY
+from rlkit.data.images import Image
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (
     Facts,
     PauseMode,
     ServerLimits,
     adapters_of,
+    check_expanded,
+    collapsed,
+    data_urls,
     max_new_tokens,
     parse_version,
+    unsampled,
     versions_of,
 )
 from rlkit.types import Completion, FinishReason, SamplingParams
@@ -64,6 +69,10 @@ class SGLangApi:
         more |= {"return_routed_experts": True} if limits.experts else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **more}
 
+    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
+        shown = {"input_ids": collapsed(body["input_ids"], images), "image_data": data_urls(images)}
+        return body | shown | unsampled(body, images) | {"return_prompt_token_ids": True}
+
     def completion(
         self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
     ) -> Completion:
@@ -73,6 +82,7 @@ class SGLangApi:
 
         Raises:
             ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
+            ValueError: it has read another prompt.
         """
         with reading(url, "a reply of /generate", reply):
             meta = reply["meta_info"]
@@ -94,12 +104,13 @@ class SGLangApi:
             spans = meta.get("weight_versions")
             one = parse_version(meta.get("weight_version"), version)
             versions = versions_of(spans, len(ids)) if spans else [one] * len(ids)
-            size = len(request["input_ids"]) + len(ids) - 1
+            prompt, size = reply.get("prompt_token_ids"), len(request["input_ids"]) + len(ids) - 1
             experts = _experts(meta.get("routed_experts"), size, limits.experts) if limits.experts else None
             reported = {
                 "id": (meta.get("id"), request.get("rid")),
-                "prompt_tokens": (meta.get("prompt_tokens"), len(request["input_ids"])),
+                "prompt_tokens": (meta.get("prompt_tokens"), len(prompt or request["input_ids"])),
             }
+        check_expanded(prompt, request["input_ids"], url=url)
         limit = request["sampling_params"]["max_new_tokens"]
         return check_reply(
             Completion(ids, logp, versions, reason, experts), url=url, request=str(request.get("rid", "of the probe")),

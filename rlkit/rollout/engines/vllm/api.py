@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlkit._text import masked
+from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (
     Facts,
     PauseMode,
     ServerLimits,
     adapters_of,
+    check_expanded,
+    collapsed,
+    data_urls,
     max_new_tokens,
     parse_version,
+    unsampled,
     versions_of,
 )
 from rlkit.rollout.engines.vllm.server import RELOAD
@@ -68,6 +73,11 @@ class VLLMApi:
         salted = {} if salt is None else {"cache_salt": salt}
         return {"token_ids": prompt_ids, "sampling_params": sampling, "stream": False, **salted}
 
+    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
+        parts = [{"type": "image_url", "url": url} for url in data_urls(images)]
+        shown = {"token_ids": collapsed(body["token_ids"], images), "content_parts": parts}
+        return body | shown | unsampled(body, images) | {"return_token_ids": True}
+
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
         return body | {"request_id": wire}
 
@@ -77,7 +87,7 @@ class VLLMApi:
         """A `Completion` from the reply of /inference/v1/generate to `request`.
 
         Raises:
-            ReplicaError: fields are missing, or `check_reply` refuses it.
+            ReplicaError: fields are missing, or `check_reply` refuses it. ValueError: it has read another prompt.
         """
         with reading(url, "a reply of /inference/v1/generate", reply):
             [choice] = reply["choices"]
@@ -87,13 +97,14 @@ class VLLMApi:
                 raise ValueError(f"finish_reason {reason!r}")
             if [entry["token_id"] for entry in entries] != ids:
                 raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} others")
-            logp = [entry["logprob"] for entry in entries]
+            logp, prompt = [entry["logprob"] for entry in entries], reply.get("prompt_token_ids")
             versions = versions_of(spans, len(ids)) if spans else [version] * len(ids)
             name = request.get("request_id")
             reported = {
                 "request_id": (reply.get("request_id"), None if name is None else PREFIX + name),
-                "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(request["token_ids"])),
+                "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt or request["token_ids"])),
             }
+        check_expanded(prompt, request["token_ids"], url=url)
         return check_reply(
             Completion(ids, logp, versions, reason), url=url, request=str(name or "of the probe"),
             max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
@@ -140,6 +151,7 @@ class VLLMApi:
 
     async def flush(self, server: Any) -> None:  # noqa: D102
         await server.post("/reset_prefix_cache?reset_running_requests=true", None)
+        await server.post("/reset_encoder_cache", None)  # of images, which a new tower sees otherwise
 
     async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:  # noqa: D102
         body = {} if wire is None else {"request_ids": [PREFIX + wire]}
