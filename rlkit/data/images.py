@@ -132,18 +132,20 @@ class ImageReader:
     """Reads the images of rows for the model at `path`, whose config has a vision tower.
 
     An image becomes the text that the model's own processor writes for it: placeholders between two marks.
+    `marked`: `<image>` places one; False, for data without images: it is text.
     """
 
-    def __init__(self, path: str, tokenizer: Any, config: Any) -> None:
+    def __init__(self, path: str, tokenizer: Any, config: Any, *, marked: bool = True) -> None:
         from rlkit.model.vision import placeholder_ids
 
-        self._path = path
+        self._path, self.marked = path, marked
 
         def text(*names: str) -> str:
             ids = [i for name in names if (i := getattr(config, name, None)) is not None]
             return str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
 
         self._placeholder, self._tokens = text("image_token_id"), placeholder_ids(config)
+        self._never = tokenizer.convert_ids_to_tokens(list(self._tokens))
         self._start = text("vision_start_token_id", "boi_token_id", "boi_token_index")
         self._end = text("vision_end_token_id", "eoi_token_id", "eoi_token_index")
         self._fixed = getattr(config, "mm_tokens_per_image", None)
@@ -186,8 +188,8 @@ class ImageReader:
     def placed(self, text: str, images: Sequence[Image], place: str) -> str:
         """The text with the placeholders of an image for each `PLACE`: of the first ones, where it has fewer."""
         first, *rest = text.split(PLACE)
-        if self._placeholder in text:
-            what = f"{place}: the text holds {self._placeholder!r}, which stands for an image"
+        if own := [token for token in self._never if token in text]:
+            what = f"{place}: the text holds {own[0]!r}, which stands for an image or a video"
             raise ValueError(f"{what}: drop it, or for an image of the row write {MARK}")
         return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
 

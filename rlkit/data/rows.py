@@ -159,7 +159,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
 def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:
     """The turns of a row with its images in the places that `gathered` found."""
     if columns.is_empty(row.get("images")):
-        if template.images is not None and (num := marks(row)):
+        if template.images is not None and template.images.marked and (num := marks(row)):
             raise column_error(place, f"has {num} places for images ({MARK}) and no images", row)
         return [t if template.images is None else _placed(t, (), template.images, place) for t in turns]
     reader = template.images

@@ -251,15 +251,14 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
 
 
 def image_reader(path: str, tokenizer: Any, rows: Iterable[Any]) -> Any:
-    """What reads the images of the rows for the model at `path`; None for rows without any, and for a model of text."""
+    """What reads the images of the rows for the model at `path`, and refuses its placeholders; None for one of text."""
     from rlkit.data.images import ImageReader, shows_images
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
 
-    if not any(map(shows_images, rows)):
-        return None
     config = load_config(path)
-    return ImageReader(path, tokenizer, config) if reads_images(config) else None
+    marked = any(map(shows_images, rows))
+    return ImageReader(path, tokenizer, config, marked=marked) if reads_images(config) else None
 
 
 def offline(

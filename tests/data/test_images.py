@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,19 @@ def test_empty_columns_are_no_images(empty, made):
 def test_a_place_without_an_image_is_refused(made):
     with pytest.raises(ValueError, match=r"row 1: has 1 places for images \(<image>\) and no images"):
         rl_prompts([{"prompt": "the tag <image>"}], **made, max_prompt_tokens=99)
+    for token in ("<|image_pad|>", "<|video_pad|>"):
+        with pytest.raises(ValueError, match=rf"row 1: the text holds '{re.escape(token)}', which stands for an image"):
+            rl_prompts([{"prompt": f"{token}?"}], **made, max_prompt_tokens=99)
+
+
+def test_data_without_images_may_hold_the_mark_as_text(model, made):
+    reader = ImageReader(str(model), made["tokenizer"], load_config(model), marked=False)
+    (prompt,), _ = rl_prompts([{"prompt": "the tag <image>"}], **{**made, "images": reader}, max_prompt_tokens=99)
+    assert "the tag <image>" in made["tokenizer"].decode(prompt.ids)
     with pytest.raises(ValueError, match=r"the text holds '<\|image_pad\|>', which stands for an image"):
-        rl_prompts([{"prompt": "<|image_pad|>?"}], **made, max_prompt_tokens=99)
+        sft_examples(
+            [{"prompt": "a", "response": "<|image_pad|>"}], **{**made, "images": reader}, max_example_tokens=99
+        )
 
 
 @pytest.mark.parametrize("size", [(16, 24), (37, 51), (3, 3), (500, 700)])  # as it is, resized, enlarged, made smaller

@@ -149,6 +149,16 @@ def refused(capsys, *command: str) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_a_placeholder_in_data_without_images_is_refused(task, tmp_path, capsys, script):
+    rows = [{"prompt": "<image>", "response": "b"}, {"prompt": "<|image_pad|>?", "response": "b"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model", str(task / "model"), "--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "run")]
+    flags += ["--reward", f"{task / 'reward.py'}:score"] if script == "grpo" else []
+    said = refused(capsys, script, *flags, "--device", "cpu")
+    assert "rows.jsonl, line 2: the text holds '<|image_pad|>', which stands for an image or a video: drop it" in said
+
+
 def test_an_engine_of_the_user_is_not_given_images(task, tmp_path, capsys):
     (tmp_path / "own.py").write_text("def make(model):\n    pass\n")
     flags = ["--model", str(task / "model"), "--data", str(task / "rl.jsonl"), "--output", str(tmp_path / "run")]
