@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
+
+import numpy as np
+from jaxtyping import Int
 
 from rlkit._text import masked
 from rlkit.data.images import Image
@@ -29,6 +34,14 @@ from rlkit.types import Completion, FinishReason, SamplingParams
 MAX_RANKS = 1 << 16
 PREFIX = "generate-tokens-"  # vLLM's name of a request is this and ours
 MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}  # see `flush` for what makes the first two differ
+
+
+def _experts(text: str | None, size: int) -> Int[np.ndarray, "size layers k"] | None:
+    """The experts of the tokens that were read, from base64 of a .npy file; -1 for those that it lacks."""
+    if not text:
+        return None
+    found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)[:size]
+    return np.concatenate([found.astype(np.int16), np.full((size - len(found), *found.shape[1:]), -1, np.int16)])
 
 
 class VLLMApi:
@@ -99,6 +112,7 @@ class VLLMApi:
                 raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} others")
             logp, prompt = [entry["logprob"] for entry in entries], reply.get("prompt_token_ids")
             versions = versions_of(spans, len(ids)) if spans else [version] * len(ids)
+            experts = _experts(choice.get("routed_experts"), len(request["token_ids"]) + len(ids) - 1)
             name = request.get("request_id")
             reported = {
                 "request_id": (reply.get("request_id"), None if name is None else PREFIX + name),
@@ -106,7 +120,7 @@ class VLLMApi:
             }
         check_expanded(prompt, request["token_ids"], url=url)
         return check_reply(
-            Completion(ids, logp, versions, reason), url=url, request=str(name or "of the probe"),
+            Completion(ids, logp, versions, reason, experts), url=url, request=str(name or "of the probe"),
             max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
         )  # fmt: skip
 
