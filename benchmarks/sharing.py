@@ -27,10 +27,10 @@ from _timing import Variants, interleaved, machine
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import rlkit.model.forward as scoring
 from rlkit import Trajectory, pack
 from rlkit.model import families
 from rlkit.model.forward import forward, prepare_model
-from rlkit.parallel import context
 
 WIDTH: dict[str, Any] = {
     "vocab_size": 263, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
@@ -92,11 +92,11 @@ def tree() -> Variants:
     shared, apart = pack([group]), pack([group], share_prompts=False)
 
     def by_prompts() -> None:
-        used, context.forest = context.forest, lambda _: None
+        used, scoring.forest = scoring.forest, lambda _: None
         try:
             step(model, shared)
         finally:
-            context.forest = used
+            scoring.forest = used
 
     return {"forest": partial(step, model, shared), "prompts": by_prompts, "apart": partial(step, model, apart)}
 

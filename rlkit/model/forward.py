@@ -42,6 +42,7 @@ from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
+from rlkit.parallel.forest import forest
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
 from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
@@ -236,7 +237,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         padded = to_device(plan_rows(model, some), device)
-        tree = padded is None and not shown
+        tree = forest(some) if padded is None and not shown else None
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=tree)
         ids, positions = layout.local(move(joined[0]))[None], layout.local(move(joined[1]))[None]
         pictures: dict[str, Tensor] = {}

@@ -28,75 +28,65 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Segment, as_slice, plan, rows, segments, to_device
+from rlkit.parallel.attention import AttentionPlan, Rows, Segment, as_slice, plan, rows, segments, to_device
 from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
-from rlkit.parallel.forest import forest
+from rlkit.parallel.forest import Forest
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
 
 
 class Layout(NamedTuple):
-    """The rows of this rank. Without context parallelism `rows` is None and the rank holds the whole stream, or with
-    `source` the rows of its forest (see `rlkit.parallel.forest`), among which are the batch's tokens: `tokens`.
+    """The rows of this rank, and the batch's tokens among them.
 
-    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank, `[T]` the batch's tokens, which
-    start at row `start` of the stream.
+    `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank: those at `source`, by default
+    all. `[T]` are the batch's tokens, `[H]` the rows of a head: row `tokens[i]` is that of token `own[i]` of the batch
+    (-1: of none). Without context parallelism `own` is None: they are all tokens.
     """
 
     plan: AttentionPlan
-    start: int
-    rows: Int[Tensor, "R"] | None = None
-    token_index: Int[Tensor, "T"] | None = None  # of each token in the concatenated rows of all ranks
-    size: int = 0
-    group: dist.ProcessGroup | None = None
+    tokens: Rows
     source: Int[Tensor, "R"] | None = None
-    tokens: Int[Tensor, "T"] | None = None
+    own: Int[Tensor, "H"] | None = None
+    place: Int[Tensor, "T"] | None = None  # of each token in the head's rows of all ranks
+    group: dist.ProcessGroup | None = None
 
     def local(self, stream: Tensor) -> Tensor:
-        """`[S]` to `[R]`; rows past the end repeat the last token and are attended to only by each other."""
-        if self.source is not None:
-            return stream[self.source]
-        return stream if self.rows is None else stream[self.rows.clamp(max=stream.shape[0] - 1)]
+        """`[S, ...]` to `[R, ...]`."""
+        return stream if self.source is None else stream[self.source]
 
-    def head_rows(self, hidden: Float[Tensor, "R D"]) -> Tensor:
+    def head_rows(self, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "H D"]:
         """The rows that a head must process."""
-        if self.tokens is not None:
-            return rows(hidden, self.tokens)
-        return hidden[self.start :] if self.rows is None else hidden
+        return rows(hidden, self.tokens)
 
     def spread(self, x: Tensor) -> Tensor:
-        """A `[T, ...]` stream at the head's rows; 0 (False) at rows that are not tokens of the batch."""
-        if self.rows is None:
-            return x
-        whole = x.new_zeros(self.size, *x.shape[1:])
-        whole[self.start : self.start + x.shape[0]] = x
-        return whole[self.rows]
+        """A `[T, ...]` stream at the head's rows; 0 (False) at those of no token."""
+        return x if self.own is None else torch.cat((x, x.new_zeros(1, *x.shape[1:])))[self.own]
 
     def collect(self, x: Tensor) -> Tensor:
         """The head's outputs of all ranks, as `[T]` on every rank."""
-        return x if self.rows is None else Gathered.apply(x, self.group)[self.token_index]
+        return x if self.own is None else Gathered.apply(x, self.group)[self.place]
 
     def empty(self) -> Layout:
         """The same layout with zero tokens."""
-        if self.tokens is not None:
-            return self._replace(tokens=self.tokens[:0])
-        if self.token_index is None:
-            return self._replace(start=2**62)
-        return self._replace(start=self.size, token_index=self.token_index[:0])
+        if self.own is None or self.place is None:
+            return self._replace(tokens=slice(0, 0))
+        return self._replace(own=torch.full_like(self.own, -1), place=self.place[:0])
 
 
 def plan_layout(
-    batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False, tree: bool = True
+    batch: Batch, mesh: Mesh | None, *, device: torch.device, flash: bool = False, tree: Forest | None = None
 ) -> Layout:
-    """The rows of this rank and the attention plan over them. `tree`: all common beginnings of documents are shared,
-    where that pays; else, and under context parallelism, prompts only."""
-    whole = mesh is None or mesh.sizes.cp == 1
-    if whole and tree and (found := forest(batch)) is not None:
-        return to_device(Layout(plan(found.spans, flash=flash), 0, source=found.source, tokens=found.tokens), device)
-    spans = segments(batch)
-    prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
+    """The rows of this rank and the attention plan over them, of the forest `tree`; by default prompts are shared.
+
+    Under context parallelism rows past the end repeat the last one, and are attended to only by each other.
+    """
+    num_prefix, num_rows = batch.prefix_tokens.numel(), batch.prefix_tokens.numel() + batch.num_tokens
+    spans = segments(batch) if tree is None else tree.spans
     if mesh is None or mesh.sizes.cp == 1:
-        return Layout(plan(spans, flash=flash).to(device), prefix)
+        tokens, source = (slice(num_prefix, None), None) if tree is None else (tree.tokens, tree.source)
+        return to_device(Layout(plan(spans, flash=flash), tokens, source), device)
+    source, tokens = (torch.arange(num_rows), torch.arange(num_prefix, num_rows)) if tree is None else tree[1:]
+    num_rows = len(source)
     cp, rank, group = mesh.sizes.cp, mesh.cp_rank, mesh.group("cp")
     chunk = -(-num_rows // (2 * cp))
     size = 2 * cp * chunk
@@ -108,8 +98,28 @@ def plan_layout(
     else:
         made, exchange = _by_rank(plan(_local_segments(spans, rank, cp, chunk), flash=flash), inverse), gather_keys
     made = made._replace(exchange=partial(exchange, group=group))
-    layout = Layout(made, prefix, _rows_of(rank, cp, chunk), inverse[prefix:num_rows], size, group)
-    return to_device(layout, device)
+    source = source[_rows_of(rank, cp, chunk).clamp(max=num_rows - 1)]
+    tokens, own, place = _head_rows(inverse[tokens], rank, cp, 2 * chunk)
+    return to_device(Layout(made, tokens, source, own, place, group), device)
+
+
+def _head_rows(
+    places: Int[Tensor, "T"], rank: int, cp: int, size: int
+) -> tuple[Int[Tensor, "H"], Int[Tensor, "H"], Int[Tensor, "T"]]:
+    """`tokens`, `own` and `place` of a `Layout`, where `places` are the tokens' rows among `size` rows of each rank.
+
+    Every rank has as many rows in its head as the one with the most tokens.
+    """
+    ranks = places // size
+    counts = ranks.bincount(minlength=cp)
+    most = int(counts.max())
+    order = ranks.argsort(stable=True)
+    place = torch.empty_like(places)
+    place[order] = torch.cat([r * most + torch.arange(n) for r, n in enumerate(counts.tolist())])
+    mine = order[ranks[order] == rank]
+    spare = most - len(mine)
+    tokens = torch.cat([places[mine] - rank * size, places.new_zeros(spare)])
+    return tokens, torch.cat([mine, places.new_full((spare,), -1)]), place
 
 
 def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) -> AttentionPlan:
