@@ -9,8 +9,9 @@
     unshared    packed, each answer with its prompt
     unpacked    the model's own forward on padded rows
 
-`tree`: an agent's episode of 8 turns of 32 tokens, each continued by 4 branches, with SmolLM2-135M-Instruct: 1,030 rows
-in a forest, 2,168 with shared prompts, 5,600 apart. A ratio is that of a side to the first one, within a round.
+`tree`: an agent's episode of 8 turns of 32 tokens, each continued by 4 branches, with the same random models and with
+SmolLM2-135M-Instruct: in a forest, with shared prompts alone, and apart. The rows of a side are the tokens that it
+forwards; a ratio is that of a side to the first one, within a round.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from _timing import Variants, interleaved, machine
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import rlkit.model.forward as scoring
 from rlkit import Trajectory, pack
-from rlkit.model import families
+from rlkit.model import families, recurrent
 from rlkit.model.forward import forward, prepare_model
 
 WIDTH: dict[str, Any] = {
@@ -66,10 +66,15 @@ def step(model: Any, batch: Any) -> None:
     model.zero_grad(set_to_none=True)
 
 
+def random_model(kind: str) -> Any:
+    """A small model of this type."""
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**WIDTH | CONFIGS[kind])).eval()
+
+
 def answers(kind: str) -> Variants:
     """The three ways of one group."""
     torch.manual_seed(0)
-    packed = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**WIDTH | CONFIGS[kind])).eval()
+    packed = random_model(kind)
     own = copy.deepcopy(packed)
     prompt = drawn(1000)
     group = [[trajectory(prompt, drawn(30 + 60 * i // 7)) for i in range(8)]]
@@ -82,29 +87,36 @@ def answers(kind: str) -> Variants:
     return {name: partial(step, *side) for name, side in sides.items()}
 
 
-def tree() -> Variants:
+def tree(kind: str) -> Variants:
     """The three ways of an episode of pieces."""
     torch.manual_seed(0)
-    model, now, group = prepare_model(build("smollm")), drawn(32), []
+    model, now, group = prepare_model(random_model(kind) if kind in CONFIGS else build(kind)), drawn(32), []
     for _ in range(8):
         group += [trajectory(now, drawn(32)) for _ in range(4)]
         now = [*now, *group[-1].ids]
     shared, apart = pack([group]), pack([group], share_prompts=False)
 
     def by_prompts() -> None:
-        used, scoring.forest = scoring.forest, lambda _: None
+        used, recurrent.forest = recurrent.forest, lambda *_, **__: None
         try:
             step(model, shared)
         finally:
-            scoring.forest = used
+            recurrent.forest = used
 
-    return {"forest": partial(step, model, shared), "prompts": by_prompts, "apart": partial(step, model, apart)}
+    sides = {"forest": partial(step, model, shared), "prompts": by_prompts, "apart": partial(step, model, apart)}
+    rows: list[int] = []
+    watch = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel()))
+    for side in sides.values():
+        side()
+    watch.remove()
+    return {f"{name} ({num:,} rows)": side for (name, side), num in zip(sides.items(), rows, strict=True)}
 
 
 def main() -> None:
     """Print a line for each case."""
     print(json.dumps(machine()))
-    cases = {f"answers, {kind}": partial(answers, kind) for kind in CONFIGS} | {"tree, SmolLM2-135M": tree}
+    cases = {f"answers, {kind}": partial(answers, kind) for kind in CONFIGS}
+    cases |= {f"tree, {kind}": partial(tree, kind) for kind in (*CONFIGS, "smollm")}
     for name, make in cases.items():
         times = interleaved(make(), repeats=5)
         (first, base), *others = times.items()

@@ -26,8 +26,9 @@ Any causal language model is trained, in one of two ways:
   sliding, with softcaps, sinks (gpt-oss), latent attention (DeepSeek), layers of different sizes (Gemma 4), scaled
   logits (Cohere, Granite), biases, norms, learned or rotary positions and mixtures of experts; and recurrent and
   convolutional layers (Qwen3.5, Nemotron-H, Falcon-H1, LFM2), whose samples start from the final state of their prompt.
-  Jamba's and MiniMax's recurrent layers ignore a state that they are given, so these layers alone read the prompt once
-  per sample.
+  Earlier turns, too, and whatever else samples [have in common](parallel.md#common-beginnings) are forwarded once.
+  Jamba's and MiniMax's recurrent layers ignore a state that they are given: they share prompts alone, and these layers
+  read the prompt once per sample.
 - **unpacked**: the model's own forward on padded rows, a row for each sample with its whole prompt. The numbers are the
   same; the cost is a prompt per sample in place of one per group, and padding of at most a quarter. A warning says so
   once, with the reason. `replicate` and `shard` work, `tp`, `cp`, `pp` and `ep` do not.
@@ -75,7 +76,8 @@ with these towers, so `ppo` and `reward_model` refuse them.
 - Rows have them as TRL, verl and OpenAI do ([data.md](data.md#images)); tools, environments and agents
   show further ones in later turns ([environments](environments.md)). The vision tower is frozen, unless
   `--train-vision`; LoRA adapts the language model only.
-- A prompt's images are encoded once per group. M-RoPE positions are those of each document, never of the pack. Gemma 3,
+- An image is encoded once for all samples of a micro-batch that have the same tokens and images before it: those of a
+  group, and the later turns of an episode. M-RoPE positions are those of each document, never of the pack. Gemma 3,
   whose image tokens see one another in both directions, runs batches with images unpacked.
 - The embedded engine samples (`--engine local`, also with `--overlap`): from its cache, of Gemma 3 by whole sequences.
   Images are not sent to SGLang and vLLM servers. Placeholders are never sampled.

@@ -32,7 +32,7 @@ from rlkit._moved import moved
 from rlkit._tensors import readable
 from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
-from rlkit.model.recurrent import recurrent_layers, unwrap, wrap
+from rlkit.model.recurrent import TOLL, recurrent_layers, unwrap, wrap
 from rlkit.model.routing import unwrap_routers, wrap_routers
 from rlkit.model.sharding import mesh_of
 from rlkit.model.small_copy import VOCAB, shrunk
@@ -175,7 +175,7 @@ def _verdict(
     _unpacked.pop(kind, None)
     try:
         for replay in (False, True) if recurrent_layers(model) else (False,):
-            set_packed(model, replay=replay)
+            set_packed(model, replay=replay, toll=0)
             reason = why_different(model, groups, own, forward)
             if reason is None:
                 return Verdict(True, replay=replay)
@@ -269,10 +269,10 @@ def check_loaded(model: Any, forward: PackedForward) -> Verdict:
     return found
 
 
-def set_packed(model: Any, *, replay: bool = False) -> None:
-    """Set the attention and the recurrent layers up for packed streams, in place."""
+def set_packed(model: Any, *, replay: bool = False, toll: int = TOLL) -> None:
+    """Set the attention and the recurrent layers up for packed streams, in place (see `rlkit.model.recurrent.wrap`)."""
     set_attention(model, register())
-    wrap(model, replay=replay)
+    wrap(model, replay=replay, toll=toll)
     wrap_routers(model)
 
 
@@ -291,7 +291,7 @@ def verdict_on(device: torch.device, config: Any, found: Verdict, forward: Packe
         if built is None:
             return found
         model, groups, own = built
-        set_packed(model.to(device), replay=found.replay)
+        set_packed(model.to(device), replay=found.replay, toll=0)
         reason = _difference(model, pack(groups), own.to(device), forward, tolerance=1e-3)
     return found if reason is None else Verdict(False, f"on {device.type}, {reason}")
 
@@ -449,15 +449,19 @@ def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
 
 
 def probe(vocab_size: int) -> list[list[Trajectory]]:
-    """Six sequences of unequal lengths in three groups; the shortest is one token and its target."""
+    """Seven sequences of unequal lengths in four groups; the shortest is one token and its target.
+
+    The last group continues the third one's sample, whose prompt continues the first sample: states at three depths.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(n: int) -> list[int]:  # the first ids are often special
         return torch.randint(min(3, vocab_size - 1), min(vocab_size, VOCAB), (n,), generator=generator).tolist()
 
-    groups = []
-    for prompt_len, lens in ((5, (7, 1, 3)), (1, (1, 12)), (9, (4,))):
-        prompt = draw(prompt_len)
+    groups: list[list[Trajectory]] = []
+    for after, prompt_len, lens in ((None, 5, (7, 1, 3)), (None, 1, (1, 12)), (0, 2, (4,)), (2, 1, (3,))):
+        before = [] if after is None else [*groups[after][0].prompt_ids, *groups[after][0].ids]
+        prompt = [*before, *draw(prompt_len)]
         groups.append([Trajectory(prompt, draw(n), [True] * n, [0.0] * n, [0] * n) for n in lens])
     return groups
 

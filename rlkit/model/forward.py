@@ -42,7 +42,6 @@ from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
-from rlkit.parallel.forest import forest
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.vocab import is_sharded, sharded_linear_logp
 from rlkit.types import Batch, LogProbs, SamplingParams, Trajectory
@@ -236,17 +235,17 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        padded = to_device(plan_rows(model, some), device)
-        tree = forest(some) if padded is None and not shown else None
+        seen = vision.shown_images(model, some, joined[0]) if shown else None
+        tree, padded = plan_rows(model, some, images=None if seen is None else seen.names)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=tree)
         ids, positions = layout.local(move(joined[0]))[None], layout.local(move(joined[1]))[None]
         pictures: dict[str, Tensor] = {}
-        if shown:
-            positions = move(vision.rotary_positions(model, some, *joined))[..., None, :]
-            pictures = vision.image_inputs([x for of in some.images or () for x in of], device)
+        if seen is not None:
+            positions = layout.local(move(vision.rotary_positions(model, some, *joined).T)).T[:, None]
+            pictures = vision.image_inputs(seen.at(None if tree is None else tree.source), device)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
         experts = layout.local(move(torch.cat(both))) if both else None
-        with attending(layout.plan._replace(rows=padded, experts=experts)):
+        with attending(layout.plan._replace(rows=to_device(padded, device), experts=experts)):
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])

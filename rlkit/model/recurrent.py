@@ -1,13 +1,14 @@
-"""Recurrent and convolutional layers in a packed stream: each segment starts from the final state of its prompt.
+"""Recurrent and convolutional layers in a packed stream: each segment starts from the final state of its parent.
 
 A layer of this kind (gated delta net, Mamba, short convolution) reads its tokens in order, so it cannot run over a pack
 as attention does. Here the rows of a pack become padded rows, one per segment, for these layers only:
 
     prompts [G, longest]   ->  outputs, final states        padded on the left, where a mask keeps the state at 0
-    samples [N, longest]   ->  outputs                      padded on the right, from the states of their prompts
+    turns [B, length]      ->  outputs, final states        of one length, from the states of their parents
+    samples [N, longest]   ->  outputs                      padded on the right, from the states of their parents
 
-The prompt's state is computed once per group and has a gradient. All families of transformers share one interface
-between such a layer and its cache, so there is no code per model: `States` is that cache, without writes in place.
+Each state is computed once and has a gradient. All families of transformers share one interface between such a layer
+and its cache, so there is no code per model: `States` is that cache, without writes in place.
 Layers that ignore the state they are given (Mamba 1 and lightning attention in torch) are found by the check in
 `rlkit.model.families`, and replay the prompt: each sample's row has its prompt again, in these layers only.
 
@@ -23,14 +24,17 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from rlkit._tensors import uncompiled
-from rlkit.parallel.attention import current_plan, rows
-from rlkit.parallel.padded import PaddedRows, by_document, by_segment
+from rlkit.parallel.attention import current_plan, rows, segments
+from rlkit.parallel.forest import Forest, forest
+from rlkit.parallel.padded import Block, PaddedRows, by_document, by_segment
 from rlkit.types import Batch
 
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of the layers' argument in versions of transformers
+TOLL = 64  # rows that a state between a parent and children must save: layers read in chunks of 64 tokens or more
 _WRITES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
 
 
@@ -106,11 +110,14 @@ def joined(parts: Sequence[States]) -> States:
     return States(*({i: torch.cat([x[i] for x in each]) for i in each[0]} for each in held))
 
 
-def wrap(model: nn.Module, *, replay: bool = False) -> None:
-    """Let the model's recurrent layers run by the plan of a packed forward, in place; elsewhere they are as before."""
+def wrap(model: nn.Module, *, replay: bool = False, toll: int = TOLL) -> None:
+    """Let the model's recurrent layers run by the plan of a packed forward, in place; elsewhere they are as before.
+
+    `toll`: see `rlkit.parallel.forest.forest`. Where layers `replay` prompts, nothing else is shared.
+    """
+    unwrap(model)
     for layer, name in recurrent_layers(model):
-        if not _is_wrapped(layer):
-            layer.forward = partial(_by_rows, layer.forward, name, replay)
+        layer.forward = partial(_by_rows, layer.forward, name, None if replay else toll)
 
 
 def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -119,19 +126,32 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(module, name) for module, name in found if name is not None]
 
 
+def _first_states(block: Block, finals: dict[int, States]) -> States:
+    """The states from which the rows of a block start, of the final states of blocks."""
+    return States() if block.parents is None else joined([finals[i] for i in block.after]).of_rows(block.parents)
+
+
 def unwrap(model: nn.Module) -> None:
     """Undo `wrap`."""
     for module in filter(_is_wrapped, model.modules()):
         del module.forward
 
 
-def plan_rows(model: nn.Module, batch: Batch) -> PaddedRows | None:
-    """The rows in which the model's recurrent layers run; None for a model that `wrap` found none in."""
+def plan_rows(
+    model: nn.Module, batch: Batch, *, images: Int[Tensor, "S"] | None = None
+) -> tuple[Forest | None, PaddedRows | None]:
+    """The forest of the batch, and the rows in which recurrent layers run; None for a model that `wrap` found none in.
+
+    `images`: see `rlkit.parallel.forest.forest`.
+    """
     layer = next(filter(_is_wrapped, model.modules()), None)
     if layer is None:
-        return None
-    *_, replay = vars(layer)["forward"].args
-    return by_document(batch) if replay else by_segment(batch)
+        return forest(batch, images=images), None
+    *_, toll = vars(layer)["forward"].args
+    if toll is None:
+        return None, by_document(batch)
+    tree = forest(batch, toll=toll, images=images)
+    return tree, by_segment(segments(batch) if tree is None else tree.spans)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -153,19 +173,21 @@ def _of_class(kind: Any) -> str | None:
 
 
 @uncompiled  # the number of blocks differs from call to call
-def _by_rows(layer: Any, cache_name: str, replay: bool, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+def _by_rows(layer: Any, cache_name: str, toll: int | None, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """The layer over padded rows of the stream `hidden_states [1, S, D]`, by the plan of this forward."""
     plan = current_plan()
     if plan is None:
         return layer(hidden_states, *args, **options)
     outputs: list[Tensor] = []
-    finals: list[States] = []
-    for block in plan.rows.blocks:
+    continued = {i for block in plan.rows.blocks for i in block.after}
+    finals: dict[int, States] = {}
+    for i, block in enumerate(plan.rows.blocks):
         x = rows(hidden_states[0], block.rows.flatten()).unflatten(0, block.rows.shape)
-        states = None if replay else States() if block.parents is None else joined(finals).of_rows(block.parents)
-        masked = {cache_name: states, "attention_mask": None if replay else block.real}
+        states = None if toll is None else _first_states(block, finals)
+        masked = {cache_name: states, "attention_mask": None if toll is None else block.real}
         out = layer(x, *args, **options | masked)
         outputs.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))
-        finals += [] if states is None or block.parents is not None else [states]
+        if states is not None and i in continued:
+            finals[i] = states
     found = rows(torch.cat(outputs), plan.rows.back)[None]
     return (found, *out[1:]) if isinstance(out, tuple) else found

@@ -1,9 +1,9 @@
 """Vision-language models: what an image adds to the forward of a batch, and the classes that read images.
 
 An image stands in the token ids as a run of placeholders, which the model replaces by its vision tower's features. In a
-packed stream a prompt's images are encoded once per group. Where rotary positions have three axes (M-RoPE), those of an
-image are its grid's, and text goes on from the largest of them. Gemma 3 lets the tokens of an image see one another in
-both directions: its batches with images run unpacked.
+packed stream an image is encoded once for all documents that begin alike up to it. Where rotary positions have three
+axes (M-RoPE), those of an image are its grid's, and text goes on from the largest of them. Gemma 3 lets the tokens of
+an image see one another in both directions: its batches with images run unpacked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from shutil import copyfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -68,6 +68,40 @@ def token_types(model: Any, ids: Int[Tensor, "*shape"]) -> dict[str, Tensor]:
     return {} if name is None else {name: (ids == model.config.image_token_id).int()}
 
 
+class Shown(NamedTuple):
+    """The images of a batch, and which of them each row of `[prefixes, sequences]` stands for (-1: none)."""
+
+    images: list[Picture]
+    of_row: Int[Tensor, "S"]
+
+    @property
+    def names(self) -> Int[Tensor, "S"]:
+        """The same number for rows of equal images."""
+        first: dict[str, int] = {}
+        return torch.tensor([*(first.setdefault(x.digest, i) for i, x in enumerate(self.images)), -1])[self.of_row]
+
+    def at(self, rows: Int[Tensor, "R"] | None) -> list[Picture]:
+        """The images at these rows, in their order."""
+        found = self.of_row if rows is None else self.of_row[rows]
+        return [self.images[i] for i in found[found >= 0].unique_consecutive().tolist()]
+
+
+def shown_images(model: Any, batch: Batch, tokens: Int[Tensor, "S"]) -> Shown:
+    """The images of the batch, of which `join` gives the tokens.
+
+    Errors: ValueError for a prefix or sequence with other than the placeholders that its images take.
+    """
+    ends = torch.cat([batch.prefix_cu, batch.cu_seqlens[1:] + batch.prefix_cu[-1]]).tolist()
+    shown: list[Picture] = []
+    index = torch.full(tokens.shape, -1)
+    for images, start, end in zip(batch.images or (), ends, ends[1:]):
+        if images:
+            which = len(shown) + _placeholders(model, tokens[start:end], images)
+            index[start:end][(tokens[start:end] == model.config.image_token_id).cpu()] = which
+            shown += images
+    return Shown(shown, index)
+
+
 def rotary_positions(
     model: Any, batch: Batch, tokens: Int[Tensor, "S"], positions: Int[Tensor, "S"]
 ) -> Int[Tensor, "3 S"]:
@@ -89,13 +123,23 @@ def rotary_positions(
 
 def document_positions(model: Any, ids: Int[Tensor, "L"], images: Sequence[Picture]) -> Int[Tensor, "3 L"]:
     """The positions of a document that begins at 0."""
-    grids = torch.cat([image.inputs()["image_grid_thw"] for image in images])
+    _placeholders(model, ids, images)
     types = (ids == model.config.image_token_id).int()[None]
-    places, needed = int(types.sum()), int(grids.prod(-1).sum()) // _merge(model.config) ** 2
-    if places != needed:
-        raise ValueError(f"a document has {places} placeholders of images, and its {len(images)} images take {needed}")
-    found, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=grids)
+    found, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=_grids(images))
     return found[:, 0].to(ids)
+
+
+def _grids(images: Sequence[Picture]) -> Int[Tensor, "K 3"]:
+    return torch.cat([image.inputs()["image_grid_thw"] for image in images])
+
+
+def _placeholders(model: Any, ids: Int[Tensor, "L"], images: Sequence[Picture]) -> Int[Tensor, "P"]:
+    """Which of the images each placeholder of a document stands for."""
+    places = int((ids == model.config.image_token_id).sum())
+    needed = _grids(images).prod(-1) // _merge(model.config) ** 2
+    if places != (total := int(needed.sum())):
+        raise ValueError(f"a document has {places} placeholders of images, and its {len(images)} images take {total}")
+    return torch.arange(len(images)).repeat_interleave(needed)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ and has a row in the loss for each of them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,37 +38,47 @@ class Forest(NamedTuple):
     tokens: Int[Tensor, "T"]
 
 
-def forest(batch: Batch) -> Forest | None:
+def forest(batch: Batch, *, toll: int | None = None, images: Int[Tensor, "S"] | None = None) -> Forest | None:
     """The forest of a batch's documents, each a prefix and a sequence.
 
     None where it saves less than a twentieth of the rows that shared prompts leave, or where prompts are not shared.
+
+    Args:
+        toll: rows that must be saved for each segment that has a parent and is one, and that it has two tokens or more;
+            None: it may have any number, as attention computes segments of all depths together.
+        images: what else must be equal at each row of `[prefixes, sequences]`.
     """
     num_prefix = batch.prefix_tokens.numel()
     if not num_prefix or not batch.num_tokens:
         return None
-    stream = _stream(batch)
+    stream = _stream(batch, images)
     prefix_cu, cu = batch.prefix_cu.tolist(), (batch.cu_seqlens + num_prefix).tolist()
     rows = [np.r_[prefix_cu[p] : prefix_cu[p + 1], cu[i] : cu[i + 1]] for i, p in enumerate(batch.prefix_ids.tolist())]
     order = sorted(range(len(rows)), key=lambda i: stream[rows[i]].astype(">u8").tobytes())  # in order of the tokens
     rows = [rows[i] for i in order]
     common = [0, *(_common(stream[a], stream[b]) for a, b in pairwise(rows))]
+    leaves = [i for i, n in enumerate([*common[1:], 0]) if n < len(rows[i])]  # no document goes on from them
+    common = [common[i] for i in [0, *(last + 1 for last in leaves[:-1])]]
+    common = common if toll is None else _worthwhile(common, toll)
     by_prompts = len(stream) - (len(rows) - len(prefix_cu) + 1)  # but for the last token of a prompt, a row per sample
-    if sum(map(len, rows)) - sum(common) > _WORTH * by_prompts:
+    if sum(len(rows[i]) for i in leaves) - sum(common) > _WORTH * by_prompts:
         return None
-    spans, source, places = _grow(rows, common)
-    places = [places[k] for k in np.argsort(order)]
+    spans, source, places = _grow([rows[i] for i in leaves], common)
+    places = [places[bisect_left(leaves, k)][: len(rows[k])] for k in np.argsort(order)]
     tokens = [place[len(place) - n :] for place, n in zip(places, np.diff(cu))]
     return Forest(spans, torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(tokens)))
 
 
-def _stream(batch: Batch) -> Int[np.ndarray, "S"]:
-    """What must be equal for two rows to be one: the token, and where they are given, its experts."""
+def _stream(batch: Batch, images: Int[Tensor, "S"] | None) -> Int[np.ndarray, "S"]:
+    """What must be equal for two rows to be one: the token, and where they are given, its image and its experts."""
     tokens = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
-    given = [x.cpu().flatten(1) for x in (batch.prefix_experts, batch.experts) if x is not None]
+    experts = [x.cpu().flatten(1) for x in (batch.prefix_experts, batch.experts) if x is not None]
+    given = [torch.cat(experts).numpy()] if experts else []
+    given += [] if images is None else [images.cpu().numpy()[:, None]]
     if not given:
         return tokens
     known: dict[bytes, int] = {}
-    rows = np.concatenate((tokens[:, None], torch.cat(given).numpy()), 1)
+    rows = np.concatenate((tokens[:, None], *given), 1)
     return np.array([known.setdefault(row.tobytes(), len(known)) for row in rows])
 
 
@@ -77,12 +89,53 @@ def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:
     return int(different[0]) if len(different) else n
 
 
+@dataclass
+class _Fork:
+    """Where documents part: after `depth` tokens, into `num` documents and further forks, of which `forks`.
+    `at` are the documents that have `depth` tokens in common with the one before."""
+
+    depth: int
+    num: int = 0
+    forks: int = 0
+    at: list[int] = field(default_factory=list)
+
+    def add(self, other: _Fork) -> None:
+        self.num, self.forks, self.at = self.num + other.num, self.forks + other.forks, self.at + other.at
+
+
+def _worthwhile(common: Sequence[int], toll: int) -> list[int]:
+    """The `common` of `_grow` without forks that save fewer rows than they cost.
+
+    A fork of num branches saves num - 1 copies of the tokens since the fork above it. It costs the toll if there is one
+    above, else the toll of each fork below it. The branches of one that is left out part at the fork above.
+    """
+    found, open_forks = [*common, 0], [_Fork(0)]
+    for i in range(1, len(found)):
+        done = _Fork(0, num=1)  # the document before i
+        while (last := open_forks[-1]).depth > found[i]:
+            open_forks.pop()
+            last.add(done)
+            above = max(open_forks[-1].depth, found[i])
+            length, price = last.depth - above, toll if above else toll * last.forks
+            done = _Fork(0, num=1, forks=1)
+            if (last.num - 1) * length <= price or (above and length == 1):
+                for j in last.at:
+                    found[j] = above
+                done = last
+        if last.depth < found[i]:
+            open_forks.append(_Fork(found[i]))
+        open_forks[-1].add(done)
+        open_forks[-1].at.append(i)
+    return found[:-1]
+
+
 def _grow(
     documents: Sequence[Int[np.ndarray, "L"]], common: Sequence[int]
 ) -> tuple[list[Segment], list[np.ndarray], list[np.ndarray]]:
     """Segments, their rows of the stream, and for each document the rows of its tokens in the forest.
 
-    `documents` are in the order of their tokens; `common[i]` is what document i has in common with the one before it.
+    `documents` are in the order of their tokens, and none is the beginning of another; `common[i]` is how many tokens
+    document i has in common with the one before it.
     """
     spans: list[Segment] = []
     source: list[np.ndarray] = []

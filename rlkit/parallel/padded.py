@@ -20,12 +20,13 @@ _WIDTH = 2  # transformers' recurrent layers take a row of one token for a step 
 class Block(NamedTuple):
     """Rows that are computed in one call: rows of the stream; in padding, one of the same document.
 
-    `real` is where they are no padding (None: everywhere). `parents` are rows of the blocks before, whose documents
-    these rows continue.
+    `real` is where they are no padding (None: everywhere). The rows continue those of the blocks `after`: `parents` are
+    their numbers among the rows of these blocks.
     """
 
     rows: Int[Tensor, "B L"]
     real: Bool[Tensor, "B L"] | None
+    after: tuple[int, ...] = ()
     parents: Int[Tensor, "B"] | None = None
 
 
@@ -48,20 +49,52 @@ def by_document(batch: Batch) -> PaddedRows:
     return _laid(*_padded(segments(batch)))
 
 
-def by_segment(batch: Batch) -> PaddedRows:
-    """A row for each prompt, padded on the left, then one for each sample, padded on the right, with its parent."""
-    spans = [Segment(s.start, s.length, s.keys[-1:]) for s in segments(batch)]
-    num_prompts = len(batch.prefix_cu) - 1
-    blocks, stream, place, order = _padded(spans[num_prompts:])
-    if not batch.prefix_tokens.numel():
-        return _laid(blocks, stream, place, order)
-    first, stream_before, place_before, prompts = _padded(spans[:num_prompts], left=True)
-    parents = torch.from_numpy(prompts.argsort()[batch.prefix_ids.cpu().numpy()[order]])
-    parts = parents.split([len(b.rows) for b in blocks])
-    blocks = [*first, *(b._replace(parents=p) for b, p in zip(blocks, parts, strict=True))]
-    stream = np.concatenate([stream_before, stream])
-    place = np.concatenate([place_before, place + sum(b.rows.numel() for b in first)])
-    return _laid(blocks, stream, place, np.concatenate([prompts, num_prompts + order]))
+def by_segment(spans: Sequence[Segment]) -> PaddedRows:
+    """A row for each segment, with its own tokens, in this order:
+
+    segments without a parent that others continue      padded on the left, where a mask keeps the state at 0
+    segments with a parent that others continue         by depth; a block has one length: padding changes a state
+    segments that none continues                        padded on the right
+    """
+    spans = [s for s in spans if s.length]
+    parents = _parents(spans)
+    blocks: list[Block] = []
+    streams, places, orders, size = [], [], [], 0
+    block_of, row_of = np.zeros((2, len(spans)), np.int64)
+    for (depth, _), members in sorted(_alike(spans, parents).items()):
+        own = [Segment(s.start, s.length, s.keys[-1:]) for s in (spans[i] for i in members)]
+        found, stream, place, order = _padded(own, left=depth == 0)
+        streams.append(stream)
+        places.append(place + size)
+        orders.append(np.array(members)[order])
+        for block, some in zip(found, np.split(orders[-1], np.cumsum([len(b.rows) for b in found])[:-1])):
+            block_of[some], row_of[some] = len(blocks), np.arange(len(some))
+            if (above := np.array([parents[i] for i in some]))[0] >= 0:
+                after, which = np.unique(block_of[above], return_inverse=True)
+                starts = np.cumsum([0, *(len(blocks[b].rows) for b in after)])
+                rows = torch.from_numpy(starts[which] + row_of[above])
+                block = block._replace(after=tuple(after.tolist()), parents=rows)
+            blocks.append(block)
+            size += block.rows.numel()
+    return _laid(blocks, *(np.concatenate(x) for x in (streams, places, orders)))
+
+
+def _alike(spans: Sequence[Segment], parents: Sequence[int]) -> dict[tuple[int, int], list[int]]:
+    """Segments that are padded together; the keys are in the order of `by_segment`."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    inner, depths = {*parents}, [-1] * (len(spans) + 1)  # the last is that of no parent, -1
+    for i, (s, parent) in enumerate(zip(spans, parents)):
+        depth = depths[i] = depths[parent] + 1
+        ends = (len(spans), parent < 0)  # those without a parent apart: they start from no state
+        groups.setdefault((depth, s.length if depth else 0) if i in inner else ends, []).append(i)
+    return groups
+
+
+def _parents(spans: Sequence[Segment]) -> list[int]:
+    """The segment that each one continues, which stands before it; -1: it begins a document."""
+    ends = {s.start + s.length: i for i, s in enumerate(spans)}
+    before = [[r for r in s.keys[:-1] if r[1]] for s in spans]
+    return [ends[sum(ranges[-1])] if ranges else -1 for ranges in before]
 
 
 def _laid(

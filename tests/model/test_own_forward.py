@@ -9,7 +9,7 @@ from model_types import config_of, filled
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit.model import families, recurrent
-from rlkit.model.families import Verdict, runs_packed
+from rlkit.model.families import Verdict, runs_packed, set_packed
 from rlkit.model.forward import forward, prepare_model
 from rlkit.model.small_copy import shrunk
 from rlkit.packing import pack
@@ -20,17 +20,19 @@ PACKED = [
     "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "lfm2", "jamba", "minimax", "deepseek_v3", "gpt_oss",
     "gemma4_text", "stablelm",
 ]  # fmt: skip
+STATES = PACKED[:5]  # of layers that start from a state at any depth
 UNPACKED = ["mamba", "rwkv", "llama4_text", "bloom", "bart", "modernbert-decoder"]
 REST = ["mamba2", "bamba", "granitemoehybrid", "olmo_hybrid", "lfm2_moe", "kimi_linear", "bailing_hybrid", "xlstm"]
 
 
 def groups():
-    """Prompts of 1 to 30 tokens, and a group whose samples also begin alike."""
+    """Prompts of 1 to 30 tokens; the last two continue a sample of the group before."""
     generator = torch.Generator().manual_seed(3)
     draw = lambda n: torch.randint(3, 60, (n,), generator=generator).tolist()
     out = []
-    for prompt_len, lens in [(30, [2, 9, 21]), (1, [1, 5]), (6, [12])]:
-        prompt = draw(prompt_len)
+    for prompt_len, lens in [(1, [1, 5]), (30, [2, 9, 21]), (3, [9, 4]), (1, [12])]:
+        before = [*out[-1][1].prompt_ids, *out[-1][1].ids] if len(out) > 1 else []
+        prompt = [*before, *draw(prompt_len)]
         out.append([Trajectory(prompt, draw(n), [i != 1 for i in range(n)], [0.0] * n, [0] * n) for n in lens])
     return out
 
@@ -60,14 +62,19 @@ def own_step(model, samples):
     return out.detach(), grads
 
 
-def compare(model, samples, *, packed):
-    """`forward` and its gradients, with shared prompts and without, against the own forward."""
+def compare(model, samples, *, packed, states=False):
+    """`forward` and its gradients, shared (with `states`: at all depths, too) and not, against the own forward."""
     true, grads = own_step(model, samples)
     assert true[0].std() > 0.03
     prepare_model(model)
     assert runs_packed(model) == packed
-    for share in (True, False):
+    found = []
+    for share, toll in [(True, recurrent.TOLL), (False, recurrent.TOLL), (True, 0)][: 2 + states]:
         batch = pack(samples, share_prompts=share)
+        if states:
+            set_packed(model, toll=toll)
+            _, padded = recurrent.plan_rows(model, batch)
+            assert sum(bool(block.after) for block in padded.blocks) >= (4 if toll == 0 else share)
         out = torch.stack(forward(model, batch))[:, batch.mask]
         assert (out - true).abs().max() < 1e-4
         (out * coefficients(batch)).sum().backward()
@@ -75,12 +82,18 @@ def compare(model, samples, *, packed):
             if name in grads:
                 scale = grads[name].abs().max().clamp(min=1e-4)
                 assert (p.grad - grads[name]).abs().max() < 2e-3 * scale, (name, share)
+        found.append((out.detach(), {name: p.grad for name, p in model.named_parameters() if name in grads}))
         model.zero_grad(set_to_none=True)
+    if states:
+        _, (apart, true), (shared, ours) = found
+        assert (shared - apart).abs().max() < 1e-5
+        largest = max(x.abs().max() for x in true.values())
+        assert max((x - true[name]).abs().max() for name, x in ours.items()) < 1e-5 * largest
 
 
 @pytest.mark.parametrize("model_type", PACKED)
 def test_packed(model_type):
-    compare(built(model_type), groups(), packed=True)
+    compare(built(model_type), groups(), packed=True, states=model_type in STATES)
 
 
 @pytest.mark.parametrize("model_type", UNPACKED)
@@ -93,7 +106,7 @@ def test_unpacked(model_type):
 def test_rarer_types(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")
-    compare(built(model_type), groups(), packed=model_type != "xlstm")
+    compare(built(model_type), groups(), packed=model_type != "xlstm", states=model_type in REST[:5])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])

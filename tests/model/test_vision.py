@@ -29,8 +29,9 @@ def small(kind: str) -> Any:
 
 
 def shown(config: Any) -> list[list[Trajectory]]:
-    """Three groups: with two images, with none, and with another one; in two of them a sample has a later image."""
-    a, b = vision.Noise(config), vision.Noise(config, seed=1)
+    """Groups with two images, with none, with another one, with a later turn of the first, and with its text only; in
+    two of them a sample has a later image."""
+    a, b, other = (vision.Noise(config, seed=seed) for seed in range(3))
     drawn = torch.Generator().manual_seed(1)
 
     def group(prompt: list[int], images: tuple[Any, ...], *lens: int) -> list[Trajectory]:
@@ -41,6 +42,8 @@ def shown(config: Any) -> list[list[Trajectory]]:
     return [
         [*first, later(first[1], a)], [*(second := group([9, 10, 11], (), 4, 2)), later(second[0], b)],
         group([*b.ids, 8], (b,), 5, 2),
+        group([*first[0].prompt_ids, *first[0].ids, *b.ids, 7], (a, b, b), 2),
+        group(first[0].prompt_ids, (other, b), 3),
     ]  # fmt: skip
 
 
@@ -103,6 +106,18 @@ def test_an_image_changes_what_follows_it():
     differ = (forward(model, a).logp - forward(model, b).logp).abs() > 1e-3
     shows = torch.tensor([bool(t.images) for group in groups for t in group])
     assert torch.equal(differ[a.mask], shows.repeat_interleave(a.cu_seqlens.diff())[a.mask])
+
+
+def test_an_image_is_encoded_once_for_all_that_begin_alike():
+    model, grids = prepare_model(small("qwen3_vl")), []
+    watch = lambda _, __, inputs: grids.extend(inputs["grid_thw"].tolist())
+    model.base_model.visual.register_forward_pre_hook(watch, with_kwargs=True)
+    groups = shown(model.config)
+    forward(model, pack(groups))
+    assert len(grids) == 8, "of 10 in the prompts and samples of groups: a turn that goes on has the two before it"
+    grids.clear()
+    forward(model, pack(groups, share_prompts=False))
+    assert len(grids) == sum(len(t.images) + len(t.later_images) for group in groups for t in group)
 
 
 def test_a_batch_keeps_the_images_of_its_prompts():

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import join, pack
-from rlkit.parallel.attention import plan
+from rlkit.parallel.attention import plan, segments
 from rlkit.parallel.forest import forest
+from rlkit.parallel.padded import by_segment
 from rlkit.types import Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
@@ -45,16 +46,16 @@ def documents(draw):
     ]
 
 
-@given(documents())
-def test_every_token_has_the_row_of_its_beginning(groups):
+@given(documents(), st.sampled_from([None, 0, 3]))
+def test_every_token_has_the_row_of_its_beginning(groups, toll):
     batch = pack(groups)
-    found = forest(batch)
+    found = forest(batch, toll=toll)
     if found is None:
         return
     ids, positions = (x[found.source].tolist() for x in join(batch))
     docs = [[*t.prompt_ids, *t.ids[:-1]] for group in groups for t in group]
     beginnings = {tuple(doc[: n + 1]) for doc in docs for n in range(len(doc))}
-    assert len(ids) == len(beginnings)  # one row each
+    assert len(ids) == len(beginnings) if toll is None else len(ids) >= len(beginnings)  # one row each
     assert sorted(r for s in found.spans for r in range(s.start, s.start + s.length)) == list(range(len(ids)))
     seen = {}
     for start, length, keys in found.spans:
@@ -70,6 +71,52 @@ def test_every_token_has_the_row_of_its_beginning(groups):
         for offset, row in enumerate(found.tokens[a:b].tolist()):
             assert seen[row] == tuple(doc[: len(doc) - (b - a) + offset + 1])
     plan(found.spans)
+
+
+def read(padded, ids):
+    """What a recurrent layer has read at each row of a forward: padding spoils a state, but not that of nothing."""
+    finals, found = [], []
+    for rows, real, after, parents in padded.blocks:
+        before = [state for i in after for state in finals[i]]
+        finals.append([])
+        for i, row in enumerate(rows.tolist()):
+            state = () if parents is None else before[parents[i]]
+            for r, is_real in zip(row, real[i].tolist() if real is not None else [True] * len(row), strict=True):
+                state = (*state, ids[r]) if is_real else state and (*state, None)
+                found.append(state)
+            finals[-1].append(state)
+    return [found[i] for i in padded.back.tolist()]
+
+
+@given(documents(), st.sampled_from([None, 0, 3]))
+def test_a_layer_that_reads_in_order_has_read_the_beginning_of_each_row(groups, toll):
+    batch = pack(groups)
+    tree = None if toll is None else forest(batch, toll=toll)
+    ids = join(batch)[0]
+    ids = (ids if tree is None else ids[tree.source]).tolist()
+    spans = segments(batch) if tree is None else tree.spans
+    seen = read(by_segment(spans), ids)
+    for start, length, keys in spans:
+        path = [ids[r] for a, n in keys for r in range(a, a + n)]
+        for i in range(length):
+            assert seen[start + i] == tuple(path[: len(path) - length + i + 1])
+
+
+def test_states_are_kept_where_they_save_more_rows_than_the_toll():
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.integers(3, 60, n).tolist()
+    for size, num_states in ((32, 7), (16, 3)):  # beside that of the first prompt
+        spans = forest(pack(tree(8, 4, size, rng, vocab=2**40)), toll=64).spans
+        parents = {sum(s.keys[-2]) for s in spans if len(s.keys) > 1}
+        assert sum(s.start + s.length in parents for s in spans if s.start) == num_states
+    assert forest(pack(tree(8, 4, 2, rng, vocab=2**40)), toll=64) is None
+    begin, groups = draw(30), []
+    for _ in range(3):
+        prompt = [*begin, *draw(40)]
+        groups.append([trajectory(prompt, [*prompt[:9], *draw(40)]) for _ in range(3)])
+    every, few = (forest(pack(groups), toll=toll) for toll in (None, 64))
+    assert (len(every.source), len(few.source)) == (30 + 3 * 49 + 9 * 39, 3 * 79 + 9 * 39)
+    assert sum(len(s.keys) == 1 for s in few.spans) == 3, "prompts keep no state of the 30 tokens that they share"
 
 
 @pytest.mark.parametrize("case", ["tree", "alike", "contained"])
