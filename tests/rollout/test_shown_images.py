@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image as Pillow
 from scripted import Script, check_tree, tokenizer_with
-from test_endpoint_requests import send
+from test_endpoint_requests import changed, send
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rlkit.data.images import ImageReader
@@ -369,3 +372,49 @@ def test_images_are_where_the_formats_have_them(pictures) -> None:
     assert len({r.messages[-1]["content"] for r in requests}) == 1
     assert {*requests[0].images.values()} == {base64.b64decode(data)}
     assert requests[0].images == requests[1].images == requests[2].images
+
+
+def told_of(path: str, pictures: dict[str, Pillow.Image]) -> dict[str, Any]:
+    """A right request with images of the user and of a tool's result."""
+    shown = {name: PARTS[path](png(picture)) for name, picture in pictures.items()}
+    told: list[dict[str, Any]] = [
+        {"role": "user", "content": shown["a"]}, {"role": "assistant", "content": "one"},
+        {"role": "user", "content": shown["b"]},
+    ]  # fmt: skip
+    if path == "/messages":
+        use = {"type": "tool_use", "id": "x", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "x", "content": shown["c"]}
+        told += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    elif path == "/responses":
+        call = {"type": "function_call", "call_id": "x", "name": "look", "arguments": "{}"}
+        told += [call, {"type": "function_call_output", "call_id": "x", "output": shown["c"]}]
+    else:
+        call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        told += [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "x", "content": shown["c"]},
+        ]
+    return {"input" if path == "/responses" else "messages": told, "max_tokens": 9}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PARTS)
+@given(data=st.data())
+def test_whatever_is_asked_each_context_has_the_placeholders_of_its_images(path, data, task, pictures) -> None:
+    folder, _, prompts = task
+    tokenizer, got = load_tokenizer(folder), []
+    bodies = data.draw(st.lists(changed(told_of(path, pictures)), min_size=10, max_size=10))
+    script = Script(tokenizer, *["one"] * 11)
+
+    def agent(prompt: Prompt, base_url: str) -> dict[str, float]:
+        got.extend(send(base_url, body, path)[0] for body in [*bodies, request_of(path, ("user", "text"))])
+        return {"reward": 1.0}
+
+    group = asyncio.run(sample_group(prompts[1], [script], env=agent_env(agent, tokenizer=tokenizer)))
+    check_tree(group, script.calls)
+    assert ({*got} <= {200, 400}, got[-1]) == (True, 200)
+    place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    seen = [(context, images or ()) for (context, _), images in zip(script.calls, script.images, strict=True)]
+    seen += [x for t in group for x in ((t.prompt_ids, t.images), (t.ids, t.later_images))]
+    for ids, images in seen:
+        assert list(ids).count(place) == sum(int(x.inputs()["image_grid_thw"].prod()) // 4 for x in images)
