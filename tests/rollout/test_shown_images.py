@@ -195,6 +195,24 @@ async def test_a_rewritten_history_shows_its_images_again(task, pictures) -> Non
     assert [(len(t.images), len(t.later_images)) for t in group] == [(1, 0), (2, 0)]
 
 
+async def test_an_image_that_the_template_does_not_write_is_an_error(task, pictures) -> None:
+    """In the first messages, and in those after a turn. A text with the mark of a place is text."""
+    folder, _, prompts = task
+    tokenizer = load_tokenizer(folder)
+    lost = "{% for message in messages if message.role != 'tool' %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% for message in messages %}", lost)
+    script = Script(tokenizer, "one")
+    told = [{"role": "user", "content": "q \ue000image\ue001"}, {"role": "tool", "content": pictures["a"]}]
+    with pytest.raises(ValueError, match="does not write the image of a message of role 'tool'"):
+        Chat(prompts[1], script, tokenizer=tokenizer, messages=told)
+    chat = Chat(prompts[1], script, tokenizer=tokenizer, messages=told[:1])
+    await chat.turn()
+    assert tokenizer.decode(script.calls[0][0]) == turn("user", "q <image>") + "<|im_start|>assistant\n"
+    chat.add(told[1])
+    with pytest.raises(ValueError, match="does not write the image of a message of role 'tool'"):
+        await chat.turn()
+
+
 async def test_an_environment_of_tokens_names_its_images(task) -> None:
     """Beside those of the prompt; and a context without any shows none, whatever the prompt does."""
     _, tokenizer, prompts = task
