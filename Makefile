@@ -45,8 +45,9 @@ lint: $(VENV)/.ready-dev
 	$(VENV)/bin/mypy
 	$(VENV)/bin/vulture
 
-docs: .venv-docs/.ready  # the documentation site into build/site/html
+docs: .venv-docs/.ready  # the documentation site
 	.venv-docs/bin/python docs/site/make_site.py
+	@echo build/site/html/index.html
 
 .venv-docs/.ready: docs/site/requirements.txt
 	$(PYTHON) -m venv .venv-docs

@@ -7,7 +7,7 @@ from snippets import blocks, run
 
 from rlkit.types import SamplingParams
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 LAUNCH = 'launch("Qwen/Qwen3-4B", args=["--tp", "2"])'
 
 
