@@ -80,7 +80,13 @@ with these towers, so `ppo` and `reward_model` refuse them.
   group, and the later turns of an episode. M-RoPE positions are those of each document, never of the pack. Gemma 3,
   whose image tokens see one another in both directions, runs batches with images unpacked.
 - The embedded engine samples (`--engine local`, also with `--overlap`): from its cache, of Gemma 3 by whole sequences.
-  Images are not sent to SGLang and vLLM servers. Placeholders are never sampled.
+  Placeholders are never sampled.
+- SGLang and vLLM servers sample too (`--engine sglang`, `vllm`). A request has the prompt's token ids with one
+  placeholder an image, and each image as a PNG of the pixels that the trainer's processor makes, so that no server
+  resizes it another way. The server returns the prompt as it has expanded it; other tokens than the trainer's are an
+  error. On real servers on a CPU, a small random Qwen3-VL has the trainer's log-probs to 1e-4 in every turn, and after
+  an update of the tower; on a GPU this has not run. Gemma 3's images, around which servers write tokens of their own,
+  are refused.
 - `tp`, `cp`, `pp` and `ep` are refused for batches with images. An export has the image processor's files beside it.
 - Pillow reads the files: `pip install pillow`; with torchvision, transformers resizes with that.
 
