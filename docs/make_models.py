@@ -69,9 +69,8 @@ reads the whole model before it keeps its shard. See [parallel.md](parallel.md).
 
 ## Images
 
-Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with images, by `rlkit sft`, `dpo`, `kto` and
-`grpo`. Tried with small random models; the check at load includes images. transformers has no critic or reward model
-with these towers, so `ppo` and `reward_model` refuse them.
+Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with images, by `rlkit sft`, `dpo`, `kto`,
+`grpo`, `ppo` and `reward_model`. Tried with small random models; the check at load includes images.
 
 - Rows have them as TRL, verl and OpenAI do ([data.md](data.md#images)); tools, environments and agents
   show further ones in later turns ([environments](environments.md)). The vision tower is frozen, unless
@@ -87,6 +86,8 @@ with these towers, so `ppo` and `reward_model` refuse them.
   error. On real servers on a CPU, a small random Qwen3-VL has the trainer's log-probs to 1e-4 in every turn, and after
   an update of the tower; on a GPU this has not run. Gemma 3's images, around which servers write tokens of their own,
   are refused.
+- The tower of a critic or a reward model stays frozen. Where transformers has no such class for a vision model (it has
+  Qwen3.5's and Gemma 3's reward model), its generic head is put on the model, and only rlkit loads the export.
 - `tp`, `cp`, `pp` and `ep` are refused for batches with images. An export has the image processor's files beside it.
 - Pillow reads the files: `pip install pillow`; with torchvision, transformers resizes with that.
 

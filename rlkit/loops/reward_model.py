@@ -46,8 +46,9 @@ def reward_model(
     """
     check_is_model(model)
     check_pairs(pairs=pairs, eval_pairs=eval_pairs)
-    if model.config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
-        model.config.pad_token_id = None
+    config = model.config.get_text_config()
+    if config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
+        config.pad_token_id = None
 
     dtype = make_policy(model, dtype=optim.dtype).dtype
 

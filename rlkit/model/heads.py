@@ -6,8 +6,9 @@
     scores = rewards(judge, pack_whole(groups))
 
 They run packed and with shared prompts, on any layout, like `rlkit.model.forward.forward`. On disk they are
-transformers' token and sequence classification models with one label, so other tools can load an export. The head of a
-critic with `Bins` has a label for each bin, whose logits make the value; its config has `value_range`.
+transformers' token and sequence classification models with one label, so other tools can load an export; of most vision
+models, whose tower is frozen here, transformers has none, and only rlkit does. The head of a critic with `Bins` has a
+label for each bin, whose logits make the value; its config has `value_range`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, mesh_of
 from rlkit.model.small_copy import shrunk
+from rlkit.model.vision import auto_class, freeze_tower, reads_images
 from rlkit.packing import pack
 from rlkit.parallel.attention import as_inference
 from rlkit.parallel.mesh import Mesh
@@ -165,7 +167,7 @@ def _labels(model: Any, hidden: Tensor) -> Float[Tensor, "R B"]:
 def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bins()) -> Any:
     config = load_config(path)
     check_causal_lm(config)
-    _check_kind(kind, config)
+    kind = _class_of(kind, config)
     checked = check_architecture(config, forward)
     num, found = head_of(config, bins)
     with _no_report():
@@ -173,12 +175,15 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     if found is not None:
         model.config.value_range = found
     _check_head(model)
-    if any(name.startswith(_HEAD) for name in missing):
+    if others := sorted(name for name in missing if not name.startswith(_HEAD)):
+        raise ValueError(f"model {str(path)!r} has no weights for {', '.join(others[:5])}: is it another model's?")
+    if missing:
         for p in model.score.parameters():
             nn.init.zeros_(p)
     if checked is None:
         warn_full_size(config)
     _set_up(model, checked)
+    freeze_tower(model)
     return _checked(model.to(device).eval())
 
 
@@ -190,12 +195,23 @@ def _set_up(model: Any, found: Verdict | None) -> None:
         runs_unpacked(model, found)
 
 
-def _check_kind(kind: Any, config: Any) -> None:
-    if type(config) not in kind._model_mapping:
+def _class_of(kind: Any, config: Any) -> Any:
+    """transformers' class of the auto class `kind`; of a vision model without one, its body under the generic head."""
+    from transformers import AutoModel, PreTrainedModel, conversion_mapping, modeling_layers
+
+    if type(config) in kind._model_mapping:
+        return kind
+    if not reads_images(config):
         raise ValueError(
             f"model type {config.model_type!r} has no class in transformers' {kind.__name__}, which holds "
             "one number per token or sequence; use another model, for a critic `rlkit grpo` in place of ppo"
         )
+    task, body = kind.__name__.removeprefix("AutoModel"), cast(Any, AutoModel._model_mapping)[type(config)]
+    base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
+    name, whole = f"{body.__name__.removesuffix('Model')}{task}", auto_class(config)._model_mapping[type(config)]
+    if names := conversion_mapping.get_checkpoint_conversion_mapping(whole.__name__):  # of weights in the files
+        conversion_mapping.register_checkpoint_conversion_mapping(name, names, overwrite=True)
+    return type(name, (getattr(modeling_layers, f"Generic{task}"), base), {})
 
 
 def head_of(config: Any, bins: Bins) -> tuple[int, list[float] | None]:
@@ -221,7 +237,7 @@ def _described(num: int, found: Sequence[float]) -> str:
 
 def _build(kind: Any, config: Any, *, bins: Bins = Bins(), **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
-    _check_kind(kind, config)
+    kind = _class_of(kind, config)
     num, found = head_of(config, bins)
     config.update({"num_labels": num} | ({} if found is None else {"value_range": found}))
     with torch.device("cpu"):

@@ -46,7 +46,8 @@ def card(run: Path, *, step: int | None = None, curves: bool = False) -> str:
     trained = f"{_code(base)}, trained for {last:,} steps of {what} with [rlkit](https://pypi.org/project/rlkit-lm/)"
     parts = [_front(args, script), f"# {_line(run.resolve().name)}", trained + (f" on {data}." if data else ".")]
     if script == "reward_model":
-        parts.append("It gives a response its reward: `AutoModelForSequenceClassification` of transformers loads it.")
+        loads = "`AutoModelForSequenceClassification` of transformers loads it, of most vision models only rlkit"
+        parts.append(f"It gives a response its reward: {loads}.")
     parts += [_scores(rows), "![Curves of the training](curves.png)" if curves else ""]
     parts += ["## Training", *_algorithm(args, script), _settings(args)]
     if starts:

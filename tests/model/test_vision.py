@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlkit.model import vision
 from rlkit.model.families import own_log_probs
 from rlkit.model.forward import forward, prepare_model
+from rlkit.model.heads import load_reward_model, load_value_model, pack_whole, rewards, values
 from rlkit.model.small_copy import shrunk
 from rlkit.packing import microbatches, pack, select, unpack
 from rlkit.types import Trajectory
@@ -77,6 +78,33 @@ def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
         assert any("visual" in name or "vision" in name for name in found)
         largest = max(float(x.abs().max()) for x in expected.values())
         assert max(float((found[name] - x).abs().max()) for name, x in expected.items()) < 2e-3 * largest
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in ("qwen3_vl", "gemma3") else pytest.param(k, marks=pytest.mark.slow) for k in vision.TYPES]
+)
+def test_values_and_rewards_are_of_the_own_hidden_states(kind, tmp_path):
+    """Of the policy's checkpoint, from which a critic and a reward model start at 0."""
+    body = small(kind)
+    body.save_pretrained(tmp_path)
+    critic, judge, groups = load_value_model(tmp_path), load_reward_model(tmp_path), shown(body.config)
+    assert values(critic, pack(groups)).abs().max() == 0
+    frozen = {judge.base_model.get_submodule(name) for name in vision.tower_parts(judge)}
+    assert not any(p.requires_grad for part in frozen for p in part.parameters())
+    weight = torch.randn(1, judge.score.in_features)
+    critic.score.weight.data, judge.score.weight.data = weight, weight
+    own = []
+    for t in (t for group in groups for t in group):
+        ids = torch.tensor([[*t.prompt_ids, *t.ids]])
+        pictures = vision.image_inputs((*t.images, *t.later_images), torch.device("cpu"))
+        options = pictures | vision.token_types(body, ids)
+        with torch.no_grad():
+            own.append(body.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state[0] @ weight[0])
+    batch, ends = pack(groups), [len(t.prompt_ids) - 1 for group in groups for t in group]
+    true = torch.cat([x[start:-1] for x, start in zip(own, ends, strict=True)])[sampled(groups)]
+    torch.testing.assert_close(values(critic, batch)[batch.mask], true, rtol=1e-4, atol=1e-4)
+    true = torch.stack([x[-1] for x in own])
+    torch.testing.assert_close(rewards(judge, pack_whole(groups)), true, rtol=1e-4, atol=1e-4)
 
 
 def true_logp(model: Any, groups: list[list[Trajectory]]) -> torch.Tensor:

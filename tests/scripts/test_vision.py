@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rlkit.data.tiny import tiny_vision_model
+from rlkit.model.heads import load_reward_model
 from rlkit.scripts import cli
 
 
@@ -44,7 +45,8 @@ def task(tmp_path_factory) -> Path:
 
 def train(task: Path, script: str, output: Path, *flags: str) -> list[dict[str, float]]:
     """The metrics of a run."""
-    data = task / ("rl.jsonl" if script in ("grpo", "ppo") else f"{script}.jsonl")
+    kind = {"grpo": "rl", "ppo": "rl", "reward_model": "dpo"}.get(script, script)
+    data = task / f"{kind}.jsonl"
     sizes = ["--batch-size", "4"]
     if script in ("grpo", "ppo"):
         sizes = ["--prompts-per-step", "2", "--group-size", "3", "--max-new-tokens", "6", "--max-prompt-tokens", "64"]
@@ -114,6 +116,14 @@ def test_an_agent_shows_the_images_of_its_row_in_two_turns(task, tmp_path, monke
     said = ["".join(m["content"] for m in row["info"]["messages"] if m["role"] == "user") for row in rows]
     assert {text.count("<image>") for text in said} <= {0, 1, 2}
     assert any("<image>How light?<image>again" in text for text in said)
+
+
+def test_a_critic_and_a_reward_model_read_images(task, tmp_path):
+    lines = train(task, "ppo", tmp_path / "ppo")
+    assert all(line["value/grad_norm"] > 0 for line in lines)
+    lines = train(task, "reward_model", tmp_path / "rm")
+    assert lines[1]["loss"] < lines[0]["loss"]
+    assert load_reward_model(tmp_path / "rm" / "model").score.weight.abs().max() > 0
 
 
 @pytest.mark.slow
