@@ -59,7 +59,7 @@ def make_vision_checkpoint(folder: Path) -> Path:
 
 
 async def check_images(engine: Any, checkpoint: Path, folder: Path) -> None:
-    """All turns after images have the trainer's log-probs, also after an update of the tower and the text model."""
+    """All turns after images, those of later turns included, have the trainer's log-probs, also after an update."""
     model, tokenizer, draw = load_model(checkpoint), load_tokenizer(checkpoint), np.random.default_rng(0)
     for name, size in {"a": (16, 24), "b": (37, 51), "large": (320, 320)}.items():  # b is resized
         Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f"{name}.png")
@@ -74,7 +74,8 @@ async def check_images(engine: Any, checkpoint: Path, folder: Path) -> None:
         async for _ in chat:
             if len(chat.messages) > 5:
                 break
-            chat.add("again")
+            later = Image.open(folder / "a.png") if len(chat.messages) == 2 else "again"
+            chat.add({"role": "user", "content": later})
         return chat.end(reward=1.0)
 
     params = SamplingParams(max_new_tokens=8, stop_token_ids=tuple(range(128)))  # most turns end
@@ -89,7 +90,8 @@ async def check_images(engine: Any, checkpoint: Path, folder: Path) -> None:
         )
         assert sum(t.info["num_turns"] for group in made for t in group) > 20
         batch = pack(made)
-        assert [len(x) for x in batch.images or ()] == [2, 1, 0, *[0] * 12]
+        assert [len(x) for x in (batch.images or ())[:3]] == [2, 1, 0]
+        assert sum(len(x) for x in (batch.images or ())[3:]) > 6  # of later turns
         assert (forward(model, batch).logp - batch.rollout_logp)[batch.mask].abs().max() < 1e-4
         assert {v for group in made for t in group for v in t.versions} == {-1, version}
 
