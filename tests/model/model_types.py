@@ -13,7 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlkit.model import vision
 from rlkit.model.families import check_architecture, check_causal_lm
 from rlkit.model.forward import forward
+from rlkit.model.lora import adapters, add_lora
+from rlkit.model.parallelize import COVERED
+from rlkit.model.routing import num_experts
 from rlkit.model.small_copy import shrunk
+from rlkit.rollout.engines.local.backends import CachedForward, Decoder, Recompute, pick_decoder
 
 MODEL_TYPES = tuple(dict.fromkeys([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *vision.TYPES]))
 _GRANITE = {
@@ -78,6 +82,14 @@ class Found(NamedTuple):
     images: str = ""
 
 
+class Use(NamedTuple):
+    """What else works with a trained type: `layouts` beside replicate and shard, `lora`, and the embedded `engine`."""
+
+    layouts: str = ""
+    lora: str = ""
+    engine: str = ""
+
+
 def config_of(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type](**OVERRIDES.get(model_type, {}))
 
@@ -100,6 +112,24 @@ def verdict(model_type: str) -> Found:
     if vision.reads_images(config):
         images = checked.images or ("packed" if config.model_type != "gemma3" else "unpacked")
     return Found("packed" if checked.packed else "unpacked", re.sub(r" by \S+ nats", "", checked.reason), images)
+
+
+def use(model_type: str, found: Found) -> Use:
+    """What works with a type of this verdict; nothing where it is not trained."""
+    if found.status not in ("packed", "unpacked"):
+        return Use()
+    small = shrunk(config_of(model_type))
+    layouts = "" if model_type not in COVERED else "tp cp pp ep" if num_experts(small) > 1 else "tp cp pp"
+    with torch.device("meta"):
+        model = vision.auto_class(small).from_config(small, dtype=torch.float32)
+    try:
+        add_lora(model, rank=2)
+    except ValueError:
+        lora = "no"
+    else:
+        lora = "yes" if all(name.endswith(".weight") for name in adapters(model)) else "with experts"
+    decoder = pick_decoder(filled(model_type, seed=0), max_batch=2, max_len=64)
+    return Use(layouts, lora, {Decoder: "fast", CachedForward: "cache", Recompute: "whole"}[type(decoder)])
 
 
 def filled(model_type: str, *, seed: int, std: float = 0.1) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from model_types import FAMILIES, MODEL_TYPES, config_of, verdict
+from model_types import FAMILIES, MODEL_TYPES, config_of, use, verdict
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -94,7 +94,11 @@ def check(model_type):
 def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")
-    assert page().row(model_type, check(model_type)) in PAGE.read_text().splitlines(), "run python docs/make_models.py"
+    found, how = check(model_type), page()
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{model_type}` |"))
+    cells = dict(zip(how.HEAD, (cell.strip() for cell in line.split("|")[1:-1]), strict=True))
+    told = cells["trained"], cells["images"], cells["reason"]
+    assert told == (found.status, found.images, found.reason), "run python docs/make_models.py"
 
 
 @pytest.mark.slow
@@ -102,8 +106,9 @@ def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
 def test_every_model_type_is_its_own_forward_or_refused_and_the_page_says_so():
     verdicts = {name: check(name) for name in MODEL_TYPES}
     assert sum(v.status in ("packed", "unpacked") for v in verdicts.values()) >= 140
-    if f"Of transformers {hf.__version__}:" in PAGE.read_text():
-        assert PAGE.read_text() == page().page(verdicts), "run python docs/make_models.py"
+    if f"models of transformers {hf.__version__}," in PAGE.read_text():
+        uses = {name: use(name, found) for name, found in verdicts.items()}
+        assert PAGE.read_text() == page().page(verdicts, uses), "run python docs/make_models.py"
 
 
 def page():
