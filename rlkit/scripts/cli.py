@@ -110,8 +110,8 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     with warnings_that_fit():
         result = on_ranks(script, flags)
-    exported = isinstance(result, Path) and result != _given([flags]).get("output")  # of 0 steps there is nothing
-    if exported and is_first():
+    untrained = result == _given([flags]).get("output")  # by 0 steps
+    if isinstance(result, Path) and not untrained and is_first():
         if (page := result.parent / "report.html").exists():
             _print(f"report {page}")
         _print(f"exported {result}")
