@@ -126,6 +126,40 @@ def test_a_critic_and_a_reward_model_read_images(task, tmp_path):
     assert load_reward_model(tmp_path / "rm" / "model").score.weight.abs().max() > 0
 
 
+GAME = """
+from PIL import Image
+from rlkit.rollout.envs.gym import Step
+
+class Game:
+    def __init__(self, prompt):
+        self.dark, self.turns = prompt.index % 2, 0
+
+    def reset(self):
+        return "?"
+
+    def step(self, turn):
+        self.turns += 1
+        if self.turns == 1:
+            return Step(Image.new("RGB", (16, 16), (20,) * 3 if self.dark else (230,) * 3))
+        return Step("", float(turn.ids[0] % 2 == self.dark), done=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_reward_rises_where_an_image_after_the_first_turn_tells_the_answer(task, tmp_path):
+    """Turns are one token, and the second must be odd where the picture before it is dark."""
+    (tmp_path / "game.py").write_text(GAME)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(64)))
+    how = ["--env", f"{tmp_path / 'game.py'}:Game", "--stop-token-ids", *map(str, range(258)), "--eval-steps", "0"]
+    sizes = ["--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "2", "--max-total-tokens", "128"]
+    run = ["--model", str(task / "model"), "--data", str(rows), "--output", str(tmp_path / "run"), "--device", "cpu"]
+    cli.main(["grpo", *run, *how, *sizes, "--steps", "40", "--lr", "3e-3", "--train-vision"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = (np.mean([line["reward/mean"] for line in some]) for some in (lines[:5], lines[-10:]))
+    assert first < 0.6 < 0.7 < last
+
+
 @pytest.mark.slow
 def test_an_engine_process_and_lora(task, tmp_path):
     pytest.importorskip("peft")
