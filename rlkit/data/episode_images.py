@@ -68,9 +68,13 @@ class EpisodeImages:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None, template_args: Mapping[str, Any] | None
     ) -> tuple[list[int], list[Picture]]:
-        """The tokens of a conversation up to the policy's turn (see `rlkit.data.chat.render`), and their images."""
+        """The tokens of a conversation up to the policy's turn (see `rlkit.data.chat.render`), and their images.
+
+        Placeholders that the policy has spelled in an earlier turn are split; those of others are an error.
+        """
         how: dict[str, Any] = {"tools": tools, "template_args": template_args}
-        text, shown = self._placed(render_text(self._tokenizer, messages, add_generation_prompt=True, **how))
+        told = [self._split(message) for message in messages]
+        text, shown = self._placed(render_text(self._tokenizer, told, add_generation_prompt=True, **how))
         last = max((i for i, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)
         self._check_shown(messages[last:], shown)
         return encode(self._tokenizer, text), shown
@@ -91,6 +95,12 @@ class EpisodeImages:
             return None
         self._check_shown(new_messages, shown)
         return ids, shown
+
+    def _split(self, message: Message) -> Message:
+        said, content = message.get("role") == "assistant", message.get("content")
+        if self.reader is None or not said or not isinstance(content, str):
+            return message
+        return {**message, "content": self.reader.split_placeholders(content)}
 
     def _placed(self, text: str) -> tuple[str, list[Picture]]:
         """The text with placeholders, and their images; ValueError for a text that has placeholders of its own."""

@@ -193,6 +193,12 @@ class ImageReader:
             raise ValueError(f"{what}: drop it, or for an image of the row write {MARK}")
         return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
 
+    def split_placeholders(self, text: str) -> str:
+        """The text with a zero-width space in what would be read as a placeholder."""
+        for token in self._never:
+            text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
+        return text
+
     def _text(self, image: Image) -> str:
         inner = f"{self._start}{self._placeholder * image.num_tokens}{self._end}"
         return f"\n\n{inner}\n\n" if self._fixed else inner

@@ -195,6 +195,29 @@ async def test_a_rewritten_history_shows_its_images_again(task, pictures) -> Non
     assert [(len(t.images), len(t.later_images)) for t in group] == [(1, 0), (2, 0)]
 
 
+async def test_a_turn_that_spells_a_placeholder_is_read_as_text(task, pictures) -> None:
+    """Where the template writes it again: the sampled ids are those of other tokens, `<`, `|`, `image` and so on."""
+    tokenizer = load_tokenizer(task[0])
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content or ''", "message.content | upper | lower"
+    )
+    spelled = [i for part in ("<", "|image_pad|>") for i in tokenizer.encode(part, add_special_tokens=False)]
+    script = Script(tokenizer, [*spelled, *tokenizer.encode("A<|im_end|>")], "two")
+
+    async def env(prompt: Prompt, sample: Any) -> Any:
+        chat = Chat(prompt, sample, tokenizer=tokenizer)
+        await chat.turn()
+        chat.add({"role": "user", "content": pictures["b"]})
+        await chat.turn()
+        return chat.end(reward=1.0)
+
+    ids = tokenizer.encode(turn("user", "hi") + "<|im_start|>assistant\n")
+    first, second = await sample_group(Prompt(ids, {"prompt": "hi"}, 0), [script], env=env)
+    read = turn("user", "hi") + turn("assistant", "<\u200b|image_pad|>a") + turn("user", text("b"))
+    assert tokenizer.decode(second.prompt_ids) == read + "<|im_start|>assistant\n"
+    assert (len(first.images), len(second.images)) == (0, 1)
+
+
 async def test_an_image_that_the_template_does_not_write_is_an_error(task, pictures) -> None:
     """In the first messages, and in those after a turn. A text with the mark of a place is text."""
     folder, _, prompts = task
