@@ -165,7 +165,6 @@ class VLLMApi:
 
     async def flush(self, server: Any) -> None:  # noqa: D102
         await server.post("/reset_prefix_cache?reset_running_requests=true", None)
-        await server.post("/reset_encoder_cache", None)  # of images, which a new tower sees otherwise
 
     async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:  # noqa: D102
         body = {} if wire is None else {"request_ids": [PREFIX + wire]}
