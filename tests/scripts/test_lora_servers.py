@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.lora import add_lora
@@ -57,7 +58,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def args_of(folder: Path, **engine: Any) -> Any:
     return SimpleNamespace(
         engine=Engines(**engine), rollouts=Rollouts(),
-        model=SimpleNamespace(model=str(folder / "model"), device="cpu", deterministic=False),
+        model=SimpleNamespace(model=str(folder / "model"), device="cpu", deterministic=False, train_vision=False),
         schedule=SimpleNamespace(output=folder / "run"),
         episodes=SimpleNamespace(env=None, tools=None, max_len=lambda _: 128),
     )  # fmt: skip
@@ -110,3 +111,10 @@ async def test_servers_that_do_not_start_with_adapters_start_without_and_one_lin
     assert line.endswith(f"exited at its start; its log {tmp_path / 'run' / f'{engine}_0_0.log'}")
     with pytest.raises(EngineError, match="unrecognized arguments: --enable-lora"):
         await opened(args_of(tmp_path, engine=engine, weight_sync_lora="adapter"), adapted)
+
+
+async def test_servers_take_no_adapter_of_layers_that_are_transposed(model: Any, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 263, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    adapted = add_lora(GPT2LMHeadModel(GPT2Config(**sizes)), rank=2)
+    with pytest.raises(ValueError, match=r"^`weight_sync_lora` adapter: servers take adapters of linear layers only"):
+        await opened(args_of(tmp_path, engine="sglang", weight_sync_lora="adapter"), adapted)
