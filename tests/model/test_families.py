@@ -111,6 +111,11 @@ def test_every_model_type_is_its_own_forward_or_refused_and_the_page_says_so():
         assert PAGE.read_text() == page().page(verdicts, uses), "run python docs/make_models.py"
 
 
+def test_the_text_of_the_page_is_that_of_its_script():
+    for part in re.split(r"\{\w+\}", page().PAGE):
+        assert part in PAGE.read_text(), "change docs/make_models.py, and run it"
+
+
 def page():
     spec = importlib.util.spec_from_file_location("make_models", PAGE.parent / "make_models.py")
     module = importlib.util.module_from_spec(spec)
