@@ -39,9 +39,9 @@ def lay_out(pages: Path) -> None:
     pages.mkdir(parents=True)
     for name in FILES:
         shutil.copy(ROOT / name, pages)
-    ignored = shutil.ignore_patterns("__pycache__", "site", "*.tsv", "make_*.py", "plot_*.py", "check_*.py")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, pages / name, ignore=ignored if name == "docs" else None)
+        own = ["site", "*.tsv", "make_*.py", "plot_*.py", "check_*.py"] * (name == "docs")
+        shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("__pycache__", *own))
     shutil.copytree(HERE / "assets", pages / "assets")
     todo = [ROOT / page.relative_to(pages) for page in pages.rglob("*.md")]
     for page in todo:

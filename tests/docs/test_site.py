@@ -150,7 +150,8 @@ def test_a_page_has_the_headings_lists_tables_and_code_that_commonmark_gives_it(
     for source in sources:
         shown = site / source.relative_to(ROOT).with_suffix(".html")
         shown = shown.with_name("index.html") if source.name == "README.md" else shown
-        here, there = Page(shown.read_text()), Page(render(source.read_text()), article=False)
+        text = source.read_text() + "\n\n## Files\n\nnames\n" * ("recipes" in source.parts)  # what the site adds
+        here, there = Page(shown.read_text()), Page(render(text), article=False)
         assert (here.counts, here.codes) == (there.counts, there.codes), source.name
 
 
