@@ -327,8 +327,11 @@ async def test_images_of_requests_are_those_of_the_contexts(path, task, pictures
     names = [tuple("".join(by_file[x.content] for x in y) for y in (t.images, t.later_images)) for t in group]
     assert names == [("b", "a"), ("ca", ""), ("", "")]
     assert group[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 1}
-    batch = pack([group])
+    batch, apart = (pack([group], share_prompts=share) for share in (True, False))
     assert [len(x) for x in batch.images] == [1, 2, 0, 1, 0, 0]
+    model = load_model(folder)
+    shared, own = (forward(model, x).logp[x.mask] for x in (batch, apart))
+    assert (shared - own).abs().max() < 1e-5
 
 
 BAD = {
