@@ -64,6 +64,21 @@ class Args:
 
 def main(args: Args) -> None:
     """Print it; ends with exit code 1 where rows are wrong."""
+    logger, said = logging.getLogger("rlkit.data"), set[str]()
+
+    def once(record: logging.LogRecord) -> bool:  # rows are read several times
+        new = record.getMessage() not in said
+        said.add(record.getMessage())
+        return new
+
+    logger.addFilter(once)
+    try:
+        _main(args)
+    finally:
+        logger.removeFilter(once)
+
+
+def _main(args: Args) -> None:
     from rlkit.data.load import load_rows
 
     rendering = {name: getattr(args, name) for name in ("system_prompt", "chat_template", "template_args")}

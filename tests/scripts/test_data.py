@@ -97,3 +97,13 @@ def test_pairs_show_both_responses_for_the_command_that_is_asked_for(command):
 def test_what_cannot_be_read_is_one_line(flags, message, task, monkeypatch):
     monkeypatch.chdir(task)
     assert message in screens.refused(cli.main, ["data", *flags])
+
+
+def test_a_column_beside_the_prompt_is_named_once(command, make_task, caplog):
+    folder = make_task(rows=[{"prompt": "a", "most": 8}, {"prompt": "b", "most": 8}])
+    for _ in range(2):  # and again by the next command
+        caplog.clear()
+        assert not command(str(folder / "rows.jsonl"), "--model", str(folder / "model"))[0]
+        assert [x.getMessage() for x in caplog.records if "most" in x.getMessage()] == [
+            f"{folder / 'rows.jsonl'}: column most is not part of the prompt (rewards see all columns)"
+        ]
