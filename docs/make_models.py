@@ -95,8 +95,8 @@ Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with ima
   placeholder an image, and each image as a PNG of the pixels that the trainer's processor makes, so that no server
   resizes it another way. The server returns the prompt as it has expanded it; other tokens than the trainer's are an
   error. On real servers on a CPU, a small random Qwen3-VL has the trainer's log-probs to 1e-4 in every turn, and after
-  an update of the tower; on a GPU this has not run. Gemma 3's images, around which servers write tokens of their own,
-  are refused.
+  an update of the tower (Qwen2.5-VL was tried, too); on a GPU this has not run. Gemma 3's images, around which servers
+  write tokens of their own, are refused.
 - The tower of a critic or a reward model stays frozen. Where transformers has no such class for a vision model (it has
   Qwen3.5's and Gemma 3's reward model), its generic head is put on the model, and only rlkit loads the export.
 - `tp`, `cp`, `pp` and `ep` are refused for batches with images. An export has the image processor's files beside it.

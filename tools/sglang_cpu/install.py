@@ -18,7 +18,7 @@ import os
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import torch, torchvision, sgl_kernel, sglang.launch_server
 assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"
-import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
+import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.multimodal.processors.qwen_vl
 """
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from cpu_environment import provide  # noqa: E402
 CHECK = """
 import torch
 assert torch.version.cuda is None, f"torch {torch.__version__} is a CUDA build"
-import vllm.entrypoints.openai.api_server
+import torchvision, vllm.entrypoints.openai.api_server
 """
 
 if __name__ == "__main__":
