@@ -449,9 +449,9 @@ def own_log_probs(model: Any, groups: Sequence[Sequence[Trajectory]]) -> Tensor:
 
 
 def probe(vocab_size: int) -> list[list[Trajectory]]:
-    """Seven sequences of unequal lengths in four groups; the shortest is one token and its target.
+    """Nine sequences of unequal lengths in four groups; the shortest is one token and its target, the longest has 14.
 
-    The last group continues the third one's sample, whose prompt continues the first sample: states at three depths.
+    The last group continues a sample of the third, which continues one of the first: states at three depths.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -459,9 +459,9 @@ def probe(vocab_size: int) -> list[list[Trajectory]]:
         return torch.randint(min(3, vocab_size - 1), min(vocab_size, VOCAB), (n,), generator=generator).tolist()
 
     groups: list[list[Trajectory]] = []
-    for after, prompt_len, lens in ((None, 5, (7, 1, 3)), (None, 1, (1, 12)), (0, 2, (4,)), (2, 1, (3,))):
-        before = [] if after is None else [*groups[after][0].prompt_ids, *groups[after][0].ids]
-        prompt = [*before, *draw(prompt_len)]
+    for after, prompt_len, lens in ((None, 5, (3, 1, 7)), (None, 1, (1, 12)), (0, 1, (2, 3)), (2, 1, (2, 2))):
+        before = None if after is None else groups[after][0]
+        prompt = [*(() if before is None else (*before.prompt_ids, *before.ids)), *draw(prompt_len)]
         groups.append([Trajectory(prompt, draw(n), [True] * n, [0.0] * n, [0] * n) for n in lens])
     return groups
 

@@ -126,11 +126,21 @@ def test_gradient_checkpointing_of_transformers_has_the_plan_or_is_refused(model
         assert grad is None or torch.allclose(p.grad, grad, atol=1e-4, rtol=1e-3)
 
 
-def test_kernels_of_a_device_that_differ_leave_the_model_unpacked(monkeypatch):
+def first_only(states, x, _layer=0, state_idx=0, **_):
+    """`update_recurrent_state` of a layer whose final state is right at the start of a document only."""
+    states.recurrent.setdefault(state_idx, x)
+    return x
+
+
+WRONG = {"of_rows": lambda *_: recurrent.States(), "update_recurrent_state": first_only}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_kernels_of_a_device_that_differ_leave_the_model_unpacked(monkeypatch, name):
     """The CPU in place of a device: what the recurrent layers return is as its kernels would have it."""
     config, cpu = shrunk(config_of("qwen3_5_text")), torch.device("cpu")
     assert families.verdict_on(cpu, config, Verdict(True), forward) == Verdict(True)
-    monkeypatch.setattr(recurrent.States, "of_rows", lambda self, _: recurrent.States())
+    monkeypatch.setattr(recurrent.States, name, WRONG[name])
     found = families.verdict_on(cpu, config, Verdict(True), forward)
     assert not found.packed
     assert found.reason.startswith("on cpu, its packed log-probs differ from its own forward by")
