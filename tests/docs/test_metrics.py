@@ -66,7 +66,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap --profile-memory"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
     "distill": ("distill", "prompts", f"--teacher FOLDER/model --loss advantage {SEVERAL}"),
-    "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5"),
+    "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5 --value-range 0 3"),
 }
 
 
