@@ -151,18 +151,23 @@ def _json_lines(path: Path) -> Placed:
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.removeprefix(_BOM).strip():
-                place = f"{path}, line {number}"
-                text = _text(place, line).strip()
-                with _parsing(place):
-                    row, end = _DECODER.raw_decode(text)
-                    if end < len(text):
-                        raise json.JSONDecodeError("Extra data", text, _SPACE.match(text, end).end())  # type: ignore[union-attr]
+                row = parsed_line(f"{path}, line {number}", line)
                 if number == 1 and _is_by_columns(row):
                     raise ValueError(
                         f"{path}: a table by columns, as pandas writes it, and not rows: write it with "
                         'to_json(path, orient="records", lines=True)'
                     )
                 yield f"line {number}", row
+
+
+def parsed_line(place: str, line: bytes) -> Any:
+    """What a line of a JSONL file holds. Errors: ValueError with the place for anything but one value in UTF-8."""
+    text = _text(place, line).strip()
+    with _parsing(place):
+        row, end = _DECODER.raw_decode(text)
+        if end < len(text):
+            raise json.JSONDecodeError("Extra data", text, _SPACE.match(text, end).end())  # type: ignore[union-attr]
+    return row
 
 
 def _is_by_columns(row: Any) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.files import Row, format_of
-from rlkit.data.sources import expand, find
+from rlkit.data.sources import Source, expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "function", "function_call", "tool_call"}
@@ -56,6 +56,7 @@ def load_rows(
     columns: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     limit: int | None = None,
+    limit_each: int | None = None,
     held_out: bool = False,
     unused: set[str] | None = None,
 ) -> Rows:
@@ -86,7 +87,7 @@ def load_rows(
     rename:   from the column names of the data to the names that rlkit reads. A file without the column is unchanged,
               if another one has it.
     unused:   takes the names of `rename` that no file has, in place of an error.
-    limit:    keep the first `limit` rows.
+    limit:    keep the first `limit` rows, and with `limit_each` the first rows of each file.
     held_out: without a `split`, take the only test or validation split in place of train.
 
     A column of ShareGPT turns (`from`, `value`) becomes a column of messages (`role`, `content`, and the turn's other
@@ -103,22 +104,13 @@ def load_rows(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 or None (all rows), got {limit}")
-    given = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
-    if wrong := [x for x in given if not isinstance(x, str | Path)]:
-        raise TypeError(
-            f"path_or_id must be a path or hub id, or a list of them, got a list of {type(wrong[0]).__name__}"
-        )
-    if not given:
-        raise ValueError("no file is given: path_or_id is an empty list")
-    sources = [
-        source for spec in given for path in expand(spec)
-        for source in find(path, name=name, split=split, held_out=held_out)
-    ]  # fmt: skip
+    sources = sources_of(path_or_id, name=name, split=split, held_out=held_out)
     files: list[tuple[str, list[tuple[str, Any]]]] = []
     num_rows = 0
     for number, source in enumerate(sources, start=1):
         read: list[tuple[str, Any]] = []
-        for item in itertools.islice(source.rows(), None if limit is None else limit - num_rows):
+        left = [n for n in (limit_each, None if limit is None else limit - num_rows) if n is not None]
+        for item in itertools.islice(source.rows(), min(left, default=None)):
             read.append(item)
             if len(read) % _PROGRESS == 0:
                 of = f" (file {number} of {len(sources)})" if len(sources) > 1 else ""
@@ -132,6 +124,27 @@ def load_rows(
     return _joined(files, columns, rename or {}, unused)
 
 
+def sources_of(
+    path_or_id: str | Path | Sequence[str | Path],
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    held_out: bool = False,
+) -> list[Source]:
+    """The files, saved splits and hub data sets that `load_rows` reads."""
+    given = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
+    if wrong := [x for x in given if not isinstance(x, str | Path)]:
+        raise TypeError(
+            f"path_or_id must be a path or hub id, or a list of them, got a list of {type(wrong[0]).__name__}"
+        )
+    if not given:
+        raise ValueError("no file is given: path_or_id is an empty list")
+    return [
+        source for spec in given for path in expand(spec)
+        for source in find(path, name=name, split=split, held_out=held_out)
+    ]  # fmt: skip
+
+
 def _joined(
     files: Sequence[tuple[str, list[tuple[str, Any]]]],
     columns: Sequence[str],
@@ -142,13 +155,11 @@ def _joined(
     rows, places, used = [], [], set()
     for source, read in files:
         for place, row in read:
-            if not isinstance(row, dict):
-                found = f"{_kind(row)}: {repr(row)[:80]}"
-                raise ValueError(f"{source}, {place}: a row must be a JSON object like {{...}}, got {found}")
+            _check_object(f"{source}, {place}", row)
         here = {old: new for old, new in rename.items() if any(old in row for _, row in read)}
         used |= {*here}
         cells = format_of(Path(source)) in (".csv", ".tsv")
-        rows += [_checked(f"{source}, {place}", row, columns, here, cells=cells) for place, row in read]
+        rows += [checked_row(f"{source}, {place}", row, here, columns, cells=cells) for place, row in read]
         places += [place if len(files) == 1 else f"{source}, {place}" for place, _ in read]
     for old in rename:
         if old not in used and unused is not None:
@@ -181,8 +192,17 @@ def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueErro
     return ValueError(f"{where}: {problem}; columns found: {sorted(getattr(row, 'own', row))}{fix}")
 
 
-def _checked(where: str, row: Row, columns: Sequence[str], rename: Mapping[str, str], *, cells: bool) -> Row:
+def _check_object(where: str, row: Any) -> None:
+    if not isinstance(row, dict):
+        found = f"{_kind(row)}: {repr(row)[:80]}"
+        raise ValueError(f"{where}: a row must be a JSON object like {{...}}, got {found}")
+
+
+def checked_row(
+    where: str, row: Row, rename: Mapping[str, str], columns: Sequence[str] = (), *, cells: bool = False
+) -> Row:
     """The row under its new names, ShareGPT turns as messages, and answers in `cells` of text as what their JSON is."""
+    _check_object(where, row)
     for old, new in rename.items():
         if old not in row:
             raise column_error(where, f"no column {old!r} to rename", row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -84,7 +85,7 @@ def batches(n: int, *, batch_size: int, seed: int, start_step: int = 0, parts: P
 
 
 @lru_cache(maxsize=32)  # of each part of a mixture, and of the next pass
-def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+def _order(n: int, seed: int, epoch: int) -> Sequence[int]:
     uniform = random.Random(f"{seed}/{epoch}").random
     keys = [uniform() for _ in range(n)]
-    return tuple(sorted(range(n), key=keys.__getitem__))
+    return array("Q", sorted(range(n), key=keys.__getitem__))

@@ -106,6 +106,10 @@ class Form(NamedTuple):
         return {*there, *self.optional}
 
 
+class NothingLeft(ValueError):
+    """None of the rows is left to train on: each is too long, empty or the like."""
+
+
 class LacksColumn(ValueError):
     """A row lacks a column of the form that it is read as, which looks most like the form `near`.
 
@@ -465,7 +469,7 @@ def drop(
         return [*items]
     source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
     if len(found) == len(items) and not keep:
-        raise ValueError(f"{source}all {len(items)} {what} {why}; {fix}")
+        raise NothingLeft(f"{source}all {len(items)} {what} {why}; {fix}")
     first = ", ".join(place_of(rows, index, with_source=False) + note(item) for index, item in found[:5])
     _log.warning(
         "%s%s %d of %d %s that %s: %s%s",

@@ -13,7 +13,7 @@ from rlkit import losses
 from rlkit.data.examples import Pair
 from rlkit.data.order import Parts
 from rlkit.loops.preference import check_pairs, pair_metrics, train_pairs
-from rlkit.loops.supervised import Sets
+from rlkit.loops.supervised import Sets, every
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.model.forward import make_policy
@@ -47,7 +47,7 @@ def reward_model(
     check_is_model(model)
     check_pairs(pairs=pairs, eval_pairs=eval_pairs)
     config = model.config.get_text_config()
-    if config.pad_token_id in {ids[-1] for pair in pairs for ids in (pair.chosen, pair.rejected)}:
+    if config.pad_token_id in {ids[-1] for pair in every(pairs) for ids in (pair.chosen, pair.rejected)}:
         config.pad_token_id = None
 
     dtype = make_policy(model, dtype=optim.dtype).dtype

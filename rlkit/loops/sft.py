@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
-from rlkit.loops.supervised import Sets, check_examples, check_fits, every, response, supervised
+from rlkit.loops.supervised import Sets, check_examples, check_fits, chosen, every, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import compute_log_probs, make_policy
@@ -72,7 +72,7 @@ def sft(
     check_fits((len(e.ids) - 1 for e in every(examples, eval_examples)), max_tokens=max_tokens, what="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
-        batch = pack_examples([examples[i] for i in rows])
+        batch = pack_examples(chosen(examples, rows))
         weights = per_token(batch)
         metrics: Metrics = {}
         with pipelined(mesh) as backward, dropping(model):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.order import Parts, batches
+from rlkit.data.streaming import Streamed
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
@@ -45,8 +46,15 @@ def by_set(examples: Sets[X]) -> dict[str, Sequence[X]]:
 
 
 def every(*parts: Sets[X]) -> list[X]:
-    """The examples of all parts."""
-    return [x for part in parts for some in by_set(part).values() for x in some]
+    """The examples of all parts; of those that stream (`rlkit.data.streaming`) the first, which are read already."""
+    return [x for part in parts for some in by_set(part).values() for x in getattr(some, "head", some)]
+
+
+def chosen(examples: Sequence[X], rows: Sequence[int]) -> list[X]:
+    """The examples of a step; of data that streams those of each row: it may have several."""
+    if isinstance(examples, Streamed):
+        return [x for i in rows for x in examples.of_row(i)]
+    return [examples[i] for i in rows]
 
 
 def check_examples(name: str, examples: Sequence[Any], fields: tuple[str, ...], maker: str) -> None:
@@ -119,7 +127,7 @@ def train_examples(
 
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
-        backward=lambda rows: passes([examples[i] for i in rows], train=True),
+        backward=lambda rows: passes(chosen(examples, rows), train=True),
         evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip
 

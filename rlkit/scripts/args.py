@@ -127,9 +127,10 @@ class Data:
 
     @data_progress()
     def rows(
-        self, *forms: Any, limit: int | None = None
+        self, *forms: Any, limit: int | None = None, limit_each: int | None = None
     ) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
-        """The training rows of each of `parts`, and at most `limit` rows of each held-out set.
+        """The training rows of each of `parts`, at most `limit_each` of a file, and at most `limit` rows of each
+        held-out set.
 
         ValueError for a row that has none of the `forms`.
         """
@@ -139,7 +140,7 @@ class Data:
         elsewhere, rows = {*self.rename}, []
         for files, _ in self.parts():
             unused = set[str]()
-            rows.append(load_rows(files, rename=self.rename, unused=unused))
+            rows.append(load_rows(files, rename=self.rename, limit_each=limit_each, unused=unused))
             elsewhere &= unused
         held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, {*self.rename})
         if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
@@ -298,6 +299,9 @@ class Examples:
     """examples, pairs or labelled responses per step"""
     max_example_tokens: Count = 2048
     """drop (and report) examples with more tokens, and pairs in which one response with its prompt has more"""
+    stream: bool = False
+    """leave --data on the disk (JSONL or Parquet files), for more than memory holds: a row is read and tokenized when a
+    step takes it, and reports are of the first 1000 rows of each file"""
 
     def __post_init__(self) -> None:
         check(self)

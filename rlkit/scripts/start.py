@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from rlkit.run.console import data_progress
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, log
 from rlkit.scripts.cli import LossError, flags_of
 from rlkit.settings import ParallelArgs, is_default, refuse_if
+
+STREAM_HEAD = 1000  # rows of each file that are read at the start of a run that streams
 
 
 def begin(args: Any) -> Any:
@@ -271,7 +273,9 @@ def offline(
     """The flags (see `begin`), the tokenizer, the examples that `read` makes of the training rows (and their `mixture`)
     and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
-    parts, held_out = args.data.rows(*forms)
+    if args.examples.stream:
+        check_stream(args, *forms)
+    parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
     of_answers = answers(args, held_out)
     warn_of_warmup(args)
     args = begin(args)
@@ -287,11 +291,41 @@ def offline(
     }
     with data_progress():
         of_part = [read(part, **render)[0] for part in parts]
-    examples = [example for some in of_part for example in some], mixture(args.data, map(len, of_part))
+    every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
+    if args.examples.stream:
+        every, sizes = _streamed(args, lambda rows: read(rows, **render)[0], *forms, head=every)
+    examples = every, mixture(args.data, sizes)
     note_strings(args.data, parts[0])
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples[0]))
     examples_of = {name: read(part, **render)[0] for name, part in held_out.items()}
     return args, tokenizer, examples, examples_of, of_answers
+
+
+def check_stream(args: Any, *forms: Any) -> None:
+    """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
+    from rlkit.data.rows import LABELLED, PAIR
+
+    kto, before = LABELLED in forms, getattr(args, "precompute_reference", False)
+    refuse_if(kto, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
+    refuse_if(before, "`precompute_reference` reads all pairs: not with `stream`")
+    num, most = (2 if PAIR in forms else 1) * args.examples.max_example_tokens, args.optim.max_tokens
+    refuse_if(num > most, f"`stream`: an example may have {num} tokens, and `max_tokens` is {most}: raise it")
+
+
+def _streamed(args: Any, make: Callable[[Any], Any], *forms: Any, head: list[Any]) -> tuple[Any, list[int]]:
+    """The training examples as they stream, and the number of rows of each part of the data."""
+    from rlkit.data.load import Rows
+    from rlkit.data.streaming import DiskRows, Streamed
+
+    rows = DiskRows(*(files for files, _ in args.data.parts()), rename=args.data.rename)
+    first = cache(rows.row)  # of a file: it decides the form of the others
+
+    def of_row(index: int) -> Any:
+        one, row = first(rows.file_of(index).start), rows.row(index)
+        both = Rows([*one, *row], source=row.source, places=[*one.places, *row.places])
+        return make(Rows(args.data.read(both, *forms)[1:], source=row.source, places=row.places))
+
+    return Streamed(rows, of_row, head=head), rows.sizes
 
 
 def mixture(data: Data, sizes: Iterable[int]) -> list[tuple[int, float]]:
