@@ -6,11 +6,12 @@ import itertools
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 
 Parts = Sequence[tuple[int, float]]  # (number of rows, weight) of consecutive parts of the rows
+Rests = Mapping[int, tuple[int, int]]  # row -> the length of its rest in passes, and the pass in which it comes back
 
 
 def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
@@ -58,14 +59,44 @@ def mixed_index(position: int, *, parts: Parts, seed: int) -> int:
 
     The first part takes the positions at which floor(position * share) grows, and the others divide the rest likewise.
     """
+    return mixed_place(position, parts=parts, seed=seed)[0]
+
+
+def mixed_place(position: int, *, parts: Parts, seed: int) -> tuple[int, int]:
+    """The row at a position of the stream of `mixed_index`, and the number of the pass over its part, from 0."""
     first, left = 0, sum(Fraction(weight) for _, weight in parts)
     for n, weight in parts:
         share = Fraction(weight) / left
         taken = math.floor(position * share)
         if math.floor((position + 1) * share) > taken:
-            return first + _order(n, seed, taken // n)[taken % n]
+            return first + _order(n, seed, taken // n)[taken % n], taken // n
         first, left, position = first + n, left - Fraction(weight), position - taken
     raise AssertionError("the last part has share 1")
+
+
+def rested(rests: Rests, outcomes: Iterable[tuple[int, int, bool]], *, longest: int) -> dict[int, tuple[int, int]]:
+    """The rests after `outcomes`, (row, pass, whether it taught something) of rows that were tried.
+
+        taught:       no rest
+        else:         length' = min(max(1, 2 length), longest)        back' = pass + 1 + length'
+
+    So a row that teaches nothing rests for 1 pass, and is tried again; it then rests for 2, 4, 8 passes, at most
+    `longest`, until it teaches something. `is_resting` tells whether a row is passed over.
+    Differs: GRESO skips such a prompt at random, with a probability that grows with the number of such passes.
+    Reference: arXiv:2506.02177 (GRESO)
+    """
+    new = {**rests}
+    for row, lap, taught in outcomes:
+        length, _ = new.pop(row, (0, 0))
+        if not taught:
+            length = min(max(1, 2 * length), longest)
+            new[row] = (length, lap + 1 + length)
+    return new
+
+
+def is_resting(rests: Rests, row: int, lap: int) -> bool:
+    """Whether a row rests in a pass."""
+    return row in rests and lap < rests[row][1]
 
 
 def check_parts(n: int, parts: Parts) -> None:

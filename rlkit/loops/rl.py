@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from rlkit.data.order import Parts, check_parts, mixed_index
+from rlkit.data.order import Parts, check_parts, is_resting, mixed_index, mixed_place, rested
 from rlkit.loops import coefficients, nans, pareto
 from rlkit.loops.evaluate import (
     Clock,
@@ -176,13 +176,18 @@ async def rl(
             run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
 
         front = pareto.start(task.objectives, saved=saved.get("pareto"))
+        rests = {row: (length, back) for row, length, back in saved.get("rests", ())}
+        place = partial(mixed_place, parts=task.parts or [(len(task.prompts), 1.0)], seed=schedule.seed)
         no_scores: dict[str, float] = {}
         in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
 
         def save(done: int) -> bool:
             return saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, stream=stream, **state,
-                state={"controllers": coefficients.to_save(controllers, now), "pareto": pareto.to_save(front)},
+                state={
+                    "controllers": coefficients.to_save(controllers, now), "pareto": pareto.to_save(front),
+                    "rests": [[row, *rest] for row, rest in rests.items()],
+                },
             )  # fmt: skip
 
         async def send(version: int) -> int:
@@ -219,6 +224,7 @@ async def rl(
             staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
             max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=saved.get("stream"),
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
+            rests=(lambda index: is_resting(rests, *place(index))) if rollouts.max_rest else None,
         ) as stream:  # fmt: skip
             for step in range(first, steps):
                 done, clock = (
@@ -230,6 +236,8 @@ async def rl(
                     if step > first:
                         save(step)
                     break
+                outcomes = [(*place(index), varied) for index, varied in stream.outcomes]
+                rests = rested(rests, outcomes, longest=rollouts.max_rest) if rollouts.max_rest else rests
                 if not rollouts.overlap:
                     await stream.pause()
                     await in_time(rest(engine), None)
@@ -255,6 +263,9 @@ async def rl(
                 clock.lap("train")
                 sent = await in_time(send(done), None)
                 line = finalize(metrics) | {"groups/dropped": stream.num_dropped}
+                if rollouts.group_size > 1:
+                    line["groups/equal"] = sum(not varied for *_, varied in outcomes) / len(outcomes)
+                line |= {"prompts/resting": len(rests)} if rollouts.max_rest else {}
                 line |= {"sync/bytes": sent} if sent else {}
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)

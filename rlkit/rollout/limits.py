@@ -39,6 +39,12 @@ def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]],
     return lambda group: not (success(group) < low or success(group) > high)
 
 
+def varies(group: Sequence[Trajectory]) -> bool:
+    """Whether episodes of one role have different rewards, or rewards per token: else every group baseline gives 0."""
+    rewards, roles = {(t.role, t.reward) for t in group}, {t.role for t in group}
+    return len(rewards) > len(roles) or any(t.token_rewards is not None for t in group)
+
+
 def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
     """Exclude the tokens of truncated episodes from the loss; their rewards still count in the baseline.
 

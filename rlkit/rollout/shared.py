@@ -216,6 +216,7 @@ class _Taken(NamedTuple):
     groups: list[Group]
     prompts: list[Prompt]
     num_dropped: int
+    outcomes: list[tuple[int, bool]]
     progress: Counts
     state: dict[str, Any]
     dropped: list[tuple[Prompt, Group, int]]
@@ -224,10 +225,10 @@ class _Taken(NamedTuple):
 class SharedStream:
     """A `GroupStream` on each sampler of `engine`, for its share of the prompts; every rank takes all groups.
 
-    All samplers take together. `num_dropped`, `progress`, `prompts` and `state` are of all samplers, right after the
-    last `take`. A group that `keep` rejects is replaced by the next prompt of the same sampler. A run can be resumed on
-    another number of samplers: they go on with the first step of which no prompt was started, and finish the groups
-    in flight.
+    All samplers take together. `num_dropped`, `outcomes`, `progress`, `prompts` and `state` are of all samplers, right
+    after the last `take`. A group that `keep` rejects is replaced by the next prompt of the same sampler. A run can be
+    resumed on another number of samplers: they go on with the first step of which no prompt was started, and finish the
+    groups in flight.
 
     Args:
         on_group: of `GroupStream`; called where a group is sampled, and on rank 0 also for each one that another
@@ -248,6 +249,7 @@ class SharedStream:
         self._dropped: list[tuple[Prompt, Group, int]] = []
         self._stream: GroupStream | None = None
         self.num_dropped, self.prompts, self.progress = 0, list[Prompt](), Counts(0, 0)
+        self.outcomes = list[tuple[int, bool]]()
         self.state: dict[str, Any] = {}
         if (k := self._number) is not None:
             share = Share.of(k, len(self._samplers), groups_per_step)
@@ -273,6 +275,7 @@ class SharedStream:
         found = await sampled(self._take, engine=self._engine, samplers=self._samplers, resend=resend)
         self.num_dropped = sum(x.num_dropped for x in found)
         self.prompts = [prompt for x in found for prompt in x.prompts]
+        self.outcomes = [outcome for x in found for outcome in x.outcomes]
         self.progress = Counts(*map(sum, zip(*(x.progress for x in found), strict=True)))
         self.state = found[0].state if len(found) == 1 else {"samplers": [x.state for x in found]}
         if self._number == 0:
@@ -285,7 +288,9 @@ class SharedStream:
         assert stream is not None
         groups = await stream.take()
         dropped, self._dropped = self._dropped, []
-        return _Taken(groups, stream.prompts, stream.num_dropped, stream.progress, stream.state, dropped)
+        return _Taken(
+            groups, stream.prompts, stream.num_dropped, stream.outcomes, stream.progress, stream.state, dropped
+        )
 
     def _note(self, prompt: Prompt, group: Group, *, step: int, kept: bool) -> None:
         """`on_group` of a sampler other than the first: what is dropped goes to rank 0 with the next `take`."""

@@ -39,7 +39,7 @@ import numpy as np
 
 from rlkit._text import Explained
 from rlkit.files import append_file, explain_full_disk, replace_file
-from rlkit.rollout.limits import success
+from rlkit.rollout.limits import success, varies
 from rlkit.rollout.rollout import (
     Env,
     Group,
@@ -288,6 +288,7 @@ class GroupStream:
             not necessarily the one that trains on the group, so a checkpoint after a step contains no later one.
         journal: folder to which every completion is written at once; see `Journal`.
         index_of: the index of the j-th prompt that is started, where several streams share the prompts; None: j.
+        rests: whether to pass over the prompt of an index; None: no prompt.
         version: version of the engine's current weights, which is also the number of steps taken so far.
         state: the `state` to resume from, of the same version.
 
@@ -313,6 +314,7 @@ class GroupStream:
         on_group: Callable[..., None] | None = None,
         journal: Path | None = None,
         index_of: Callable[[int], int] | None = None,
+        rests: Callable[[int], bool] | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -323,10 +325,12 @@ class GroupStream:
         self._prompt_at, self._params = prompt_at, params
         self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
         self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
-        self._index_of = index_of or (lambda j: j)
+        self._index_of, self._rests = index_of or (lambda j: j), rests or (lambda index: False)  # noqa: ARG005
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
-        self._dropped, self.num_dropped = list[float](), 0
+        self._dropped = dict[int, float]()  # index -> success rate
         self.prompts: list[Prompt] = []
+        self.outcomes: list[tuple[int, bool]] = []
+        self.num_dropped = 0
         self._taken = self._version = version
         state = state or {"next": version * groups_per_step, "waiting": []}
         self._next: int = state["next"]
@@ -369,7 +373,7 @@ class GroupStream:
         """The next `groups_per_step` groups, in the order they were started. A cancelled call loses none.
 
         Afterwards `prompts` are those of the groups, and `num_dropped` is the number of groups dropped since the last
-        call.
+        call. `outcomes` has the index of each of both, and whether it was kept and its rewards differ.
         """
         while (chosen := self._choice()) is None:
             if self._error is not None:
@@ -382,6 +386,7 @@ class GroupStream:
         self._taken += 1
         self.prompts = [self._prompt_at(e.index) for e in chosen]
         self.num_dropped = len(self._dropped)
+        self.outcomes = [(e.index, varies(e.group or [])) for e in chosen] + [(i, False) for i in self._dropped]
         self._dropped.clear()
         return [e.group for e in chosen if e.group is not None]
 
@@ -416,7 +421,9 @@ class GroupStream:
     def _admit(self) -> None:
         room = math.floor((self._version + 1 + self._staleness) * self._num + 1e-9) - self._taken * self._num
         while not self._closed and self._error is None and len(self._entries) < room:
-            entry = _Entry(self._index_of(self._next), self._version)
+            while self._rests(index := self._index_of(self._next)):
+                self._next += 1
+            entry = _Entry(index, self._version)
             self._entries.append(entry)
             self._next += 1
             self._start(entry)
@@ -445,16 +452,16 @@ class GroupStream:
             entry.group = compact(group)
             return
         self._entries.remove(entry)
-        self._dropped.append(success(group))
+        self._dropped[entry.index] = success(group)
         if len(self._dropped) > self._max_dropped:
             raise NoSignal(self._explain())
         self._admit()
 
     def _explain(self) -> str:
-        low, high = min(self._dropped), max(self._dropped)
-        mean = sum(self._dropped) / len(self._dropped)
+        rates = [*self._dropped.values()]
+        low, high, mean = min(rates), max(rates), sum(rates) / len(rates)
         return (
-            f"{len(self._dropped)} groups were dropped while sampling one step of {self._num} (`max_dropped` "
+            f"{len(rates)} groups were dropped while sampling one step of {self._num} (`max_dropped` "
             f"{self._max_dropped}): their success rates are between {low:g} and {high:g}, {mean:.3g} on average; give "
             "prompts that are neither too hard nor too easy, more samples in a group, a wider range or a higher limit"
         )

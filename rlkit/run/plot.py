@@ -125,6 +125,7 @@ PANELS = (
     Panel(
         "Replaced groups", "groups", (Curve("groups/dropped", "dropped"), Curve("groups/ready", "ready")), picture=False
     ),
+    Panel("Groups that train nothing", "share of groups", (Curve("groups/equal", "training"),), picture=False),
     Panel("Gradient norm", "L2 norm before clipping", (Curve("grad_norm", "training"),), picture=False),
     Panel(
         "Learning rate",

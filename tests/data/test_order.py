@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.data.order import batch_indices, batches, epoch_order, mixed_index
+from rlkit.data.order import batch_indices, batches, epoch_order, is_resting, mixed_index, mixed_place, rested
 
 
 @given(n=st.integers(1, 9), batch_size=st.integers(1, 20), seed=st.integers(0, 2**40), start=st.integers(0, 30))
@@ -75,6 +75,30 @@ def test_parts_that_are_not_those_of_the_rows_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             batch_indices(4, batch_size=1, seed=0, step=0, parts=parts)
+
+
+def tried(teaches, *, longest, passes, parts=((4, 1.0), (2, 3.0))):
+    """row -> the passes in which it is tried, if all rows that do not rest are tried in the order of the stream."""
+    found, rests = {}, {}
+    for position in range(passes * 8):  # the second part is passed over 3 times as often, and is half as large
+        row, lap = mixed_place(position, parts=parts, seed=0)
+        if not is_resting(rests, row, lap):
+            found.setdefault(row, []).append(lap)
+            rests = rested(rests, [(row, lap, teaches(row, lap))], longest=longest)
+    return found
+
+
+def test_a_row_that_teaches_nothing_rests_twice_as_long_each_time_and_comes_back():
+    found = tried(lambda row, lap: row % 2 == 0, longest=8, passes=40)
+    assert found[1] == found[3] == [0, 2, 5, 10, 19]  # rests of 1, 2, 4, 8 and 8 passes
+    assert found[5][:6] == [0, 2, 5, 10, 19, 28]
+    assert found[0] == found[2] == [*range(20)]
+    assert found[4] == [*range(120)]
+
+
+def test_a_row_that_teaches_again_is_tried_in_every_pass_and_then_rests_for_one():
+    found = tried(lambda row, lap: 5 <= lap < 8, longest=3, passes=30)
+    assert found[0] == [0, 2, 5, 6, 7, 8, 10, 13]  # 8 + 1 + 1, 10 + 1 + 2, then rests of 3
 
 
 def test_bad_arguments_fail_at_the_call():

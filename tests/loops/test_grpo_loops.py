@@ -6,8 +6,10 @@ import asyncio
 import json
 import math
 import threading
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from statistics import stdev
 
 import pytest
@@ -50,9 +52,9 @@ def run(loop, model, engine, folder, reward=ascii_share, **changes):
     options = {
         "score": scorer(reward, tokenizer=tokenizer(), timeout_s=30.0),
         "output": folder, "steps": 4, "max_new_tokens": 6, "lr_at": lambda step: 3e-3,
-        "prompts_per_step": 4, "group_size": 4,
+        "prompts_per_step": 4, "group_size": 4, "prompts": PROMPTS,
     }  # fmt: skip
-    return asyncio.run(call(loop, model, tokenizer(), engine, prompts=PROMPTS, **options | changes))
+    return asyncio.run(call(loop, model, tokenizer(), engine, **options | changes))
 
 
 def lines_of(folder):
@@ -86,6 +88,41 @@ def test_dynamic_sampling_trains_on_groups_inside_the_range_and_writes_the_other
     assert sum(line["groups/dropped"] for line in lines) > 0
     order = [r["group"] for s in range(1, 5) for r in kept[s] + dropped.get(s, [])]
     assert len(order) == 4 * len(set(order)), "sampled = kept + dropped: each prompt of the epoch once"
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("keep", [None, success_between(0.01, 0.99)], ids=["all", "filtered"])
+def test_prompts_of_equal_rewards_rest_and_a_resumed_run_passes_over_the_same(keep, tmp_path):
+    """The even ones of 6 prompts never get a reward: they are sampled in the passes 0, 2 and 5 alone."""
+
+    def train(folder, **more):
+        model, seen = small_model(), Counter()
+
+        def reward(completion, row, index):
+            seen[index] += 1
+            return float(index % 2 and seen[index] % 2)
+
+        options = {"prompts": PROMPTS[:6], "prompts_per_step": 3, "steps": 9, "max_rest": 4, "save_steps": 1}
+        run(grpo, model, LocalEngine(model, max_len=64), folder, reward, keep_group=keep, **options | more)
+        rows = [rows_of(folder, kind) for kind in ("train", "dropped")]
+        groups = [[r["group"] for part in rows for r in part.get(s, [])[::4]] for s in range(1, 10)]
+        names = ("prompts/resting", "groups/equal", "groups/dropped", "reward/mean", "grad_norm")
+        return groups, [[line[name] for name in names] for line in lines_of(folder)]
+
+    groups, lines = train(tmp_path / "whole")
+    train(tmp_path / "parts", steps=4)
+    same, again = train(tmp_path / "parts", resume=True)
+    assert same == groups
+    assert all(a == pytest.approx(b, rel=1e-4) for a, b in zip(again, lines, strict=True))
+    order = prompt_order(PROMPTS[:6], seed=0)
+    if keep is None:
+        stream = [order(place).index for place in range(36) if order(place).index % 2 or place // 6 in (0, 2, 5)]
+        assert [*chain(*groups)] == stream[:27]
+        assert [resting for resting, *_ in lines[1:]] == [3] * 8
+    else:
+        assert all(sum(i % 2 for i in step) == 3 for step in groups)
+        assert sum(dropped for _, _, dropped, *_ in lines) == sum(map(len, groups)) - 27 <= 3 * 4, "not 3 * 9"
+    assert all(equal == sum(i % 2 == 0 for i in step) / len(step) for step, (_, equal, *_) in zip(groups, lines))
 
 
 def test_held_out_prompts_are_sampled_several_times(tmp_path):

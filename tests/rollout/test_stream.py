@@ -74,6 +74,28 @@ def test_kept_groups_are_the_first_that_pass_and_no_extra_prompt_is_sampled(dela
     assert asyncio.run(run(lambda prompt: 0))[2] == taken
 
 
+@given(delays=DELAYS, need=st.integers(1, 4))
+def test_prompts_that_rest_are_passed_over_and_each_outcome_is_told(delays, need):
+    async def run():
+        engine, outcomes = Ticking(delay=lambda prompt: delays[prompt[0] % len(delays)]), []
+        stream = stream_of(
+            engine, prompt_at, groups_per_step=need, score=judged_by_place, keep=lambda group: place(group) % 4 != 1,
+            rests=lambda index: index % 5 == 0, index_of=lambda j: j + 1,
+        )  # fmt: skip
+        async with stream:
+            for step in range(3):
+                stream.advance(version=step)
+                await stream.take()
+                outcomes += stream.outcomes
+        return engine, outcomes
+
+    engine, outcomes = asyncio.run(run())
+    awake = [i for i in range(1, 60) if i % 5]
+    last = [i for i in awake if i % 4 != 1][3 * need - 1]
+    assert sorted(i for i, _ in outcomes) == sorted({c[0][0] for c in engine.calls}) == [i for i in awake if i <= last]
+    assert all(varied == (i % 6 == 0) for i, varied in outcomes)
+
+
 @given(
     delays=DELAYS, staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0]), need=st.integers(1, 4), data=st.data()
 )
