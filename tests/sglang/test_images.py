@@ -9,7 +9,7 @@ from served import check_images, make_vision_checkpoint
 
 from rlkit.rollout.engines.sglang import SGLang, launch
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_prompts_show_images(sglang_python: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from served import check_images, make_vision_checkpoint
 
 from rlkit.rollout.engines.vllm import VLLM, FromDisk, launch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_prompts_show_images(vllm_python: str, tmp_path: Path) -> None:
