@@ -91,7 +91,9 @@ def test_dynamic_sampling_trains_on_groups_inside_the_range_and_writes_the_other
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("keep", [None, success_between(0.01, 0.99)], ids=["all", "filtered"])
+@pytest.mark.parametrize(
+    "keep", [None, pytest.param(success_between(0.01, 0.99), marks=pytest.mark.slow)], ids=["all", "filtered"]
+)
 def test_prompts_of_equal_rewards_rest_and_a_resumed_run_passes_over_the_same(keep, tmp_path):
     """The even ones of 6 prompts never get a reward: they are sampled in the passes 0, 2 and 5 alone."""
 

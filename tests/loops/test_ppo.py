@@ -168,6 +168,7 @@ def test_a_critic_with_bins_takes_the_step_of_a_padded_one(folder, tmp_path):
     assert found["value/outside"] == pytest.approx(float(outside))
 
 
+@pytest.mark.slow
 def test_a_critic_with_bins_learns_and_its_export_says_the_same(folder, tmp_path):
     new = load_value_model(folder / "policy", bins=BINS)
     batch = pack(sampled())

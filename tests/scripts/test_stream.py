@@ -30,7 +30,9 @@ def run(task, output, command, *data, steps=4, flags=()):
 
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
-    "data", [("sft.jsonl", "sft.jsonl"), ("sft.jsonl=1", "alpaca.jsonl=2")], ids=["joined", "mixed"]
+    "data",
+    [pytest.param(("sft.jsonl", "sft.jsonl"), marks=pytest.mark.slow), ("sft.jsonl=1", "alpaca.jsonl=2")],
+    ids=["joined", "mixed"],
 )
 def test_a_run_that_streams_takes_the_same_steps(task, tmp_path, data):
     constant = ["--lr-schedule", "constant"]
