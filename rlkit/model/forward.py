@@ -87,11 +87,13 @@ def default_dtype(device: torch.device | str) -> str:
     return "bf16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
-def load_model(path: str | os.PathLike[str], *, device: str = "cpu", train_vision: bool = False) -> PreTrainedModel:
+def load_model(
+    path: str | os.PathLike[str], *, device: str = "cpu", train_vision: bool = False, dtype: Any = torch.float32
+) -> PreTrainedModel:
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
     A vision tower is frozen, unless `train_vision`. The parameters are fp32, whatever the checkpoint holds: under bf16
-    compute they are the master weights.
+    compute they are the master weights. `dtype` "auto" leaves them in the checkpoint's, for `add_lora(base=...)`.
 
     Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
@@ -99,7 +101,7 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu", train_visio
     config = load_config(path)
     check_causal_lm(config)
     check_architecture(config, forward)
-    model, missing = read_pretrained(vision.auto_class(config), path)
+    model, missing = read_pretrained(vision.auto_class(config), path, dtype=dtype)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
@@ -108,8 +110,8 @@ def load_model(path: str | os.PathLike[str], *, device: str = "cpu", train_visio
     return prepare_model(model.to(device))
 
 
-def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> tuple[Any, list[str]]:
-    """`kind.from_pretrained` in fp32, and the names of weights that the checkpoint lacks.
+def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **options: Any) -> tuple[Any, list[str]]:
+    """`kind.from_pretrained` in `dtype`, and the names of weights that the checkpoint lacks.
 
     The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
@@ -127,7 +129,7 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> 
         logging.disable_progress_bar()
     try:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-        model, info = kind.from_pretrained(str(path), dtype=torch.float32, **options, **NO_CODE)
+        model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
     except SafetensorError as error:
         what = f"its safetensors are damaged ({error}): copy or download it again"
         raise ValueError(f"model {str(path)!r}: {what}") from None

@@ -23,6 +23,7 @@ from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, lora_config
 from rlkit.model.parallelize import load_parallel
+from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
@@ -55,28 +56,36 @@ def load_policy(
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
 
     A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
-    `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`.
+    `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
+    frozen weights in `lora_base` (None: fp32, on many ranks `dtype`).
     """
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is not None:
         whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
-    return _with_lora(load_model(path, device=device, train_vision=train_vision), **lora)
+    return _with_lora(partial(load_model, path, train_vision=train_vision), device, **lora)
 
 
 def _with_lora(
-    model: Any,
+    load: Callable[..., Any],
+    device: str,
     *,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = (),
     lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
+    lora_base: str | None = None,
 ) -> Any:
+    """`load(device=...)` with its adapters. A policy's quantized weights are made on the CPU from those of the files,
+    so that they are never all held in fp32."""
     if not lora_rank:
-        return model
-    targets: Any = [*lora_targets] or "all-linear"
-    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, targets=targets, dropout=lora_dropout)
+        return load(device=device)
+    options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
+    model = load(device="cpu", dtype="auto") if lora_base else load(device=device)
+    if lora_base and any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()):
+        model = load(device="cpu")  # constants such as Gemma's scale, which fp32 does not round
+    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options).to(device)
 
 
 def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
@@ -112,7 +121,7 @@ def _load_headed(
     mesh = open_mesh(args, device=device)
     _report_loading(path)
     if mesh is None:
-        return _with_lora(alone(path, device=device), **lora)
+        return _with_lora(lambda device, **_: alone(path, device=device), device, **lora)  # checked in fp32
     return sharded(path, mesh, **lora, **_options(args, dtype))
 
 
@@ -153,6 +162,8 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     modules = [key.removesuffix(".weight") for stage in each_stage([*adapters(model)], mesh=mesh) for key in stage]
     kinds = ": " + ", ".join(sorted({key.rpartition(".")[2] for key in modules})) if lora else ""
     what = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
+    held = [p for p in model.parameters() if isinstance(p, Quantized)]
+    kinds += f"; {sum(p.numel() for p in held):,} parameters are held in {held[0].kind}" if held else ""
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from rlkit._extras import optional
 from rlkit.files import explain_full_disk
+from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import tower_parts
 from rlkit.parallel.data import each_stage
@@ -72,6 +73,7 @@ def add_lora(
     targets: str | list[str] = "all-linear",
     dropout: float = 0.0,
     seed: int = 0,
+    base: str | None = None,
 ) -> Any:
     """Freeze `model` and add an adapter to each target, in place; call it before `parallelize`.
 
@@ -80,7 +82,8 @@ def add_lora(
     "gate_up_proj", or by the names that checkpoints give its parts: both "gate_proj" and "up_proj". "all-linear" is
     every layer and expert that can have an adapter; the head and the tower of a vision model have none. The head of a
     critic or a reward model trains whole. `dropout` is the share of an adapter's inputs that are 0 inside `dropping`,
-    and nowhere else; fused experts take none.
+    and nowhere else; fused experts take none. `base` "int8" or "nf4" quantizes the linear layers that can have an
+    adapter (`rlkit.model.quantized`); embeddings, fused experts and the head stay in fp32.
 
     Errors: ValueError for a target that the model lacks or that can have no adapter, with the names of those that can,
     and for `dropout` on fused experts.
@@ -96,6 +99,8 @@ def add_lora(
         )
     head = getattr(model, "score", None)
     kind: dict[str, Any] = {"task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "lora_dropout": dropout}
+    if base is not None:
+        _quantize(model, base)
     names = {"target_modules": [f"model.{x}" for x in layers], "target_parameters": [f"model.{x}" for x in experts]}
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, **names, **kind)
     nameless = nn.ModuleDict({"model": model})  # peft renames the targets of model types that it knows
@@ -107,6 +112,18 @@ def add_lora(
     if head is not None:
         head.requires_grad_(True)
     return model.eval()  # the new modules, too
+
+
+def _quantize(model: Any, kind: str) -> None:
+    """Quantize the linear layers that can have an adapter, whether they get one or not; the rest becomes fp32."""
+    layers = [layer for name in _adaptable(model)[0] if is_linear(layer := model.get_submodule(name))]
+    if not layers:
+        raise ValueError(f"`lora_base` quantizes linear layers, and {type(model).__name__} has none: drop it")
+    for layer in layers:
+        layer.weight = nn.Parameter(quantized(layer.weight, kind), requires_grad=False)
+    for p in model.parameters():
+        if not isinstance(p, Quantized):
+            p.data = p.data.float()
 
 
 @contextmanager
@@ -326,12 +343,14 @@ def only_adapter_trains(model: Any) -> bool:
     """Whether the frozen base weights and one `scale * B A` a layer, of one rank and scale, are all of the model.
 
     Then the adapter alone is the update that an engine with the base weights needs. False without an adapter, and with
-    a trained embedding, DoRA, a bias, other ranks or scales of some layers. Collective over pipeline stages.
+    a trained embedding, DoRA, a bias, other ranks or scales of some layers, and of a quantized base, which servers do
+    not have. Collective over pipeline stages.
     """
     layers = [layer for layer in model.modules() if adapter_of(layer) is not None]
     found = {(layer.lora_A.default.weight.shape[0], layer.scaling["default"]) for layer in layers}
     fine = all(map(is_low_rank, layers))
     fine = fine and not any(x.requires_grad and ".lora_" not in name for name, x in model.named_parameters())
+    fine = fine and not any(isinstance(x, Quantized) for x in model.parameters())
     stages = each_stage((fine, found), mesh=mesh_of(model))
     kinds = set().union(*(kinds for _, kinds in stages))
     config = lora_config(model) if layers else None

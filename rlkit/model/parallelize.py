@@ -251,6 +251,7 @@ def load_parallel(
     lora_targets: Sequence[str] = (),
     lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
+    lora_base: str | None = None,
     build: Callable[..., Any] | None = None,
     whole: Callable[..., Any] = load_model,
     new: str = "",
@@ -268,8 +269,10 @@ def load_parallel(
     whose names begin with `new` are 0 where the files lack them.
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
-    that the files lack or hold in another shape.
+    that the files lack or hold in another shape, and for a `lora_base`: quantized weights are not cut.
     """
+    if lora_base is not None:
+        raise ValueError(f"`lora_base` {lora_base} is for one process: drop it, or torchrun and the `parallel` flags")
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rlkit import files as _files
 from rlkit.model.lora import Adapter, adapter_weights, adapters, clean_of_peft, merged, only_adapter_trains
+from rlkit.model.quantized import dequantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
@@ -291,7 +292,7 @@ def _start_gather(x: Tensor, dtype: torch.dtype) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(x, DTensor):
-        return x.detach().to(dtype)
+        return dequantized(x.detach()).to(dtype)
     mesh = x.device_mesh
     local = x.to_local().to(mesh.device_type, dtype)
     cast = DTensor.from_local(local, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())

@@ -319,13 +319,15 @@ class Lora:
     """scale of the adapters times their rank: W + (alpha / rank) B A; None: twice the rank"""
     lora_dropout: Share = 0.0
     """share of the adapters' inputs that are dropped in training on fixed data"""
+    lora_base: Literal["int8", "nf4"] | None = None
+    """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA), in one process; None: fp32"""
 
     def __post_init__(self) -> None:
         check(self)
         if joined := next((target for target in self.lora_targets if "," in target), None):
             apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
             refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
-        for name in ("lora_targets", "lora_alpha", "lora_dropout"):
+        for name in ("lora_targets", "lora_alpha", "lora_dropout", "lora_base"):
             refuse_if(not is_default(self, name) and not self.lora_rank, f"`{name}` requires `lora_rank`")
         refuse_if(self.lora_dropout == 1, "`lora_dropout` must be below 1: nothing would train")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))

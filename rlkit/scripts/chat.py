@@ -241,7 +241,8 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
         if kept.get("steps") == 0:
             what = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {kept.get('model')}"
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
-    lora: dict[str, Any] = {name: kept[name] for name in ("lora_rank", "lora_targets", "lora_alpha") if name in kept}
+    of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base")
+    lora: dict[str, Any] = {name: kept[name] for name in of_lora if name in kept}
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))

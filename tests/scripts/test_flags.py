@@ -25,7 +25,7 @@ import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
 from rlkit.scripts import cli, distill, grpo, ppo
-from rlkit.scripts.args import Data, Episodes, Model
+from rlkit.scripts.args import Data, Episodes, Lora, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.engines import check_engine
 from rlkit.scripts.flags import wrong_words
@@ -189,8 +189,15 @@ def test_flags_of_servers_that_cannot_act_are_refused(given, message):
 
 
 def test_an_adapter_alone_needs_an_adapter():
-    args = SimpleNamespace(engine=Engines("sglang", weight_sync_lora="adapter"), lora=SimpleNamespace(lora_rank=0))
+    args = SimpleNamespace(engine=Engines("sglang", weight_sync_lora="adapter"), lora=Lora())
     with pytest.raises(ValueError, match=r"^`weight_sync_lora` adapter needs `lora_rank`"):
+        check_engine(args)
+
+
+def test_an_adapter_alone_needs_the_weights_that_it_was_trained_on():
+    lora = Lora(lora_rank=4, lora_base="nf4")
+    args = SimpleNamespace(engine=Engines("sglang", weight_sync_lora="adapter"), lora=lora)
+    with pytest.raises(ValueError, match=r"^`weight_sync_lora` adapter needs servers with the weights of `lora_base`"):
         check_engine(args)
 
 

@@ -107,6 +107,7 @@ def test_dropout_changes_what_a_step_trains(script, command, tmp_path):
     ("script", "flags", "message"),
     [
         ("sft", "--data pairs.jsonl --lora-alpha 4", "--lora-alpha requires --lora-rank"),
+        ("sft", "--data pairs.jsonl --lora-base nf4", "--lora-base requires --lora-rank"),
         ("dpo", "--data pairs.jsonl --lora-rank 4 --lora-dropout 1", "--lora-dropout must be below 1"),
         (
             "grpo",
@@ -120,3 +121,16 @@ def test_lora_that_cannot_be_is_refused(script, flags, message, task, tmp_path, 
     monkeypatch.chdir(task)
     argv = [script, "--model", "model", "--output", str(tmp_path / "run"), *flags.split()]
     assert f"error: {message}" in " ".join(screens.refused(cli.main, argv).split())
+
+
+def test_a_quantized_base_trains_resumes_and_is_exported_with_its_adapter(command, task, tmp_path):
+    """The export, a plain model, has the loss that the last evaluation logged."""
+    flags = "--data pairs.jsonl --eval-data pairs.jsonl --rename chosen response --batch-size 4 --warmup-steps 0 "
+    flags += f"--lora-rank 4 --lora-base nf4 --eval-steps 4 --save-steps 2 --output {tmp_path}/run "
+    command("sft", flags + "--steps 2")
+    command("sft", flags + "--steps 4 --resume")
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    again = f"--steps 1 --eval-steps 1 --output {tmp_path}/again --model {tmp_path}/run/model"
+    command("sft", f"--data pairs.jsonl --eval-data pairs.jsonl --rename chosen response --warmup-steps 0 {again}")
+    assert read_metrics(tmp_path / "again")[0]["eval/loss"] == pytest.approx(lines[-1]["eval/loss"], abs=1e-4)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlkit._tensors import upcast
 from rlkit.model.lora import adapter_of, is_low_rank, merged
+from rlkit.model.quantized import Quantized
 from rlkit.parallel.attention import causal_sdpa
 from rlkit.ranks import reshard
 
@@ -317,6 +318,8 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
     linear = all(type(m) is nn.Linear or is_low_rank(m) for _, m in projections)
     if not linear or any(".mlp." in n and m.bias is not None for n, m in projections):
         return "a projection is not a plain nn.Linear, or the MLP has biases"
+    if any(isinstance(m.weight, Quantized) for _, m in projections):
+        return "its copy of the weights would be in fp32, not in 8 or 4 bits"
     return None
 
 
