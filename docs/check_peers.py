@@ -40,7 +40,7 @@ TABLE = ROOT / "docs" / "peers.tsv"
 NEAR = 3  # lines between a row's line and the name
 NAMES = (
     *("TRL", "verl", "OpenRLHF", "slime", "miles", "SkyRL", "AReaL", "ROLL", "NeMo-RL", "NeMo-Aligner", "prime-rl"),
-    *("torchtitan", "open-instruct", "RL2", "rl4llm", "ColossalAI", "Liger", "rlax", "verifiers", "NeMo-Gym"),
+    *("torchtitan", "open-instruct", "RL2", "rl4llm", "ColossalAI", "Liger", "rlax", "verifiers", "NeMo-Gym", "SPIRAL"),
 )
 SHORT = {"NeMo": "NeMo-RL", "Tinker": "tinker-cookbook", "tinker": "tinker-cookbook", "prime": "prime-rl"}
 PROJECTS = {name: name for name in NAMES} | SHORT

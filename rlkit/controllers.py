@@ -1,4 +1,4 @@
-"""Controllers: adapt the coefficient of a KL penalty, an entropy bonus or a constraint to measurements.
+"""Controllers: adapt the coefficient of a KL penalty, an entropy bonus or a constraint, or a baseline, to measurements.
 
 Each function takes the rule's constants and returns a `Controller(init, update)`. The state is a NamedTuple of floats,
 and its `coef` is the coefficient of the next step. There is no other state: `state._asdict()` is JSON and a checkpoint.
@@ -258,6 +258,32 @@ def lagrange_at_least(*, bound: float, rate: float, penalty: float = 0.0, max_co
         return mirrored.update(state, -measured)
 
     return Controller(mirrored.init, update)
+
+
+def moving_average(*, decay: float = 0.95) -> Controller:
+    """Exponential moving average of the measurements: the baseline of a role, from the rewards of earlier steps.
+
+        coef = decay coef + (1 - decay) x
+
+    `init(coef)`, of any sign, `update(state, x)`. After n updates coef is decay^n of its start plus (1 - decay) times
+    the sum of decay^(n - i) x_i. A baseline of earlier steps knows nothing of a step's samples, so that R - coef leaves
+    the policy gradient unbiased whatever the number of samples, also with one game per prompt.
+
+    Limits:   decay = 0 is the last measurement; a constant x is a fixed point.
+    Differs:  from SPIRAL (RAE), which updates with each game and subtracts afterwards: there R itself has a weight of
+              1 - decay in its baseline, which scales its advantage by decay; here x is the mean of a step.
+    Reference: Liu et al. 2025 (SPIRAL), https://arxiv.org/abs/2506.24119
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay must be at least 0 and below 1, got {decay}")
+
+    def init(coef: float = 0.0) -> Coef:
+        return Coef(_finite(coef))
+
+    def update(state: Coef, measured: float) -> Coef:
+        return Coef(decay * state.coef + (1 - decay) * _finite(measured))
+
+    return Controller(init, update)
 
 
 def _init_coef(coef: float) -> Coef:

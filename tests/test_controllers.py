@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ ALL = {
     "schedule_linear": C.schedule_linear(end=0.1, num_updates=10),
     "schedule_cosine": C.schedule_cosine(end=0.1, num_updates=10),
     "target_entropy": C.target_entropy(target=0.2),
+    "moving_average": C.moving_average(decay=0.75),
     "lagrange_at_most": C.lagrange_at_most(bound=0.1, rate=0.5, penalty=2.0),
     "lagrange_at_least": C.lagrange_at_least(bound=0.1, rate=0.5, penalty=2.0),
 }
@@ -205,6 +207,19 @@ def test_lagrange_finds_the_multiplier_of_a_known_problem():
     assert math.isclose(s.multiplier, 4.0, abs_tol=1e-3)
 
 
+def test_a_moving_average_is_its_closed_form():
+    """In exact fractions: decay^n of the start, and (1 - decay) decay^(n - i) of the i-th measurement."""
+    decay, measured, start = Fraction(3, 4), [Fraction(x, 8) for x in (5, -3, 0, 7, 7, -8, 1)], Fraction(-1, 2)
+    rule = C.moving_average(decay=float(decay))
+    s = rule.init(float(start))
+    for n, x in enumerate(measured, 1):
+        s = rule.update(s, float(x))
+        closed = decay**n * start + (1 - decay) * sum(decay ** (n - i) * m for i, m in enumerate(measured[:n], 1))
+        assert s.coef == closed  # the fractions are exact in binary
+    assert rule.update(C.Coef(0.3), 0.3).coef == pytest.approx(0.3)
+    assert C.moving_average(decay=0.0).update(s, -2.5).coef == -2.5
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -218,6 +233,8 @@ def test_lagrange_finds_the_multiplier_of_a_known_problem():
         (lambda: C.lagrange_at_most(bound=1.0, rate=0.0), "rate"),
         (lambda: C.lagrange_at_least(bound=1.0, rate=1.0, penalty=math.nan), "penalty"),
         (lambda: C.fixed().init(-1.0), "coef"),
+        (lambda: C.moving_average(decay=1.0), "decay"),
+        (lambda: C.moving_average(decay=-0.1), "decay"),
     ],
 )
 def test_errors_name_the_argument(make, name):

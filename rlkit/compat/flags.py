@@ -65,6 +65,8 @@ FLAGS = {  # the flag here: the first of several ("a | b") that the script has, 
     "critic_warmup": "critic_steps", "use_kl_in_reward": "kl_in reward",
     "kl_penalty": "kl_estimator",
     "custom_chat_template": "chat_template FILE",
+    # SPIRAL
+    "use_role_baseline": "baseline role_average", "role_baseline_ema_gamma": "baseline_decay",
     # OpenRLHF
     "vllm_enable_sleep": "engine_release", "input_template": "chat_template FILE (Jinja, not a format string)",
     "actor_learning_rate": "lr", "adam_offload": "parallel.offload", "advantage_estimator": "baseline",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkit._tensors import check_call
 from rlkit.advantages import group_centered
-from rlkit.loops import coefficients
+from rlkit.loops import coefficients, roles
 from rlkit.loops.estimators import Advantage, with_estimates
 from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
@@ -23,7 +23,7 @@ from rlkit.packing import pack
 from rlkit.rollout.rollout import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
-from rlkit.types import Batch, Engine
+from rlkit.types import Batch, Controller, Engine
 
 
 async def grpo(
@@ -37,7 +37,7 @@ async def grpo(
     penalties: Penalties = Penalties(),
     *,
     loss: PolicyLoss = PolicyLoss(),
-    baseline: Callable[..., Tensor] = group_centered,
+    baseline: Callable[..., Tensor] | Controller = group_centered,
     advantage: Advantage | None = None,
     reference: Any = None,
 ) -> Path:
@@ -47,6 +47,7 @@ async def grpo(
     of all their tokens, and takes `minibatches * epochs` optimizer steps on `loss` (see `grpo_update`). Groups that
     `task.keep_group` rejects (`success_between(0.01, 0.99)`) are replaced, at most `max_dropped` in a step. The first
     NaN or infinity in a stream or a gradient norm stops the run; `skip_nan` drops it (`rlkit.loops.nans`).
+    A `baseline` that is a controller, `moving_average(decay=0.95)`, is RAE: each role's mean reward in earlier steps.
     `advantage` is an estimator per token of `rlkit.loops.estimators` that needs no critic; None: the baseline's value
     on all tokens. `penalties.kl_in` puts the KL into the loss, the reward or the advantage.
 
@@ -88,7 +89,8 @@ async def grpo(
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
-        batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
+        compare = roles.against(step.averages, groups) if isinstance(baseline, Controller) else baseline
+        batch = with_estimates(batch, baseline=compare, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         return with_kept_mass(policy, batch, params=rollouts.params, **scoring)
 
     def update(batch: Batch, step: Step) -> Metrics:
@@ -104,11 +106,14 @@ async def grpo(
     return await rl(
         policy, tokenizer, engine, task, rollouts, schedule, penalties, prepare=prepare, update=update, state=state,
         reference=ref_policy, max_tokens=optim.max_tokens,
+        role_average=baseline if isinstance(baseline, Controller) else None,
     )  # fmt: skip
 
 
-def check_baseline(baseline: Callable[..., Tensor], *, group_size: int) -> None:
+def check_baseline(baseline: Callable[..., Tensor] | Controller, *, group_size: int) -> None:
     """Refuse a function of another form, and one that gives every group of one sample advantage 0."""
+    if isinstance(baseline, Controller):
+        return
     check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
     if group_size == 1 and not baseline(torch.tensor([0.0, 1.0, 3.0]), group_ids=torch.arange(3)).any():
         raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from rlkit.data.order import Parts, check_parts, is_resting, mixed_index, mixed_place, rested
-from rlkit.loops import coefficients, nans, pareto
+from rlkit.loops import coefficients, nans, pareto, roles
 from rlkit.loops.evaluate import (
     Clock,
     EvalSet,
@@ -43,7 +43,7 @@ from rlkit.run.plot import draw
 from rlkit.run.report import report
 from rlkit.run.samples import Samples
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
-from rlkit.types import Batch, Engine
+from rlkit.types import Batch, Controller, Engine
 
 X = TypeVar("X")
 SEND_TRIES = 5
@@ -54,12 +54,14 @@ class Step:
     """The argument of `prepare` and `update`: the step's index, from 0, and the coefficients of its controllers.
 
     `check(batch)` stops the run at the first NaN or infinity in a stream; with `Rollouts.skip_nan` it drops the sample.
+    `averages` are the rewards of earlier steps by role, where `rl` has a `role_average`.
     """
 
     index: int
     kl_coef: float
     entropy_coef: float
     check: Callable[[Batch], Batch]
+    averages: Mapping[str, float] = field(default_factory=dict)
 
 
 Prepare = Callable[[Sequence[Group], Step], Batch]
@@ -106,6 +108,7 @@ async def rl(
     update: Update,
     state: Mapping[str, Any],
     reference: PolicyFn | None = None,
+    role_average: Controller | None = None,
     max_tokens: int = 16384,
 ) -> Path:
     """Train `policy.model` in place on rewards of its own samples; returns the folder of the exported model.
@@ -131,6 +134,7 @@ async def rl(
             `ModuleDict({"policy": ..., "critic": ...})` the other models are exported too, by their names. A number or
             tensor of your own is a buffer of a module in "model".
         reference: log-probs of a reference model; the KL to it is then reported on `task.eval_prompts`.
+        role_average: a rule for `Step.averages`, the mean reward of each role (`rlkit.loops.roles`).
         max_tokens: packed tokens per micro-batch of that KL.
 
     Errors: TypeError for an engine that only generates; ValueError for other names in `state`, for `overlap` with an
@@ -163,6 +167,7 @@ async def rl(
     saved = saving.restore(folder, **state) if schedule.resume else {}
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
     now = coefficients.start(controllers, penalties, saved=saved.get("controllers"))
+    averages = roles.start(role_average, saved.get("averages"))
     publish = partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype))
     peak = peak_tokens(state["model"], dtype=policy.dtype)
     call = run_in_thread if rollouts.overlap or staleness else run_inline  # pending samples are still scored
@@ -187,6 +192,7 @@ async def rl(
                 state={
                     "controllers": coefficients.to_save(controllers, now), "pareto": pareto.to_save(front),
                     "rests": [[row, *rest] for row, rest in rests.items()],
+                    "averages": {role: state._asdict() for role, state in averages.items()},
                 },
             )  # fmt: skip
 
@@ -242,7 +248,8 @@ async def rl(
                     await stream.pause()
                     await in_time(rest(engine), None)
                 clock.lap("wait" if rollouts.overlap else "rollout")
-                this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done))
+                by_role = {role: average.coef for role, average in averages.items()}
+                this = Step(step, **coefficients.coefs(now), check=partial(watch.batch, step=done), averages=by_role)
                 taken, advantages, streams = groups, dict[int, float](), dict[int, dict[str, Any]]()
                 try:
                     groups = watch.groups(groups, step=done)
@@ -270,6 +277,7 @@ async def rl(
                 line |= {"groups/ready": stream.progress.ready} if rollouts.overlap else {}
                 line |= watch.update(line, step=done) | coefficients.logged(controllers, now)
                 now = coefficients.advance(controllers, now, line, skip_nan=rollouts.skip_nan)
+                averages = roles.advance(role_average, averages, groups)
                 clock.lap("sync")
                 line |= await in_time(held_out(done), no_scores)
                 front = pareto.advance(front, line, step=done)

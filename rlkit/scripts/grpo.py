@@ -28,13 +28,16 @@ from rlkit.settings import (
     LimitOr0,
     Optim,
     Penalties,
+    Range,
     Rollouts,
     Schedule,
     check,
+    is_default,
     named,
     refuse_if,
 )
 
+Decay = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0},
@@ -64,10 +67,20 @@ class Loss:
     max_ratio: Limit | None = None
     """leave an answer out of the loss where a token's ratio exceeds this (ColossalAI: 20); None: never"""
     baseline: Literal[
-        "group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg", "none"
+        "group_centered",
+        "group_zscore",
+        "leave_one_out",
+        "group_mean_batch_std",
+        "max_rl",
+        "gpg",
+        "role_average",
+        "none",
     ] = "group_centered"
     """what a group's rewards are compared with (docs/advantages.md); group_zscore also divides by their standard
-    deviation. none, with --advantage only: the rewards as they are"""
+    deviation. role_average: the average of earlier steps, of each role of an environment by itself (RAE).
+    none, with --advantage only: the rewards as they are"""
+    baseline_decay: Decay = 0.95
+    """weight of what `--baseline role_average` was before in each step"""
     advantage: Estimator | None = None
     """estimator per token: returns or reinforce_pp, as in "returns(gamma=0.99)", on the baseline's value as the last
     reward. Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`. None: the baseline's value on all tokens"""
@@ -80,6 +93,10 @@ class Loss:
         refuse_if(
             self.baseline == "none" and not self.advantage,
             "`baseline` none compares no rewards: add `advantage` reinforce_pp, or take another baseline",
+        )
+        refuse_if(
+            self.baseline != "role_average" and not is_default(self, "baseline_decay"),
+            "`baseline_decay` is for `baseline` role_average",
         )
         refuse_if(low > high, f"`success_range` is from low to high, got {low} {high}")
         refuse_if(
@@ -111,15 +128,16 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     refuse_if(
-        args.rollouts.group_size < 2 and args.loss.baseline != "none",
-        "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo)",
+        args.rollouts.group_size < 2 and args.loss.baseline not in ("none", "role_average"),
+        "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
+        "`baseline` role_average, which compares with earlier steps)",
     )
     refuse_if(
         args.rollouts.max_dropped is not None and args.loss.success_range is None,
         "`max_dropped` requires `success_range`",
     )
     refuse_if(
-        args.rollouts.max_rest and args.loss.baseline == "none",
+        args.rollouts.max_rest and args.loss.baseline in ("none", "role_average"),
         "`max_rest` is for a `baseline` of the group, under which equal rewards teach nothing: drop it",
     )
     refuse_if(
@@ -130,10 +148,14 @@ def main(args: Args) -> Path:
     advantage = advantage_of(flags.advantage, values=False) if flags.advantage else None
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
     from rlkit import advantages
+    from rlkit.controllers import moving_average
     from rlkit.loops.grpo import grpo
     from rlkit.run.sync import run_sync
 
-    loss, baseline = policy_loss(args, own), getattr(advantages, flags.baseline, lambda rewards, group_ids: rewards)  # noqa: ARG005
+    loss = policy_loss(args, own)
+    baseline: Any = getattr(advantages, flags.baseline, lambda rewards, group_ids: rewards)  # noqa: ARG005
+    if flags.baseline == "role_average":
+        baseline = moving_average(decay=flags.baseline_decay)
     model, reference, rollouts = load_models(args, tokenizer)
 
     async def train() -> Path:

@@ -37,6 +37,7 @@ CONTROLLERS = [
     rule(C.schedule_cosine, 1.0, end=0.25, num_updates=4.0, direction=0, low=0.25, high=1.0,
          skip={"refuses_nan": IGNORES}),
     rule(C.target_entropy, 0.5, target=1.0, delta=0.25, direction=-1, high=1.0),
+    rule(C.moving_average, 0.5, decay=0.75),
     rule(C.lagrange_at_most, 0.5, bound=1.0, rate=0.25, penalty=0.5, max_coef=2.0, high=2.0),
     rule(C.lagrange_at_least, 0.5, bound=1.0, rate=0.25, penalty=0.5, max_coef=2.0, high=2.0, direction=-1),
 ]  # fmt: skip

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from rlkit.advantages import group_centered
+from rlkit.controllers import moving_average
+from rlkit.loops import roles
 from rlkit.loops.estimators import returns, with_estimates
 from rlkit.packing import pack, select, with_advantages
 from rlkit.rollout.envs.turns import Turns
@@ -17,7 +20,7 @@ from rlkit.rollout.rollout import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run
-from rlkit.types import Completion
+from rlkit.types import Completion, Trajectory
 
 PAYS = {"seller": [3.0, 1.0, 2.0], "buyer": [-1.0, 5.0, 5.0]}  # of three games
 
@@ -66,6 +69,47 @@ def test_each_role_is_an_episode_with_its_own_reward_and_baseline():
     assert pack([[replace(t, role="") for t in found[:1]]]).roles is None
 
 
+def test_a_moving_average_is_a_baseline_of_each_role():
+    found = group()
+    rule, averages = moving_average(decay=0.5), {}
+    averages = roles.advance(rule, averages, [found])
+    assert {name: x.coef for name, x in averages.items()} == {"seller": 1.0, "buyer": 1.5}  # half of 2 and of 3
+    averages = roles.advance(rule, averages, [[t for t in found if t.role == "buyer"]])
+    now = {name: x.coef for name, x in averages.items()}
+    assert now == {"seller": 1.0, "buyer": 2.25}
+    batch = with_advantages(pack([found[:3], found[3:]]), roles.against(now, [found[:3], found[3:]]))
+    ends = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
+    expected = [PAYS[name][game] - now[name] for game in range(3) for name in ("seller", "seller", "buyer")]
+    assert ends == pytest.approx(expected)
+    assert roles.start(rule, {name: x._asdict() for name, x in averages.items()}) == averages
+    assert roles.start(None, {"seller": {"coef": 1.0}}) == {}
+
+
+def test_the_average_of_earlier_steps_leaves_the_gradient_of_each_role_unbiased():
+    """Two roles with policies softmax(logits) over 3 moves each, one game: all 9 games weighed by their probability."""
+    logits = {"X": torch.tensor([0.3, -1.0, 0.5]), "O": torch.tensor([-0.2, 0.1, 0.7])}
+    pay = torch.tensor([[1.0, -1.0, 0.0], [0.0, 1.0, -1.0], [-1.0, 0.5, 1.0]])  # of X; O has its negative
+    probs = {name: x.double().softmax(0) for name, x in logits.items()}
+    now = {"X": 0.4, "O": -0.7}  # of earlier steps, whatever they were
+    estimate = {name: torch.zeros(3, dtype=torch.float64) for name in logits}
+    for x, o in product(range(3), range(3)):
+        moves, rewards = {"X": x, "O": o}, {"X": float(pay[x, o]), "O": -float(pay[x, o])}
+        game = [
+            replace(Trajectory([1], [moves[name]], [True], [0.0], [0], reward=rewards[name]), role=name)
+            for name in "XO"
+        ]
+        advantages = with_advantages(pack([game]), roles.against(now, [game])).advantages
+        for name, a in zip("XO", advantages.tolist(), strict=True):
+            score = torch.eye(3, dtype=torch.float64)[moves[name]] - probs[name]
+            estimate[name] += probs["X"][x] * probs["O"][o] * a * score
+    for name, sign, axis in (("X", 1, 1), ("O", -1, 0)):
+        theta = logits[name].double().requires_grad_()
+        other = probs["O" if name == "X" else "X"]
+        value = sign * (theta.softmax(0) * (pay.double() * other.unsqueeze(1 - axis)).sum(axis)).sum()
+        (true,) = torch.autograd.grad(value, theta)
+        torch.testing.assert_close(estimate[name], true, atol=1e-6, rtol=1e-6)
+
+
 def test_rewards_of_turns_join_the_role_s_own():
     found = [replace(t, token_rewards=[0.5, 0.0]) for t in group()]
     batch = with_estimates(pack([found]), baseline=group_centered, advantage=returns)
@@ -104,6 +148,30 @@ def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
     kept = (tmp_path / "run" / "trajectories").glob("train_*.jsonl")
     found = [json.loads(x) for path in kept for x in path.read_text().splitlines()]
     assert {(row["group"] % 2, row["role"]) for row in found} == {(0, "first"), (1, "second")}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_averages_of_roles_train_single_games_and_go_on_after_a_resume(make_task, tmp_path):
+    rows = [{"prompt": str(i), "game": "ab"[i % 2]} for i in range(4)]
+    task = make_task(train=rows, reward=ENVS)
+    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
+    flags = [
+        "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--device", "cpu", "--max-new-tokens", "4",
+        "--prompts-per-step", "4", "--group-size", "1", "--lr", "0.02", "--env", *env, "--env-column", "game",
+        "--baseline", "role_average", "--baseline-decay", "0.5", "--warmup-steps", "0",
+    ]  # fmt: skip
+    found = {}
+    for name, parts in {"whole": ("4",), "resumed": ("2", "4"), "other decay": ("4",)}.items():
+        for steps in parts:
+            more = ["--steps", steps, "--output", str(tmp_path / name), *["--resume"] * (steps != parts[0])]
+            decay = ["--baseline-decay", "0"] if name == "other decay" else []
+            run(grpo.main, grpo.Args, None, argv=[*flags, *more, *decay])
+        lines = [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [line["grad_norm"] for line in lines]
+    assert found["resumed"] == found["whole"]
+    assert min(found["whole"]) > 0, "a single game has an advantage"
+    assert found["other decay"][0] == found["whole"][0], "no role has an average yet"
+    assert found["other decay"][1] != found["whole"][1]
 
 
 @pytest.mark.parametrize(
