@@ -24,6 +24,7 @@ import inspect
 import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -168,6 +169,7 @@ def _adaptable(model: Any) -> tuple[list[str], list[str], dict[str, str]]:
     """The names of the linear layers, of the fused weights of experts, and of the other modules with what they are."""
     modules, layers, experts = dict(model.named_modules()), list[str](), list[str]()
     others, heads = dict[str, str](), (model.get_output_embeddings(), getattr(model, "score", None))
+    holders = Counter(p for module in modules.values() for p in module.parameters(recurse=False))
     for name, module in modules.items():
         if not name or re.fullmatch(_tower(model), name):
             continue
@@ -177,6 +179,8 @@ def _adaptable(model: Any) -> tuple[list[str], list[str], dict[str, str]]:
             others[name] = "the head"
         elif not (is_linear(module) or _is_transposed(module)):
             others[name] = type(module).__name__
+        elif holders[cast(Any, module.weight)] > 1:  # merged, layers with adapters of their own would differ
+            others[name] = "it has one weight with another layer"
         elif _reads_weight(parent, f"{last}.weight"):
             others[name] = f"{parent.__name__} reads its weight"
         else:

@@ -190,6 +190,20 @@ def test_an_adapter_that_the_forward_would_pass_by_is_refused():
         add_lora(built("jamba"), rank=2, targets=["dt_proj", "x_proj"])
 
 
+def test_layers_that_share_one_weight_have_no_adapters():
+    """Each had its own, and an export, which has the weight once, the first one's for all."""
+    config = CONFIG_MAPPING["zamba2"](
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, pad_token_id=0,
+        layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=8, n_mamba_heads=4, mamba_headdim=16, chunk_size=8,
+    )  # fmt: skip
+    model = auto_class(config).from_config(config)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in adapters(add_lora(model, rank=2))} == {
+        "linear", "in_proj"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"shared_transformer\.self_attn\.q_proj \(it has one weight with another"):
+        add_lora(auto_class(config).from_config(config), rank=2, targets=["q_proj"])
+
+
 @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
 def test_an_adapter_of_the_head_is_refused(targets):
     """The fused log-probs read the head's weight, so its adapter would train nothing."""
