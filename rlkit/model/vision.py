@@ -82,8 +82,11 @@ class Shown(NamedTuple):
 
     def at(self, rows: Int[Tensor, "R"] | None) -> list[Picture]:
         """The images at these rows, in their order."""
-        found = self.of_row if rows is None else self.of_row[rows]
-        return [self.images[i] for i in found[found >= 0].unique_consecutive().tolist()]
+        rows = torch.arange(len(self.of_row)) if rows is None else rows
+        rows = rows[self.of_row[rows] >= 0]
+        found = self.of_row[rows]
+        starts = (found.diff() != 0) | (rows.diff() <= 0)  # a prompt that several samples have a copy of repeats rows
+        return [self.images[i] for i in found[torch.cat((torch.ones(min(1, len(found))).bool(), starts))].tolist()]
 
 
 def shown_images(model: Any, batch: Batch, tokens: Int[Tensor, "S"]) -> Shown:

@@ -160,3 +160,15 @@ def test_a_batch_keeps_the_images_of_its_prompts():
         assert (forward(model, micro).logp - whole[rows]).abs().max() < 1e-5
     last = unpack(select(batch, [7, 3]))
     assert [(len(group[0].images), len(group[0].later_images)) for group in last] == [(2, 1), (1, 0)]
+
+
+def test_a_prompt_with_an_image_is_copied_where_a_recurrent_model_shares_a_longer_one():
+    model, drawn = small("qwen3_5"), torch.Generator().manual_seed(3)
+    image, text = vision.Noise(model.config), torch.randint(3, 60, (300,), generator=drawn).tolist()
+    sample = lambda prompt, ids, **k: Trajectory(prompt, ids, [True] * len(ids), [0.0] * len(ids), [0] * len(ids), **k)
+    groups = [
+        [sample([text[0], *image.ids, 5], text[i : i + 3], images=(image,)) for i in range(2)],  # too short for a state
+        [sample(text[:100], text[100:200]), sample(text[:200], text[200:205]), sample(text[:200], text[205:210])],
+    ]
+    own, batch = own_log_probs(model, groups), pack(groups)
+    assert (forward(prepare_model(model), batch).logp[batch.mask] - own).abs().max() < 1e-4
