@@ -170,6 +170,22 @@ async def test_turn_rewards_go_to_the_branch_of_their_turn():
         branches.end(turn_rewards=[1.0])
 
 
+async def test_turn_rewards_are_in_the_order_of_the_calls_whichever_ends_first():
+    branches, script = episode("c", "b", "a")
+    waits = iter([3, 2, 1])
+
+    async def slow(prompt_ids, *, max_new_tokens=None):
+        for _ in range(next(waits)):
+            await asyncio.sleep(0.01)
+        return await script(prompt_ids)
+
+    branches._sample = slow
+    said = await asyncio.gather(*(branches.reply([user("q")]) for _ in range(3)))  # the choices of a request
+    pieces = branches.end(turn_rewards=[float(ord(turn.turn.text)) for turn in said])
+    trained = {chr(p.ids[0]): [r for r in p.token_rewards if r] for p in pieces}
+    assert trained == {text: [float(ord(text))] for text in "abc"}
+
+
 async def test_a_stop_string_ends_the_text_and_stays_in_the_tokens():
     tokenizer = tokenizer_with("chatml")
     ids = tokenizer.encode("act\nObservation:", add_special_tokens=False)

@@ -75,7 +75,8 @@ class Branches:
         self._nodes: dict[bytes, _Node] = {}  # by the conversation that ends with the turn, and its tools
         self._contexts: set[bytes] = set()  # conversations after which a turn was sampled
         self._keys: set[str] = set()  # of the sampled turns
-        self._order: list[Turns] = []  # the branch of each turn
+        self._order: dict[int, Turns] = {}  # the branch of each turn, by the number of its call; the first ended first
+        self._num_calls = 0
         self._last: tuple[list[dict[str, Any]], FinishReason] | None = None
         self.num_rerendered = 0
 
@@ -99,6 +100,7 @@ class Branches:
         include them, its text does not. If the template refuses the conversation, its error is raised. `images` are
         those of its marks that are new.
         """
+        number = self._num_calls = self._num_calls + 1
         known = self.images.with_images(images)
         keys = [self._key(message) for message in messages]
         hashes = _hashes(keys, tools)
@@ -138,7 +140,7 @@ class Branches:
             self._nodes[_hashes([key], tools, hashes[-1])[-1]] = _Node(turns, len(turns.context), out.ids, shown)
             self._keys.add(key)
         self._contexts.add(hashes[-1])
-        self._order.append(turns)
+        self._order[number] = turns
         self._last = [*map(dict, messages), whole], out.finish_reason
         return said
 
@@ -159,20 +161,22 @@ class Branches:
         """The episode as `Turns.pieces` gives it: a piece per branch, the one with the last turn at the end.
 
         `info` gets the conversation of the last turn as `messages`, and the `metrics` `agent/branches` (pieces after
-        the first) and `agent/rerendered` (`num_rerendered`). `turn_rewards` are in the order of the turns.
+        the first) and `agent/rerendered` (`num_rerendered`). `turn_rewards` are in the order in which turns
+        were asked for, those of the choices of a request in theirs.
         """
         if self._last is None:
             raise ValueError("the episode ends before its first turn was sampled")
         if turn_rewards is not None and len(turn_rewards) != self.num_turns:
             raise ValueError(f"turn_rewards must have one entry per turn, {self.num_turns}, got {len(turn_rewards)}")
         messages, reason = self._last
-        branches = [*reversed(dict.fromkeys(reversed(self._order)))]  # by their last turns
+        branches = [*reversed(dict.fromkeys(reversed(self._order.values())))]  # by their last turns
         metrics = {"agent/branches": len(branches) - 1, "agent/rerendered": self.num_rerendered}
         about = {"messages": readable(messages), "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
         about["metrics"] = {**metrics, **about.get("metrics", {})}
+        asked = [self._order[number] for number in sorted(self._order)]
         pieces = []
         for i, turns in enumerate(branches):
-            own = turn_rewards and [r for r, of in zip(turn_rewards, self._order, strict=True) if of is turns]
+            own = turn_rewards and [r for r, of in zip(turn_rewards, asked, strict=True) if of is turns]
             cut = reason != "stop" if truncated is None else truncated
             (piece,) = turns.pieces(reward=reward, turn_rewards=own, truncated=cut)
             pieces.append(replace(piece, continues=i > 0, info={}))
