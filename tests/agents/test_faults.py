@@ -34,6 +34,10 @@ FAILS = {  # kind: what the reason says
     "kills_its_parent": "its supervisor was killed",
     "eats_memory": "it had more than 0.125 GiB of memory",
     "writes_nonsense": "what it wrote to $RLKIT_RESULT is no JSON",
+    "writes_text_as_a_metric": "info.metrics in $RLKIT_RESULT has a wrong type",
+    "writes_a_number_as_notes": "info.notes in $RLKIT_RESULT has a wrong type",
+    "writes_text_as_truncated": "truncated in $RLKIT_RESULT has a wrong type",
+    "writes_two_turn_rewards": "turn_rewards must have one entry per turn, 1, got 2",
     "writes_nothing": "it wrote no reward to $RLKIT_RESULT, and there is no reward function",
 }
 GOOD = ("good", "leaves_children", "sends_64_mib", "guesses")

@@ -204,6 +204,20 @@ def _read(result: Path, *, needs_reward: bool) -> dict[str, Any]:
     known = {"reward", "score", "turn_rewards", "truncated", "info"}
     if not isinstance(found, dict) or not known.issuperset(found) or not isinstance(found.get("info", {}), dict):
         raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(sorted(known))}")
+    if wrong := [name for name, fine in _fields(found).items() if not fine]:
+        raise AgentError(f"{wrong[0]} in $RLKIT_RESULT has a wrong type")
     if needs_reward and not is_number(found.get("reward")):
         raise AgentError("it wrote no reward to $RLKIT_RESULT, and there is no reward function")
     return found
+
+
+def _fields(found: Mapping[str, Any]) -> dict[str, bool]:
+    """The fields of a result, and whether each has its type."""
+    rewards, info = found.get("turn_rewards"), found.get("info", {})
+    metrics = info.get("metrics", {})
+    return {
+        "truncated": isinstance(found.get("truncated"), bool | None),
+        "turn_rewards": rewards is None or (isinstance(rewards, list) and all(map(is_number, rewards))),
+        "info.metrics": isinstance(metrics, dict) and all(x is None or is_number(x) for x in metrics.values()),
+        "info.notes": isinstance(info.get("notes", {}), dict),
+    }

@@ -109,7 +109,12 @@ def agent_env(
             what = "the program must return keywords of Branches.end as a dict, or None"
             raise TypeError(f"{what}, got {type(end).__name__}")
         if episode.branches.num_turns:
-            return episode.branches.end(**(end or {}))
+            try:
+                return episode.branches.end(**(end or {}))
+            except ValueError as error:  # of `turn_rewards`
+                if raise_errors:
+                    raise
+                return episode.failed(AgentError(str(error)), end)
         report_once("an agent", "asked for no turn", f" (row {prompt.index + 1}): such episodes train nothing")
         return [_without_turns(prompt, **(end or {}))]
 

@@ -129,12 +129,33 @@ def writes_nonsense():
         file.write("[" * 100_000)
 
 
+def writes_text_as_a_metric():
+    ask()
+    result({"reward": 1.0, "info": {"metrics": {"steps": "three"}}})
+
+
+def writes_a_number_as_notes():
+    ask()
+    result({"reward": 1.0, "info": {"notes": 5}})
+
+
+def writes_text_as_truncated():
+    ask()
+    result({"reward": 1.0, "truncated": "no"})
+
+
+def writes_two_turn_rewards():
+    ask()
+    result({"reward": 1.0, "turn_rewards": [1.0, 2.0]})
+
+
 def writes_nothing():
     ask()
 
 
 KINDS = (
     good, asks_nothing, never_ends, floods, floods_the_log, dies, fails, leaves_children, kills_its_parent,
-    eats_memory, sends_64_mib, guesses, writes_nonsense, writes_nothing,
+    eats_memory, sends_64_mib, guesses, writes_nonsense, writes_text_as_a_metric, writes_a_number_as_notes,
+    writes_text_as_truncated, writes_two_turn_rewards, writes_nothing,
 )  # fmt: skip
 {kind.__name__: kind for kind in KINDS}[sys.argv[1]]()
