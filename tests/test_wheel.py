@@ -202,7 +202,7 @@ def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, 
     assert "rewards behind HTTP need aiohttp: pip install 'rlkit-lm[http]'" in uses["judge"]
     for folder in ("sft", "a"):  # they train without any
         assert (tmp_path / folder / "model" / "config.json").exists(), uses
-    assert uses["sft"].splitlines()[-2] == f"no plot: {USED['plot'].removeprefix('error: ')}"
+    assert uses["sft"].splitlines()[-3] == f"no plot: {USED['plot'].removeprefix('error: ')}"
     assert uses["sft"].splitlines()[-1] == f"exported {tmp_path / 'sft' / 'model'}"
     for where in screens.EVERYWHERE:
         plot = [python, "-m", "rlkit", "plot", tmp_path / "sft"]

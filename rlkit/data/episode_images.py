@@ -7,9 +7,11 @@ place of the marks before the text is tokenised.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from functools import cache
 from typing import Any
 
 from rlkit.data.chat import Message, encode, render_text, turn_tokens
@@ -17,6 +19,7 @@ from rlkit.data.columns import joined_parts
 from rlkit.data.images import MARK, PARTS, PLACE, reader_of, short, source_of
 from rlkit.types import Picture
 
+_log = logging.getLogger("rlkit.data")
 TEXT_ONLY = "the model reads text only: take one that reads images (docs/models.md)"
 _NAMED = re.compile("\ue000image ([0-9a-f]{64})\ue001")
 
@@ -74,7 +77,9 @@ class EpisodeImages:
         """
         how: dict[str, Any] = {"tools": tools, "template_args": template_args}
         told = [self._split(message) for message in messages]
-        text, shown = self._placed(render_text(self._tokenizer, told, add_generation_prompt=True, **how))
+        text = render_text(self._tokenizer, told, add_generation_prompt=True, **how)
+        report_unwritten(messages, text, tools)
+        text, shown = self._placed(text)
         last = max((i for i, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)
         self._check_shown(messages[last:], shown)
         return encode(self._tokenizer, text), shown
@@ -86,6 +91,7 @@ class EpisodeImages:
         shown: list[Picture] = []
 
         def placed(text: str) -> str:
+            report_unwritten(new_messages, text)
             text, images = self._placed(text)
             shown.extend(images)
             return text
@@ -115,6 +121,28 @@ class EpisodeImages:
         if lost:
             role = next(m.get("role") for m in messages if lost & {*digests_of([m])})
             raise ValueError(f"the chat template does not write the image of a message of role {role!r}")
+
+
+def report_unwritten(messages: Sequence[Message], text: str, tools: Sequence[Any] | None = None) -> None:
+    """Name, once each, what the chat template leaves out of `text`: messages by role, tools, and calls of the policy.
+
+    A message is looked for by its longest word of ASCII, a tool and a call by their names.
+    """
+    for message in messages:
+        role, calls = message.get("role"), message.get("tool_calls") or ()
+        words = re.findall(r"[A-Za-z0-9]+", _NAMED.sub("", str(message.get("content") or "")))
+        if role != "assistant" and words and max(words, key=len) not in text:  # reasoning of earlier turns is left out
+            _warn_once(f"a message of role {role!r}")
+        if not all(call["function"]["name"] in text for call in calls):
+            _warn_once("earlier tool calls")
+    names = [tool.get("function", tool).get("name") for tool in tools or () if isinstance(tool, Mapping)]
+    if not all(name in text for name in names if name):
+        _warn_once("the tools")
+
+
+@cache
+def _warn_once(what: str) -> None:
+    _log.warning("the chat template leaves out %s, which the policy does not see", what)
 
 
 def mark_of(digest: str) -> str:

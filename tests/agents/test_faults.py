@@ -213,7 +213,7 @@ tempfile.tempdir = sys.argv[1]
 from rlkit.rollout.agents.command import command
 agent = command("sleep 1000", logs=Path(sys.argv[1]), timeout_s=500)
 class Prompt:
-    row, index = {"prompt": "x"}, 0
+    row, index, images = {"prompt": "x"}, 0, ()
 asyncio.run(agent(Prompt, "http://127.0.0.1:1/x/v1"))
 """
 

@@ -1,13 +1,16 @@
 """The calls of a program as a tree of turns: what is continued, what branches, and what is found re-rendered."""
 
 import asyncio
+from copy import deepcopy
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_tree, prompt_of, tokenizer_with
 
+from rlkit.data import episode_images
 from rlkit.data.chat import render, render_text
+from rlkit.data.episode_images import EpisodeImages
 from rlkit.packing import pack
 from rlkit.parallel.forest import forest
 from rlkit.rollout.agents.branches import Branches
@@ -282,3 +285,38 @@ async def test_branches_are_forwarded_once_and_trained_once():
     distinct = {tuple(d[: i + 1]) for d in documents for i in range(len(d) - 1)}
     assert sum(s.length for s in tree.spans) <= len(distinct) + len(pieces)
     assert int(batch.mask.sum()) == sum(len(out.ids) for _, out in script.calls)
+
+
+async def test_choices_that_differ_in_white_space_alone_are_continued_each_by_itself():
+    branches, script = episode("if x:\n    y()", "if x:\ny()", "a", "b")
+    for _ in range(2):
+        await branches.reply([user("q")])
+    for text in ("if x:\n    y()", "if x:\ny()"):
+        await branches.reply([user("q"), said(text), user("go on")])
+    pieces = ended(branches, script)
+    assert [list(piece.ids[: len(script.calls[i][1].ids)]) for i, piece in enumerate(pieces)] == [
+        script.calls[i][1].ids for i in range(2)
+    ]
+    assert (len(pieces), branches.num_rerendered) == (2, 0)
+
+
+async def test_a_template_without_the_role_developer_shows_its_message_as_the_systems():
+    branches, script = episode("a")
+    await branches.reply([{"role": "developer", "content": "Be brief."}, user("q")])
+    expected = [{"role": "system", "content": "Be brief."}, user("q")]
+    assert script.calls[0][0] == render(tokenizer_with("chatml"), expected, add_generation_prompt=True)
+
+
+def test_what_a_template_leaves_out_is_named_once(caplog):
+    episode_images._warn_once.cache_clear()
+    tokenizer = deepcopy(tokenizer_with("chatml"))
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+    shown = EpisodeImages(tokenizer)
+    told = [{"role": "system", "content": "Use verbs."}, user("q"), said("", tool_calls=calling({})), tool("three")]
+    for _ in range(2):
+        shown.render(told, tools=TOOLS, template_args=None)
+    left_out = [line.split("leaves out ")[1].split(",")[0] for line in caplog.messages]
+    assert left_out == ["a message of role 'system'", "earlier tool calls", "a message of role 'tool'", "the tools"]
+    caplog.clear()
+    EpisodeImages(tokenizer_with("qwen3")).render(told, tools=TOOLS, template_args=None)
+    assert not caplog.messages

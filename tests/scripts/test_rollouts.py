@@ -46,6 +46,8 @@ def score(completion, row, num_calls=None, num_failed_calls=None):
 def files(tmp_path):
     (tmp_path / "mine.py").write_text(TOOLS)
     (tmp_path / "data.jsonl").write_text('{"prompt": "Weather in Paris?", "answer": "rain"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3"}')
     return tmp_path
 
 

@@ -38,12 +38,15 @@ class Said(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """A turn in the tree: its branch, the length of the context with it, the tokens sampled, and the images so far."""
+    """A turn in the tree: its branch, the length of the context with it, the tokens sampled, the images so far, a name
+    for the conversation that ends with it, and the forms of its text."""
 
     turns: Turns
     end: int
     ids: list[int]
     images: list[Picture]
+    name: bytes
+    texts: set[str]
 
 
 class Branches:
@@ -72,7 +75,8 @@ class Branches:
         self.images = EpisodeImages(tokenizer)
         self._names_images = bool(images_of(prompt))  # without any, `sample` is not told of images
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, f"row {prompt.index + 1}")}
-        self._nodes: dict[bytes, _Node] = {}  # by the conversation that ends with the turn, and its tools
+        self._has_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
+        self._nodes: dict[bytes, list[_Node]] = {}  # by the conversation that ends with the turns, and its tools
         self._contexts: set[bytes] = set()  # conversations after which a turn was sampled
         self._keys: set[str] = set()  # of the sampled turns
         self._order: dict[int, Turns] = {}  # the branch of each turn, by the number of its call; the first ended first
@@ -101,13 +105,13 @@ class Branches:
         those of its marks that are new.
         """
         number = self._num_calls = self._num_calls + 1
-        known = self.images.with_images(images)
+        known, messages = self.images.with_images(images), self._in_roles(messages)
         keys = [self._key(message) for message in messages]
-        hashes = _hashes(keys, tools)
-        size = next((i for i in range(len(keys) - 1, 0, -1) if hashes[i] in self._nodes), 0)
-        node = self._nodes[hashes[size]] if size else None
+        names, nodes = self._walk(messages, keys, tools)
+        size = max((i for i in nodes if i < len(messages)), default=0)
+        node = nodes[size] if size else None
         rerendered = any(
-            message["role"] == "assistant" and (hashes[i] in self._contexts or keys[i] in self._keys)
+            message["role"] == "assistant" and (names[i] in self._contexts or keys[i] in self._keys)
             for i, message in enumerate(messages)
             if i >= size
         )
@@ -136,17 +140,20 @@ class Branches:
         turn = Turn(text, out.ids, out.finish_reason)
         said = Said(turn, self._calls(turn), len(context))
         whole = {"role": "assistant", "content": text}
+        name = _hash(names[-1] + self._key(whole).encode() + str(number).encode())
+        texts = {text, with_stop, before_calls(text)}
         for key in {self._key(whole), self._key(whole | {"content": with_stop})}:  # some clients add it again
-            self._nodes[_hashes([key], tools, hashes[-1])[-1]] = _Node(turns, len(turns.context), out.ids, shown)
+            same = self._nodes.setdefault(_hash(names[-1] + key.encode()), [])
+            same.append(_Node(turns, len(turns.context), out.ids, shown, name, texts))
             self._keys.add(key)
-        self._contexts.add(hashes[-1])
+        self._contexts.add(names[-1])
         self._order[number] = turns
         self._last = [*map(dict, messages), whole], out.finish_reason
         return said
 
     def count(self, messages: Sequence[Message], *, tools: Sequence[Any] | None, images: Sequence[Picture] = ()) -> int:
         """The number of tokens of a conversation, up to the policy's turn."""
-        known = self.images.with_images(images)
+        known, messages = self.images.with_images(images), self._in_roles(messages)
         return len(known.render(messages, tools=tools, template_args=self._template_args)[0])
 
     def end(
@@ -182,6 +189,29 @@ class Branches:
             pieces.append(replace(piece, continues=i > 0, info={}))
         return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
 
+    def _in_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with OpenAI's role `developer` as `system`, for a template that does not know it."""
+        if self._has_developer:
+            return messages
+        return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+
+    def _walk(
+        self, messages: Sequence[Message], keys: Sequence[str], tools: Sequence[Any] | None
+    ) -> tuple[list[bytes], dict[int, _Node]]:
+        """Names of the first 0, 1, 2, ... messages with the tools, and the sampled turns with which some of them end.
+
+        Of several turns that differ in white space alone, the one with the text of the message, or else the last.
+        """
+        names, nodes = [_hash(json.dumps(tools or None, sort_keys=True).encode())], dict[int, _Node]()
+        for i, (message, key) in enumerate(zip(messages, keys, strict=True), 1):
+            name = _hash(names[-1] + key.encode())
+            if same := self._nodes.get(name):
+                text = message.get("content") or ""
+                nodes[i] = next((node for node in reversed(same) if text in node.texts), same[-1])
+                name = nodes[i].name
+            names.append(name)
+        return names, nodes
+
     def _calls(self, turn: Turn) -> list[Call]:
         calls = self._parse(turn.text)
         made = [c for c in calls if isinstance(c, Call)]
@@ -200,12 +230,8 @@ class Branches:
         return json.dumps([role, squeezed, calls], sort_keys=True)
 
 
-def _hashes(keys: Sequence[str], tools: Sequence[Any] | None, start: bytes | None = None) -> list[bytes]:
-    """Hashes of the first 0, 1, 2, ... messages with the tools; after `start`, those of a conversation."""
-    found = [start or hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode()).digest()]
-    for key in keys:
-        found.append(hashlib.sha256(found[-1] + key.encode()).digest())
-    return found
+def _hash(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
