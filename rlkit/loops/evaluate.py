@@ -86,21 +86,23 @@ def _peak_memory() -> float:
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
     """Rewards, other metrics of the reward function and truncations per episode, and lengths per trajectory.
 
+    Rewards and scores are those of episodes whose reward function did not fail.
     `staleness/` is the age of a sampled token's weights, in steps before `version`, the current weights.
     """
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
     reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
-    reported += [(f"reward/{t.role}", t.reward) for t in ends if t.role]
-    scores = [("score/mean", t.score) for t in ends if t.score is not None]
-    rewards = torch.tensor([t.reward for t in ends])
+    judged = [t for group in groups for t in _counted(group)]
+    reported += [(f"reward/{t.role}", t.reward) for t in judged if t.role]
+    scores = [("score/mean", t.score) for t in judged if t.score is not None]
+    rewards = torch.tensor([t.reward for t in judged])
     lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
     sampled = [np.asarray(t.versions)[np.asarray(t.mask, bool)] for t in samples]  # from arrays: 4 bytes a token
     ages = torch.tensor([len(x) * version - int(x.sum(dtype=np.int64)) for x in sampled])
     oldest = torch.tensor([version - int(x.min()) for x in sampled if len(x)])
     return merge(*({name: mean(value)} for name, value in [*scores, *reported])) | {
         "reward/mean": mean(rewards),
-        "reward/std": mean(rewards.std(correction=0) if ends else torch.zeros(())),
+        "reward/std": mean(rewards.std(correction=0) if judged else torch.zeros(())),
         "length/mean": mean(lengths),
         "length/max": largest(lengths),
         "truncated": mean(torch.tensor([t.truncated for t in ends])),

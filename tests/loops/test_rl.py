@@ -116,6 +116,14 @@ def test_metrics_count_episodes_and_ages_count_tokens():
     assert (got["staleness/mean"], got["staleness/max"]) == ((2 + 1 + 1 + 1 + 0 + 0) / 6, 2)
 
 
+def test_episodes_whose_reward_failed_are_not_in_the_mean_reward():
+    failed = {"metrics": {"failed": 1.0}}
+    groups = [[sampled(1.0), sampled(0.5, info={"metrics": {"failed": 0.0}})], [sampled(0.0, info=failed)] * 2]
+    got = finalize(rollout_metrics(groups, version=5))
+    assert (got["reward/mean"], got["reward/std"], got["reward/failed"]) == (0.75, 0.25, 2 / 3)
+    assert "reward/mean" not in finalize(rollout_metrics(groups[1:], version=5))
+
+
 def test_the_advantage_of_a_sample_is_the_mean_over_its_trained_tokens():
     groups = [[sampled(1.0, ids=(65, 66, 67), versions=(0, -1, 0)), sampled(0.0)], [sampled(2.0)]]
     batch = with_advantages(pack(groups), group_centered)
