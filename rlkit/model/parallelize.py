@@ -17,6 +17,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,12 +141,16 @@ def parallelize(
         compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
 
-    Errors: ValueError for a model type that is not causal, or not covered by the sizes, for heads that the sizes do not
-    divide, for `compile` with tensor parallelism, and for adapters of experts with `ep`.
+    Errors: ValueError for a model type that is not causal, or not covered by the sizes, for layers that share weights
+    (Zamba's), for heads that the sizes do not divide, for `compile` with tensor parallelism, and for adapters of
+    experts with `ep`.
     """
     sizes = mesh.sizes
     if _layers(model) is None:
         raise ValueError(f"model type {model.config.model_type!r} has no list of layers to cut over ranks")
+    in_layers = Counter(p for layer in _layers(model) for p in layer.parameters())
+    if tied := next((name for name, p in model.named_parameters() if in_layers[p] > 1), None):
+        raise ValueError(f"{type(model).__name__} has layers that share weights ({tied}): train it in one process")
     if max(sizes.tp, sizes.cp, sizes.pp, sizes.ep) > 1 or model.config.model_type in COVERED:
         check_model(model.config, tp=sizes.tp, cp=sizes.cp, ulysses=sizes.ulysses)
     if compile and sizes.tp > 1:

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from rlkit.model import checkpoint
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.lora import adapters, add_lora, only_adapter_trains, save_adapter, write_adapter
 from rlkit.model.optim import adamw
+from rlkit.model.parallelize import parallelize
 from rlkit.model.small_copy import shrunk
 from rlkit.model.vision import auto_class
 from rlkit.model.weights import Form, export_hf, in_names_of, stream_weights
 from rlkit.scripts.args import Lora
+from rlkit.settings import Parallel
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -202,6 +205,8 @@ def test_layers_that_share_one_weight_have_no_adapters():
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"shared_transformer\.self_attn\.q_proj \(it has one weight with another"):
         add_lora(auto_class(config).from_config(config), rank=2, targets=["q_proj"])
+    with pytest.raises(ValueError, match=r"Zamba2ForCausalLM has layers that share weights \(model\.layers\.1\.shared"):
+        parallelize(auto_class(config).from_config(config), SimpleNamespace(sizes=Parallel()))
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
