@@ -60,7 +60,9 @@ def sampled(groups: list[list[Trajectory]]) -> torch.Tensor:
     return torch.tensor([m for group in groups for t in group for m in t.mask])
 
 
-@pytest.mark.parametrize("kind", vision.TYPES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k.endswith("_moe") else k for k in vision.TYPES]
+)
 def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
     model = small(kind)
     groups = shown(model.config)
