@@ -89,6 +89,7 @@ def ended(run, *, timeout_s=60):
     return run.returncode, printed
 
 
+@pytest.mark.slow
 def test_pools_and_executors_give_the_same_rewards(folder):
     rewards = ["reward.py:forked", "reward.py:spawned", "reward.py:executor"]
     code, printed = ended(start(folder, rewards, "--steps", "3", "--reward-timeout", "30"))

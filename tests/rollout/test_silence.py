@@ -80,6 +80,7 @@ async def until(condition, seconds=60):
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_engines", "hung_soon")
 async def test_the_engine_of_another_process(tmp_path, caplog):
     tokenizer = tiny_tokenizer()

@@ -72,6 +72,7 @@ def grpo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=FREE | {"PYTHONPATH": str(ROOT)}, text=True, capture_output=True, check=True)
 
 
+@pytest.mark.slow
 def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_keeps_its_number(tmp_path):
     with busy(cores.num_cores()):
         first = grpo(tmp_path, "--steps", "1")

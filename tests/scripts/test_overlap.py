@@ -60,7 +60,7 @@ def gone(children):
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_it_trains_on_every_group_once(task, tmp_path, number):
     output = tmp_path / "run"
     process = start(task, output)

@@ -52,6 +52,7 @@ def readme_loop() -> str:
     return code
 
 
+@pytest.mark.slow
 def test_the_quickstart_shows_progress_curves_and_samples(tmp_path, monkeypatch):
     book = nbformat.read(ROOT / "examples" / "quickstart.ipynb", 4)
     cells = [cell["source"] for cell in book["cells"] if cell["cell_type"] == "code"]
