@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -347,5 +348,9 @@ class _Plain:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    @cached_property
+    def _parameters(self) -> dict[str, Tensor]:
+        return {clean_of_peft(name): p for name, p in self._model.named_parameters()}
+
     def get_parameter(self, name: str) -> Tensor:
-        return next(p for key, p in self._model.named_parameters() if clean_of_peft(key) == name)
+        return self._parameters[name]
