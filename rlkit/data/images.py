@@ -209,15 +209,20 @@ def reader_of(tokenizer: Any) -> ImageReader | None:
     """Reads images for the model whose tokenizer this is; None for a model of text, or where there is no model."""
     from transformers.utils.hub import cached_file
 
-    from rlkit.model.pretrained import load_config
-    from rlkit.model.vision import reads_images
-
     path = getattr(tokenizer, "name_or_path", "")
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if not path or cached_file(path, "config.json", local_files_only=True, **quiet) is None:
         return None
+    return reader_at(path, tokenizer)
+
+
+def reader_at(path: str, tokenizer: Any, *, marked: bool = True) -> ImageReader | None:
+    """Reads images for the model in this folder, see `ImageReader`; None for a model of text."""
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.vision import reads_images
+
     config = load_config(path)
-    return ImageReader(path, tokenizer, config) if reads_images(config) else None
+    return ImageReader(path, tokenizer, config, marked=marked) if reads_images(config) else None
 
 
 def shows_images(row: Row) -> bool:

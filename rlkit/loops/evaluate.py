@@ -92,7 +92,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
     reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
-    judged = [t for group in groups for t in _counted(group)]
+    judged = [t for t in ends if _is_judged(t)]
     reported += [(f"reward/{t.role}", t.reward) for t in judged if t.role]
     scores = [("score/mean", t.score) for t in judged if t.score is not None]
     rewards = torch.tensor([t.reward for t in judged])
@@ -226,7 +226,11 @@ async def evaluate(
 
 def _counted(group: Sequence[Trajectory]) -> list[Trajectory]:
     """The last pieces of a group's episodes, without those whose reward function failed."""
-    return [t for t in last_pieces(group) if not t.info.get("metrics", {}).get("failed")]
+    return [t for t in last_pieces(group) if _is_judged(t)]
+
+
+def _is_judged(end: Trajectory) -> bool:
+    return not end.info.get("metrics", {}).get("failed")
 
 
 def _with_error(key: str, values: Sequence[float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlkit.advantages import whiten
 from rlkit.loops import coefficients
@@ -105,16 +105,10 @@ def value_update(
         weights = per_token(mini)
         with pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens):
-                if bins is None:
-                    now = values_of(model, micro, dtype=values.dtype)
-                    micro = micro.to(model.device)
-                    loss = value_clip(now, micro.values, micro.returns, clip=clip, mask=micro.mask)
-                    if huber is not None:
-                        loss = value_huber(now, micro.returns, delta=huber, mask=micro.mask)
-                else:
-                    now, loss = classified(model, micro, dtype=values.dtype)
-                    micro = micro.to(model.device)
-                w = rest[0].to(model.device, non_blocking=True)
+                of_bins = None if bins is None else classified(model, micro, dtype=values.dtype)
+                now = values_of(model, micro, dtype=values.dtype) if of_bins is None else of_bins[0]
+                micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
+                loss = _loss(now, micro, clip=clip, huber=huber) if of_bins is None else of_bins[1]
                 backward((w * loss).sum())
                 shown = {
                     "loss": loss,
@@ -129,6 +123,12 @@ def value_update(
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
+
+
+def _loss(values: Tensor, batch: Batch, *, clip: float, huber: float | None) -> Tensor:
+    if huber is not None:
+        return value_huber(values, batch.returns, delta=huber, mask=batch.mask)
+    return value_clip(values, batch.values, batch.returns, clip=clip, mask=batch.mask)
 
 
 def with_explained(metrics: Metrics) -> Metrics:

@@ -1,9 +1,9 @@
 """Vision-language models: what an image adds to the forward of a batch, and the classes that read images.
 
 An image stands in the token ids as a run of placeholders, which the model replaces by its vision tower's features. In a
-packed stream an image is encoded once for all documents that begin alike up to it. Where rotary positions have three
-axes (M-RoPE), those of an image are its grid's, and text goes on from the largest of them. Gemma 3 lets the tokens of
-an image see one another in both directions: its batches with images run unpacked.
+packed stream an image is encoded once for all documents that share the tokens up to it. Where rotary positions have
+three axes (M-RoPE), those of an image are its grid's, and text goes on from the largest of them. Gemma 3 lets the
+tokens of an image see one another in both directions: its batches with images run unpacked.
 """
 
 from __future__ import annotations

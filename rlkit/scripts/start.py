@@ -254,13 +254,9 @@ def load_tokenizer(path: str, *others: str | None, chat_template: str | Path | N
 
 def image_reader(path: str, tokenizer: Any, rows: Iterable[Any]) -> Any:
     """What reads the images of the rows for the model at `path`, and refuses its placeholders; None for one of text."""
-    from rlkit.data.images import ImageReader, shows_images
-    from rlkit.model.pretrained import load_config
-    from rlkit.model.vision import reads_images
+    from rlkit.data.images import reader_at, shows_images
 
-    config = load_config(path)
-    marked = any(map(shows_images, rows))
-    return ImageReader(path, tokenizer, config, marked=marked) if reads_images(config) else None
+    return reader_at(path, tokenizer, marked=any(map(shows_images, rows)))
 
 
 def offline(

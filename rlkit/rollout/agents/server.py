@@ -147,7 +147,7 @@ def tls_of(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def _without_password() -> str:
-    raise ValueError("the key has a password: give one without, as `openssl pkey -in KEY` writes it")
+    raise ValueError("the key has a password: remove it with `openssl pkey -in KEY -out NEW`")
 
 
 def _split(address: str) -> tuple[str, int]:
