@@ -17,7 +17,6 @@ import pytest
 import tyro
 from pictures import no_pictures
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.run.console import COLUMNS
 from rlkit.scripts import cli
 
@@ -63,17 +62,12 @@ def test_the_resumed_run_has_the_flags_of_the_first() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(page_folder: Path) -> Path:
     """A working folder with a model and rows in the form of GSM8K."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48)
-    for x in (model, tokenizer):
-        x.save_pretrained(tmp_path / "start")
     rows = [{"question": f"Ann has {i} pens and buys 2.", "answer": f"{i}+2={i + 2}\n#### {i + 2}"} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "questions.txt").write_text("1+1?\n2+2?\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (page_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (page_folder / "questions.txt").write_text("1+1?\n2+2?\n")
+    return page_folder
 
 
 def call(command: list[str], *more: str, **replaced: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from pictures import no_pictures
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.scripts import cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "start.md").read_text()
@@ -38,16 +37,11 @@ SMALL = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(page_folder: Path) -> Path:
     """A working folder with the page's files, and a model."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_model(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48)
-    for x in (model, tokenizer):
-        x.save_pretrained(tmp_path / "start")
     for code, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE, re.DOTALL):
-        (tmp_path / name).write_text(code)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (page_folder / name).write_text(code)
+    return page_folder
 
 
 def call(command: list[str], *more: str) -> None:

@@ -131,15 +131,20 @@ one, two = of("first", 1.0), of("second", -1.0)
 """
 
 
+def two_games(make_task, *, num):
+    """The flags of a run on `num` rows, every other of each game."""
+    task = make_task(train=[{"prompt": str(i), "game": "ab"[i % 2]} for i in range(num)], reward=ENVS)
+    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
+    return [
+        "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--device", "cpu", "--max-new-tokens", "4",
+        "--prompts-per-step", str(num), "--env", *env, "--env-column", "game",
+    ]  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
-    rows = [{"prompt": str(i), "game": "ab"[i % 2]} for i in range(8)]
-    task = make_task(train=rows, reward=ENVS)
-    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
     flags = [
-        "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--device", "cpu", "--steps", "2",
-        "--prompts-per-step", "8", "--group-size", "2", "--max-new-tokens", "4", "--output", str(tmp_path / "run"),
-        "--env", *env, "--env-column", "game",
+        *two_games(make_task, num=8), "--steps", "2", "--group-size", "2", "--output", str(tmp_path / "run"),
     ]  # fmt: skip
     run(grpo.main, grpo.Args, None, argv=flags)
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -152,13 +157,9 @@ def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_averages_of_roles_train_single_games_and_go_on_after_a_resume(make_task, tmp_path):
-    rows = [{"prompt": str(i), "game": "ab"[i % 2]} for i in range(4)]
-    task = make_task(train=rows, reward=ENVS)
-    env = [f"{name}={task / 'reward.py'}:{f}" for name, f in (("a", "one"), ("b", "two"))]
     flags = [
-        "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--device", "cpu", "--max-new-tokens", "4",
-        "--prompts-per-step", "4", "--group-size", "1", "--lr", "0.02", "--env", *env, "--env-column", "game",
-        "--baseline", "role_average", "--baseline-decay", "0.5", "--warmup-steps", "0",
+        *two_games(make_task, num=4), "--group-size", "1", "--lr", "0.02", "--baseline", "role_average",
+        "--baseline-decay", "0.5", "--warmup-steps", "0",
     ]  # fmt: skip
     found = {}
     for name, parts in {"whole": ("4",), "resumed": ("2", "4"), "other decay": ("4",)}.items():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,15 @@ async def test_observations_are_images(task, pictures) -> None:
     assert (len(piece.images), len(piece.later_images)) == (1, 1)
 
 
+async def two_turns(prompt: Prompt, sample: Any, *, tokenizer: Any, picture: Any) -> Any:
+    """A chat of two turns, the second after a picture."""
+    chat = Chat(prompt, sample, tokenizer=tokenizer)
+    await chat.turn()
+    chat.add({"role": "user", "content": picture})
+    await chat.turn()
+    return chat.end(reward=1.0)
+
+
 async def test_a_rewritten_history_shows_its_images_again(task, pictures) -> None:
     """The template drops past turns of the policy: each turn is a piece, with the images of its own context."""
     _, tokenizer, prompts = task
@@ -181,13 +191,7 @@ async def test_a_rewritten_history_shows_its_images_again(task, pictures) -> Non
     )
     script = Script(tokenizer, "one", "two")
 
-    async def env(prompt: Prompt, sample: Any) -> Any:
-        chat = Chat(prompt, sample, tokenizer=tokenizer)
-        await chat.turn()
-        chat.add({"role": "user", "content": pictures["b"]})
-        await chat.turn()
-        return chat.end(reward=1.0)
-
+    env = partial(two_turns, tokenizer=tokenizer, picture=pictures["b"])
     group = await sample_group(prompts[0], [script], env=env)
     assert tokenizer.decode(script.calls[1][0]) == (
         turn("user", f"{text('a')}Hi") + turn("user", text("b")) + "<|im_start|>assistant\n"
@@ -204,13 +208,7 @@ async def test_a_turn_that_spells_a_placeholder_is_read_as_text(task, pictures) 
     spelled = [i for part in ("<", "|image_pad|>") for i in tokenizer.encode(part, add_special_tokens=False)]
     script = Script(tokenizer, [*spelled, *tokenizer.encode("A<|im_end|>")], "two")
 
-    async def env(prompt: Prompt, sample: Any) -> Any:
-        chat = Chat(prompt, sample, tokenizer=tokenizer)
-        await chat.turn()
-        chat.add({"role": "user", "content": pictures["b"]})
-        await chat.turn()
-        return chat.end(reward=1.0)
-
+    env = partial(two_turns, tokenizer=tokenizer, picture=pictures["b"])
     ids = tokenizer.encode(turn("user", "hi") + "<|im_start|>assistant\n")
     first, second = await sample_group(Prompt(ids, {"prompt": "hi"}, 0), [script], env=env)
     read = turn("user", "hi") + turn("assistant", "<\u200b|image_pad|>a") + turn("user", text("b"))
