@@ -6,7 +6,8 @@ A configuration fails if registers spill (a stack frame, or local memory), if it
 can have, if products are fused with sums where that is switched off, if anywhere the difference that an exp2 takes is
 fused with a product (z - max must be 0 at the maximum), if the loop of the statistics waits for other threads, if a
 kernel on padded rows does not access vectors, or if a kernel with a matrix product has lost the architecture's own
-instruction for it (HGMMA on sm_90). One pass of the statistics' loop is 16 elements per thread.
+instruction for it (HGMMA on sm_90; attention of one query has too few rows for it). One pass of the statistics' loop is
+16 elements per thread.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from rlkit.kernels.decode import triton as decode
 from rlkit.kernels.linear_logp import triton as row_kernels
 from rlkit.kernels.linear_scan import triton as scan
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one block
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-ALIGNED = ("num_columns", "x_stride", "stats_stride", "out_stride", "terms_stride", "num_tokens")
+ALIGNED = (
+    "num_columns",
+    "x_stride",
+    "stats_stride",
+    "out_stride",
+    "terms_stride",
+    "num_tokens",
+    "slot_stride",
+    "head_stride",
+)
 
 
 def configurations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -42,7 +53,7 @@ def configurations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dic
     vectors = [(f"{name} padded", *rest) for name, *rest in statistics() if name.startswith("stats fp32")]
     vectors += [(f"{name} padded", k, t, constants | {"VECTOR": 16}, o)
                 for name, k, t, constants, o in gradients() if name.startswith("gradient fp32")]  # fmt: skip
-    return [*rows, *odd, *vectors, *scans()]
+    return [*rows, *odd, *vectors, *scans(), *decoding()]
 
 
 def statistics() -> list[Any]:
@@ -104,6 +115,33 @@ def scans() -> list[Any]:
     return out
 
 
+def decoding() -> list[Any]:
+    """The kernels of a decoding step, at the shapes of Qwen2.5 0.5B, 1.5B and 7B, and of Qwen3 0.6B."""
+    out = []
+    models = {"0.5B": (2, 7, 64, 896), "1.5B": (2, 6, 128, 1536), "7B": (4, 7, 128, 3584), "Qwen3": (8, 2, 128, 1024)}
+    pointers = dict.fromkeys(("cos_ptr", "sin_ptr", "stats_ptr"), "*fp32") | {"positions_ptr": "*i64", "eps": "fp32"}
+    for model, (kv, group, dim, width) in models.items():
+        tensors = ("qkv_ptr", "q_ptr", "keys_ptr", "values_ptr", "y_ptr", "out_ptr")
+        types = dict.fromkeys(tensors, "*bf16") | pointers | {"scale": "fp32", "x_ptr": "*fp32", "slots_ptr": "*i64"}
+        types |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "weight_ptr"), "*fp32")
+        norm = model == "Qwen3"
+        constants = {"HEADS": kv * group, "KV": kv, "HALF": dim // 2, "HAS_NORM": norm, "HAS_SLOTS": norm}
+        constants |= {} if norm else {"q_norm_ptr": None, "k_norm_ptr": None, "slots_ptr": None}
+        out.append(_with_options(f"rotate {model}", decode.rotate_kernel, types, constants, decode.ROTATE))
+        for splits in (1, 8):
+            parts = {"parts_ptr": "*bf16" if splits == 1 else "*fp32"}
+            constants = {"KV": kv, "GROUP": group, "PADDED": 16, "D": dim, "SPLITS": splits, "EXACT": False}
+            constants |= {"HAS_SLOTS": norm} | ({} if norm else {"slots_ptr": None})
+            attend = f"attend {model} {splits}", decode.attend_kernel, types | parts, constants
+            out.append(_with_options(*attend, decode.ATTEND))
+        merge = types | {"parts_ptr": "*fp32"}
+        out.append(_with_options(f"merge {model}", decode.merge_kernel, merge, {"D": dim, "SPLITS": 8}, decode.MERGE))
+        constants = {"DIM": width, "BLOCK": triton.next_power_of_2(width), "HAS_SUM": True}
+        out.append(_with_options(f"norm {model}", decode.norm_kernel, types, constants, decode.NORM))
+        out.append(_with_options(f"silu {model}", decode.silu_kernel, types | {"x_ptr": "*bf16"}, {}, decode.SILU))
+    return out
+
+
 def _with_options(name: str, kernel: Any, types: Any, constants: dict[str, Any], config: dict[str, int]) -> Any:
     """A configuration whose upper-case entries are constants, the others options of the compiler."""
     upper = {k: v for k, v in config.items() if k.isupper()}
@@ -129,8 +167,8 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def faults(binary: Any, arch: int) -> tuple[list[str], str]:
-    """What is wrong with a compiled kernel, and its resources in words."""
+def faults(binary: Any, arch: int, *, few_rows: bool = False) -> tuple[list[str], str]:
+    """What is wrong with a compiled kernel, and its resources in words. `few_rows`: of its products, below 64."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -142,7 +180,7 @@ def faults(binary: Any, arch: int) -> tuple[list[str], str]:
     if not binary.metadata.enable_fp_fusion and "fma.rn" in binary.asm["ptx"]:
         wrong.append("fused multiply-add")
     wrong += ["an exponent's difference is fused"] if fused_differences(binary.asm["ptx"]) else []
-    if "tt.dot" in binary.asm["ttir"] and arch == 90 and "wgmma" not in binary.asm["ptx"]:
+    if "tt.dot" in binary.asm["ttir"] and arch == 90 and "wgmma" not in binary.asm["ptx"] and not few_rows:
         wrong.append("no HGMMA")
     return wrong, f"{found['REG']:4} registers, {shared:7} bytes shared"
 
@@ -196,7 +234,7 @@ def main() -> None:
     for arch in (int(x) for x in sys.argv[1:]):
         for name, kernel, types, constants, options in configurations():
             binary = compiled(kernel, types, constants, options, arch, name=name)
-            wrong, resources = faults(binary, arch)
+            wrong, resources = faults(binary, arch, few_rows=name.startswith("attend"))
             vector = r"ld\.global\S*\.v4" if name.startswith("stats") else r"st\.global\.v4\.b32"
             if name.endswith(" padded") and not re.search(vector, binary.asm["ptx"]):
                 wrong.append("no vectors")

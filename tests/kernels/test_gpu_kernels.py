@@ -1,4 +1,4 @@
-"""Every kernel on a CUDA device, in every dtype, against fp64; `make gpu-test` runs it."""
+"""Every kernel on a CUDA device, in every dtype, against fp64; tools/gpu/programme.py runs it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from decode_cases import CASES as DECODE_CASES
 from oracles import Size, with_grads
 from row_cases import DTYPES, ROW_CASES
 from torch import Tensor
@@ -22,7 +23,7 @@ from rlkit.kernels.logits_logp import which_impl as which_logits
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no CUDA device: run `make gpu-test` on a machine that has one"
+        not torch.cuda.is_available(), reason="no CUDA device: run tools/gpu/programme.py A on a machine that has one"
     ),
 ]
 SIZES = {  # blocks of 1024 rows and 8192 columns that are not whole; odd rows; a vocabulary that no tile divides
@@ -159,6 +160,13 @@ def test_a_nan_stays_in_its_segment(reverse: bool) -> None:
     for x, y in zip(*runs, strict=True):
         assert torch.equal(x[keep], y[keep])
     assert torch.equal(runs[0][2], runs[1][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", DECODE_CASES)
+def test_decoding(name: str, dtype: torch.dtype) -> None:
+    DECODE_CASES[name]("cuda", dtype, "triton")
+    DECODE_CASES[name]("cuda", dtype, "reference")
 
 
 def test_one_compiled_graph() -> None:
