@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from rlkit._tensors import uncompiled
@@ -41,6 +42,7 @@ _FREE_PAIRS = 8192  # or this many more pairs, which cost as much as one more ca
 # Copied keys of prompts for each key of their own that segments may have. With 4 query heads for each key head, these
 # copies are about as many bytes as the results of a second pass over the queries.
 _COPIES = 2
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 AGREE = 0.02  # largest relative difference, in bf16, of attention in two parts and in one
 _current: ContextVar[AttentionPlan | None] = ContextVar("_current", default=None)  # models do not pass a plan on
 
@@ -661,11 +663,22 @@ def causal_sdpa(
     On CUDA no fused kernel supports grouped queries in fp32 or with a mask, and torch would materialise all scores, so
     keys and values are repeated there.
     """
-    if q.device.type != "cpu":
+    grouped = q.device.type == "cpu" or (mask is None and q.dtype in (torch.bfloat16, torch.float16))
+    if not grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's fused attention, on CUDA without cuDNN's, which plans on the host for each new shape.
+
+    A rollout has tens of shapes, and a plan took 56 to 60 ms on an H200 (torch 2.11, cuDNN 9.19), the first 1.4 s; the
+    other kernels need 0.1 ms.
+    """
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with sdpa_kernel(SDPA):
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _few_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Tensor:
