@@ -577,8 +577,8 @@ class Engines:
     weight_sync_lora: Literal["auto", "adapter", "merged"] = "auto"
     """what a LoRA run sends to servers: adapter, the adapter alone, which they add; merged, all weights with the
     adapter added. auto: the adapter where the servers take one, else merged"""
-    max_batch: Count = 64
-    """sequences that the local engine decodes at once"""
+    max_batch: Count | None = None
+    """sequences that the local engine decodes at once; none: 64, on a GPU in 16 bits 256 (fewer if memory is short)"""
     compile: bool = False
     """torch.compile the local engine's decoding; ten seconds or more at the start"""
     engine_threads: Count = 1

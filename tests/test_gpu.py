@@ -1,4 +1,4 @@
-"""What training must do on a CUDA device; `make gpu-test` runs it.
+"""What training must do on a CUDA device; tools/gpu/programme.py runs it.
 
 RLKIT_GPU_TESTS_ON=cpu rehearses every line on the CPU: `tests/test_gpu_rehearsal.py` does so.
 """
@@ -28,6 +28,7 @@ from rlkit.parallel import attention
 from rlkit.parallel.attention import Segment, plan
 from rlkit.parallel.mesh import Parallel, make_mesh, start
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.types import SamplingParams, Trajectory
 
 DEVICE = os.environ.get("RLKIT_GPU_TESTS_ON", "cuda")
@@ -36,7 +37,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE == "cuda" and not torch.cuda.is_available(),
-        reason="no CUDA device: run `make gpu-test` on a machine that has one",
+        reason="no CUDA device: run tools/gpu/programme.py A on a machine that has one",
     ),
 ]
 
@@ -142,6 +143,34 @@ def test_the_engine_samples_with_the_trainers_log_probs():
     ]
     packed = pack(groups)
     close(forward(model, packed).logp, packed.rollout_logp, 1e-3)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_p": 0.9}])
+def test_a_recorded_step_samples_with_the_trainers_log_probs(params):
+    """FusedDecoder: kernels, graphs of several numbers of rows, a cache that grows, new weights under old graphs."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CONFIG_MAPPING["qwen3"](vocab_size=263, num_key_value_heads=2, head_dim=32, **sizes)
+    torch.manual_seed(0)
+    model = prepare_model(AutoModelForCausalLM.from_config(config).to(DEVICE))
+    engine = LocalEngine(model, max_len=300, dtype=torch.bfloat16, eos_token_ids=())
+    assert type(engine._decoder) is FusedDecoder
+
+    async def many(longest):
+        every = [SamplingParams(max_new_tokens=3 + i * longest // 12, seed=i, **params) for i in range(12)]
+        return await asyncio.gather(*(engine.generate([1, 2, 3 + i % 3], params=p) for i, p in enumerate(every)))
+
+    for longest in (12, 120):
+        done = asyncio.run(many(longest))
+        groups = [
+            [Trajectory([1, 2, 3 + i % 3], c.ids, [True] * len(c.ids), c.logp, c.versions)] for i, c in enumerate(done)
+        ]
+        packed = pack(groups)
+        temperature = params.get("temperature", 1.0)
+        close(forward(model, packed, temperature=temperature).logp, packed.rollout_logp, 5e-2)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+        asyncio.run(engine.update_weights(stream_weights(model), version=1))
 
 
 @pytest.fixture

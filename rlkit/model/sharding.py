@@ -59,6 +59,12 @@ def mesh_of(model: Any) -> Mesh | None:
     return model.mesh if isinstance(model, ShardedModel) else None
 
 
+def is_cut(model: Any) -> bool:
+    """Whether other ranks hold parts of the model."""
+    mesh = mesh_of(model)
+    return mesh is not None and mesh.parameters.size() > 1
+
+
 def device_of(model: Any) -> torch.device:
     """The device that computes: the mesh's for a cut model, whose offloaded parameters are on the CPU."""
     return model.mesh.device if isinstance(model, ShardedModel) else model.device

@@ -131,7 +131,8 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
     """The engine of the flags: the training model itself where possible, else one with its own weights, on rank 0 or on
     the first rank of each machine."""
     from rlkit.model.lora import only_adapter_trains
-    from rlkit.model.sharding import mesh_of
+    from rlkit.model.sharding import is_cut
+    from rlkit.run.console import say
 
     refuse_if(
         args.engine.weight_sync_lora == "adapter" and not only_adapter_trains(model),
@@ -139,11 +140,15 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         "name others by `lora_targets`, or drop the flag",
     )
     max_len = args.episodes.max_len(args.rollouts)
-    if args.engine.engine == "local" and mesh_of(model) is None and not args.rollouts.overlap:
+    if args.engine.engine == "local" and not is_cut(model) and not args.rollouts.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 
         options = _local_options(args, max_len)
-        yield LocalEngine(model, tokenizer=tokenizer, **options)
+        local = LocalEngine(model, tokenizer=tokenizer, **options)
+        if local.copied_bytes:
+            size = f"{local.copied_bytes / 2**30:.1f} GiB"
+            say(f"engine: samples from a copy of the weights in {args.optim.dtype} ({size}), updated after every step")
+        yield local
         return
     with _servers(args, model) as urls:
         if world_size() == 1:
@@ -159,8 +164,11 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     """Arguments of a `LocalEngine` from the flags."""
-    how, several_turns = args.engine, not args.episodes.one_turn
-    return {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile, "keep_turns": several_turns}
+    from rlkit.model.forward import DTYPES
+
+    how, half = args.engine, {"dtype": DTYPES[args.optim.dtype]} if args.optim.dtype != "fp32" else {}
+    options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile}
+    return options | {"keep_turns": not args.episodes.one_turn} | half
 
 
 @contextmanager

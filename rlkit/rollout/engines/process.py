@@ -58,12 +58,13 @@ class _Piece(NamedTuple):
 async def launch(
     path: str | Path,
     *,
-    max_batch: int = 64,
+    max_batch: int | None = None,
     max_len: int | None = None,
     eos_token_ids: Sequence[int] | None = None,
     seed: int = 0,
     keep_turns: bool = False,
     compile: bool = False,
+    dtype: torch.dtype | None = None,
     device: str = "cpu",
     num_threads: int = 1,
     cpus: Sequence[int] = (),
@@ -81,7 +82,7 @@ async def launch(
     ours, theirs = socket.socketpair()
     options = {
         "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
-        "keep_turns": keep_turns,
+        "keep_turns": keep_turns, "dtype": dtype,
     }  # fmt: skip
     process = multiprocessing.get_context("spawn").Process(
         target=_serve, daemon=True, name="rlkit-engine",

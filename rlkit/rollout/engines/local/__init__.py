@@ -1,8 +1,8 @@
 """An embedded rollout engine: continuous batching in this process, over the trainer's own weights.
 
-For CPU and small models (it also runs on CUDA). There is no server, no second copy of the weights and no sync: the next
-token sees an optimizer step. Tokens in, tokens out. On a copy of the model it samples from the weights of the last
-`update_weights`, as any other engine does.
+There is no server. Tokens in, tokens out. By default there is no second copy of the weights either, and no sync: the
+next token sees an optimizer step. With a `dtype` (for CUDA) it samples from a copy of the weights in 16 bits, by CUDA
+graphs, that `update_weights` refreshes; so does an engine on a copy of the model, as any other engine.
 
     engine = LocalEngine(model, tokenizer=tokenizer)
     completion = await engine.generate(prompt_ids, params=SamplingParams(max_new_tokens=64, stop_token_ids=(2,)))
@@ -20,21 +20,27 @@ import random
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlkit.model.families import check_is_model, check_prompt_ids
-from rlkit.model.sharding import mesh_of
+from rlkit.model.sharding import is_cut
 from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
+from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
 from rlkit.types import Completion, Picture, Progress, SamplingParams
 
 _U64 = 2**64 - 1
+BATCH, GPU_BATCH = (
+    64,
+    256,
+)  # rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
 
 
 class LocalEngine:
@@ -47,7 +53,7 @@ class LocalEngine:
     Args:
         model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
         tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
-        max_batch: rows decoded together; further requests wait in order.
+        max_batch: rows decoded together; further requests wait in order. Default: 64, with a `dtype` on CUDA 256.
         max_len: prompt and completion together, in tokens; by default the model's `max_position_embeddings`.
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
@@ -55,8 +61,11 @@ class LocalEngine:
         keep_turns: keep the keys and values of up to `max_batch` completions that ended with a stop token, for a next
             turn: a prompt that begins with their tokens is read from there on, and before other waiting requests.
         compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more.
+        dtype: sample from a copy of the weights in this dtype (bf16 or fp16; see `fused`), where the model's family is
+            one of `decode.SUPPORTED`. Others are read in place, and a log line says why.
 
-    Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements.
+    Memory: the cache takes 2 * layers * max_batch * kv_heads * head_dim * (longest sequence so far) elements; with a
+    `dtype`, of the longest that the running requests may reach, and requests wait where the device has no room.
     """
 
     def __init__(
@@ -64,17 +73,19 @@ class LocalEngine:
         model: Any,
         *,
         tokenizer: Any = None,
-        max_batch: int = 64,
+        max_batch: int | None = None,
         max_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         seed: int = 0,
         keep_turns: bool = False,
         compile: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         check_is_model(model)
+        max_batch = default_batch(model, dtype) if max_batch is None else max_batch
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        if mesh_of(model) is not None:
+        if is_cut(model):
             raise ValueError(
                 "LocalEngine needs a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
             )
@@ -83,7 +94,7 @@ class LocalEngine:
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._never = placeholder_ids(model.config)
         self._device, self._tokenizer = model.device, tokenizer
-        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile)
+        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile, dtype=dtype)
         self._seeds, self._keep_turns = random.Random(seed), keep_turns
         self._clear()
         self._num_calls = self._num_tokens = self._epoch = 0
@@ -95,6 +106,11 @@ class LocalEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Size of the engine's own copy of the weights, with a `dtype`; 0 where it reads the model's."""
+        return self._decoder.copied_bytes if isinstance(self._decoder, FusedDecoder) else 0
 
     @property
     def progress(self) -> Progress:
@@ -275,9 +291,19 @@ class LocalEngine:
     def _step(self) -> None:
         sources = self._admit()
         rows, n = self._rows, len(self._rows)
+        if self._decoder.fixed and sources:  # then every row reads its own last token
+            self._decoder.copy(sources, range(n - len(sources), n), int(rows.position[sources].max()))
+            sources = []
         read = n - len(sources)
         batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
-        self._decoder.reserve(max(batch, n), int(rows.position[:n].max()) + 1, keep=n)
+        self._decoder.reserve(max(batch, n), self._room(), keep=n)
+        truncated = bool((rows.top_p[:n] < 1).any() or rows.top_k[:n].any() or self._never)
+        if isinstance(self._decoder, FusedDecoder) and not truncated:
+            tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
+            noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1)
+            drawn = self._decoder.draw(rows.token[:batch], rows.position[:batch], noise, tempered)
+            self._push(drawn[0][:n], drawn[1][:n])
+            return
         logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:read]
         with torch.inference_mode():
             if sources:
@@ -291,19 +317,35 @@ class LocalEngine:
                 top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
                 never=self._never,
             )
-        logp_host = logp.cpu().numpy()
-        if not np.isfinite(logp_host).all():
+        self._push(ids.cpu().numpy(), logp.cpu().numpy())
+
+    def _push(self, ids: np.ndarray, logp: np.ndarray) -> None:
+        if not np.isfinite(logp).all():
             raise FloatingPointError("the model's logits are not finite; its weights or activations have overflowed")
-        self._num_tokens += n
-        self._retire(rows.push(ids.cpu().numpy(), logp_host, self.version))
+        self._num_tokens += len(ids)
+        self._retire(self._rows.push(ids, logp, self.version))
+
+    def _room(self) -> int:
+        """Positions that the cache needs: what the rows have now, or may reach where the cache is fixed."""
+        of = self._rows.final if self._decoder.fixed else self._rows.position + 1
+        return int(of[: len(self._rows)].max())
+
+    def _limit(self) -> int:
+        """Rows that fit, if waiting requests join them."""
+        if not isinstance(self._decoder, FusedDecoder):
+            return self.max_batch
+        waiting = max(r.final_length for r in islice(self._waiting, self.max_batch))
+        return self._decoder.slots(max(waiting, self._room() if len(self._rows) else 0))
 
     def _admit(self) -> list[int]:
         """Give free rows to waiting requests. Of several new requests with one prompt only the first is read.
 
         The others have the last rows; they take logits, keys and values from the rows returned, one for each.
         """
-        free, running = self.max_batch - len(self._rows), len(self._rows)
-        if not self._waiting or (running and free < min(len(self._waiting), -(-self.max_batch // 8))):
+        running = len(self._rows)
+        limit = self._limit() if self._waiting and running < self.max_batch else 0
+        free = limit - running
+        if free <= 0 or (running and free < min(len(self._waiting), -(-limit // 8))):
             return []
         fits = not self._decoder.keeps_states  # else a row that has read on cannot give its prompt's state
         known = {r.key: r for r in self._rows.requests if r.epoch == self._epoch and fits}
@@ -326,8 +368,7 @@ class LocalEngine:
                 new.append(request)
         for _, twin in twins:
             self._rows.add(twin)
-        longest = int(self._rows.position[: len(self._rows)].max()) + 1  # also of what running rows have sampled
-        self._decoder.reserve(len(self._rows), longest, keep=running)
+        self._decoder.reserve(len(self._rows), self._room(), keep=running)  # also of what running rows have sampled
         for chunk in runs([r for r in new if not r.start]):
             shown: dict[str, Any] = {"images": [r.images for r in chunk]} if any(r.images for r in chunk) else {}
             self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk], **shown)
@@ -364,3 +405,8 @@ class LocalEngine:
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def default_batch(model: Any, dtype: torch.dtype | None) -> int:
+    """`max_batch` where none is given."""
+    return GPU_BATCH if dtype is not None and model.device.type == "cuda" else BATCH

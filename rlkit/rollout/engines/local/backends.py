@@ -24,6 +24,7 @@ from rlkit.model.recurrent import States, recurrent_layers
 from rlkit.model.routing import Chosen, num_experts, routers
 from rlkit.parallel.attention import as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
+from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.types import Picture
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class CachedForward:
     shorter than what it has read, and prompts are read together only where they are of one length.
     `windows` collects the sliding windows that were met.
     """
+
+    fixed = False
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -294,6 +297,7 @@ class Recompute:
     """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
 
     keeps_states = False
+    fixed = False
 
     def experts(self, slot: int, length: int) -> None:
         """None: whole sequences are forwarded, with more tokens than were read."""
@@ -362,15 +366,23 @@ class Recompute:
 Backend = Decoder | CachedForward | Recompute
 
 
-def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = False) -> Backend:
-    """The first of `Decoder`, `CachedForward` and `Recompute` that supports the model and agrees with it on a probe.
+def pick_decoder(
+    model: Any, *, max_batch: int, max_len: int, compile: bool = False, dtype: torch.dtype | None = None
+) -> Backend:
+    """The first of `FusedDecoder` (with a `dtype`), `Decoder`, `CachedForward` and `Recompute` that supports the model
+    and agrees with it on a probe.
 
-    The probe prefills two short prompts of different lengths and decodes four tokens of each. If it is not `Decoder`,
-    the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others.
+    The probe prefills two short prompts of different lengths and decodes four tokens of each. If it is not the first of
+    them, the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others.
 
     Errors: ValueError for a model whose attention is not causal: the log-prob of a token would depend on later ones.
     """
     reason = why_unsupported(model, max_len)
+    if reason is None and dtype is not None:
+        fused, why_not = _fused(model, max_batch=max_batch, max_len=max_len, dtype=dtype)
+        if fused is not None:
+            return fused
+        logger.warning("LocalEngine samples from the model's own weights, not from a copy in %s: %s", dtype, why_not)
     if reason is None:
         decoder = Decoder(model, max_batch=max_batch, max_len=max_len, compile=compile)
         reason = disagreement(decoder, model, max_len=max_len)
@@ -386,6 +398,16 @@ def pick_decoder(model: Any, *, max_batch: int, max_len: int, compile: bool = Fa
         return cached
     logger.warning("LocalEngine forwards whole sequences of %s for every token: %s; %s", name, reason, why_not)
     return Recompute(model, max_batch=max_batch, max_len=max_len)
+
+
+def _fused(model: Any, *, max_len: int, **options: Any) -> tuple[FusedDecoder | None, str | None]:
+    """A `FusedDecoder`, or why it cannot serve: whatever its kernels raise on this device is a reason."""
+    try:
+        decoder = FusedDecoder(model, max_len=max_len, **options)
+        reason = disagreement(decoder, model, max_len=max_len, dtype=options["dtype"]) or decoder.replay_differs()
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    return (decoder, None) if reason is None else (None, reason)
 
 
 def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | None:
@@ -407,8 +429,11 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
 
 
 @torch.no_grad()
-def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
-    """Describe how the decoder's logits differ from the model's on a probe; None if they are equal up to rounding."""
+def disagreement(decoder: Backend, model: Any, *, max_len: int, dtype: torch.dtype | None = None) -> str | None:
+    """Describe how the decoder's logits differ from the model's on a probe; None if they are equal up to rounding.
+
+    `dtype`: of the decoder's weights, if not the model's.
+    """
     vocab = model.get_input_embeddings().weight.shape[0]
     lens = [min(n, max_len - 4) for n in (9, 6)][: decoder.sizes[-1]]
     if min(lens) < 1:
@@ -428,7 +453,8 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int) -> str | None:
         logits = decoder.decode(tokens, positions)
         worst = torch.maximum(worst, (logits[:count] - truth[rows[:count], positions[:count]]).abs().max())
     decoder.release()
-    tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * max(1.0, float(truth.abs().max()))
+    eps = max(torch.finfo(x).eps for x in (model.dtype, dtype or model.dtype))
+    tolerance = max(1e-4, 8 * eps) * max(1.0, float(truth.abs().max()))
     return None if float(worst) <= tolerance else f"its logits differ by {float(worst):.1e} on a probe"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlkit._tensors import upcast
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.model.quantized import Quantized
-from rlkit.parallel.attention import causal_sdpa
+from rlkit.parallel.attention import causal_sdpa, sdpa
 from rlkit.ranks import reshard
 
 KEEP_BYTES = 64 << 20
@@ -76,10 +76,11 @@ class Decoder:
 
     Attributes:
         keeps_states: whether a slot holds what cannot be cut to fewer tokens (False: keys and values can).
+        fixed: whether `reserve` takes the final length of the sequences, and `slots` limits their number.
     """
 
     keeps_states = False
-
+    fixed = False
     reads_images = False
 
     def experts(self, slot: int, length: int) -> None:
@@ -252,7 +253,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     q = q.view(lanes, -1, head_dim)
     if q.dtype in HALF:  # which must not round the scores
         q, k, v = (t.view(rows, -1, *t.shape[1:]) for t in (q, keys, values))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None]).reshape(rows, -1)
+        return sdpa(q, k, v, attn_mask=bias[:, None]).reshape(rows, -1)
     scores = torch.bmm(q, keys.transpose(1, 2)).view(rows, -1, length)
     probs = torch.add(bias, scores, alpha=head_dim**-0.5).softmax(-1)
     return torch.bmm(probs.view(lanes, -1, length), values).view(rows, -1)

@@ -70,6 +70,11 @@ class Request:
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    @property
+    def final_length(self) -> int:
+        """Prompt and completion together, in tokens, at most."""
+        return len(self.prompt) + self.max_tokens
+
     def push(self, token: int, logp: float, version: int) -> FinishReason | None:
         """Add a token; returns the finish reason if it is the last one."""
         self.ids.append(token)
@@ -96,6 +101,7 @@ class Rows:
         self.temperature = np.ones(max_batch, np.float32)
         self.top_p = np.ones(max_batch, np.float64)
         self.top_k = np.zeros(max_batch, np.int64)
+        self.final = np.zeros(max_batch, np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -106,7 +112,7 @@ class Rows:
         self.requests.append(request)
         params = request.params
         self.token[slot], self.position[slot] = request.prompt[-1], len(request.prompt) - 1
-        self.seed[slot] = request.seed
+        self.seed[slot], self.final[slot] = request.seed, request.final_length
         self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
 
     def push(
@@ -124,7 +130,7 @@ class Rows:
         left = len(self.requests) - len(gone)
         targets = sorted(slot for slot in gone if slot < left)
         sources = [slot for slot in range(left, len(self.requests)) if slot not in gone]
-        for array in (self.token, self.position, self.seed, self.temperature, self.top_p, self.top_k):
+        for array in (self.token, self.position, self.seed, self.temperature, self.top_p, self.top_k, self.final):
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.requests[target] = self.requests[source]
