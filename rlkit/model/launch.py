@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 -m rlkit.scripts.grpo --parallel.tp 2 --parallel.cp 2 ...
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m rlkit.scripts.grpo ...
 
-`rlkit grpo ...` is one process, and without parallel flags a plain model.
+`rlkit grpo ...` is one process: on a CPU a plain model, on a GPU one that `parallelize` cut over one rank, so that
+activation checkpointing, compiled layers and bf16 parameters are the same everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rlkit._text import printable
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, lora_config
-from rlkit.model.parallelize import load_parallel
+from rlkit.model.parallelize import COVERED, load_parallel
+from rlkit.model.pretrained import load_config
 from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import each_stage
@@ -59,7 +61,7 @@ def load_policy(
     `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
     frozen weights in `lora_base` (None: fp32, on many ranks `dtype`).
     """
-    mesh = open_mesh(args, device=device)
+    mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
     _report_loading(path)
     if mesh is not None:
         whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
@@ -118,7 +120,7 @@ def _load_headed(
     dtype: str,
     lora: dict[str, Any],
 ) -> Any:
-    mesh = open_mesh(args, device=device)
+    mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
     _report_loading(path)
     if mesh is None:
         return _with_lora(lambda device, **_: alone(path, device=device), device, **lora)  # checked in fp32
@@ -141,12 +143,17 @@ def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
     }
 
 
-def open_mesh(args: ParallelArgs, *, device: str) -> Mesh | None:
-    """The mesh of these flags; None in a plain process without parallel flags."""
-    if not launched() and args == ParallelArgs(timeout_s=args.timeout_s):
+def open_mesh(args: ParallelArgs, *, device: str, alone: bool = True) -> Mesh | None:
+    """The mesh of these flags; None in a plain process without parallel flags, on CUDA only if it is to be `alone`."""
+    if not launched() and args == ParallelArgs(timeout_s=args.timeout_s) and (alone or not device.startswith("cuda")):
         return None
     start(device=device, timeout_s=args.timeout_s)
     return make_mesh(args, device=device)
+
+
+def _stays_plain(path: str | os.PathLike[str], *, lora_base: str | None = None, **_: Any) -> bool:
+    """Whether a process alone keeps a model as it is: types that `parallelize` may refuse, and quantized weights."""
+    return lora_base is not None or load_config(path).model_type not in COVERED
 
 
 def report_model(model: Any, *, dtype: str, name: str = "model") -> None:

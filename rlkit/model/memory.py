@@ -22,12 +22,15 @@ the weights in bf16 and 2 * 2 * layers * kv_heads * head_dim bytes of keys and v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from rlkit.kernels.linear_logp.chunked import TILE_BYTES
 from rlkit.parallel.pipeline import cut_layers
+
+USABLE = 0.9  # of a GPU: CUDA context, NCCL buffers and fragmentation take the rest
+LEAST_TOKENS = 2048  # of a micro-batch, in `fitted`
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,21 @@ def step_bytes(shape: Shape, layout: Layout) -> list[dict[str, float]]:
     """`stage_bytes` of every pipeline stage: as many micro-batches are in flight as stages from it to the end."""
     stages = shape.stages(layout.pp)
     return [stage_bytes(stage, layout, in_flight=layout.pp - i) for i, stage in enumerate(stages)]
+
+
+def fitted(shape: Shape, layout: Layout, *, room: float) -> Layout | None:
+    """The layout if a step fits into `room` bytes, else with checkpointing, else with fewer tokens; None if none fits.
+
+    Tokens of a micro-batch are halved down to `LEAST_TOKENS`. One micro-batch of one long sequence cannot be split: it
+    may need more.
+    """
+    tokens = layout.tokens
+    ways = [layout, replace(layout, checkpointing=True)]
+    while tokens >= 2 * LEAST_TOKENS:
+        tokens //= 2
+        ways.append(replace(layout, checkpointing=True, tokens=tokens))
+    fits = (way for way in ways if max(sum(parts.values()) for parts in step_bytes(shape, way)) <= room)
+    return next(fits, None)
 
 
 def engine_bytes(shape: Shape, *, engine_tp: int) -> float:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlkit.model.memory import Layout, Shape
 
 GIB = 2**30
-USABLE = 0.9  # of a GPU: CUDA context, NCCL buffers and fragmentation take the rest
 SMALLEST_CACHE = 0.1  # of a GPU, for an engine that keeps its memory during updates
 
 
@@ -134,7 +133,7 @@ def layouts(shape: Shape, args: Args) -> Iterator[Layout]:
 
 def row_of(shape: Shape, layout: Layout, args: Args) -> Row:
     """The count for one layout, with the smallest server whose weights take at most half of its GPUs."""
-    from rlkit.model.memory import engine_bytes, step_bytes
+    from rlkit.model.memory import USABLE, engine_bytes, step_bytes
 
     memory = args.gpu_memory * GIB
     sizes = [n for n in (1, 2, 4, 8) if n <= args.gpus]

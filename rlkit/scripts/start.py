@@ -82,7 +82,41 @@ def begin(args: Any) -> Any:
     torch.manual_seed(args.schedule.seed)
     if args.model.deterministic:
         make_deterministic(args.schedule.seed)
+    if device.startswith("cuda") and not launched() and dtype == "bf16" and not args.lora.lora_rank:
+        args = within_memory(args, torch.cuda.get_device_properties(device).total_memory)
     return args
+
+
+def within_memory(args: Any, total: int) -> Any:
+    """The flags with activation checkpointing, or fewer tokens in a micro-batch, where a GPU of `total` bytes needs it.
+
+    Counted as `rlkit plan` does, for a full training of the types that it knows; a line on the screen says what was
+    changed. Errors: ValueError where no micro-batch fits.
+    """
+    from rlkit.model.memory import USABLE, Layout, engine_bytes, fitted, shape_of
+    from rlkit.model.parallelize import COVERED
+    from rlkit.model.pretrained import load_config
+    from rlkit.run.console import say
+
+    config, parallel = load_config(args.model.model), args.model.parallel
+    if config.model_type not in COVERED:
+        return args
+    shape = shape_of(config)
+    samples = getattr(args, "engine", None) is not None and args.engine.engine == "local"
+    room = USABLE * total - samples * engine_bytes(shape, engine_tp=1)
+    asked = Layout(1, tokens=args.optim.max_tokens, checkpointing=parallel.activation_checkpointing)
+    found = fitted(shape, replace(asked, offload=parallel.offload), room=room)
+    size = f"{shape.parameters / 1e9:.1f} B parameters on {total / 2**30:.0f} GiB"
+    if found is None:
+        fixes = "`lora_rank` 32 (its base in 8 or 4 bits: `lora_base`), `parallel.offload`, or several GPUs by torchrun"
+        raise ValueError(f"training all weights of {size} does not fit: give {fixes}; `rlkit plan` counts what fits")
+    changed = ["activation checkpointing is on"] * (found.checkpointing > asked.checkpointing)
+    changed += [f"--max-tokens is {found.tokens} instead of {asked.tokens}"] * (found.tokens < asked.tokens)
+    if changed:
+        say(f"memory: {size}: {', '.join(changed)}")
+    kept = replace(parallel, activation_checkpointing=found.checkpointing)
+    optim = replace(args.optim, max_tokens=found.tokens)
+    return replace(args, model=replace(args.model, parallel=kept), optim=optim)
 
 
 def check_device(device: str) -> None:

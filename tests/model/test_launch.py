@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model import launch
 from rlkit.model.forward import forward
 from rlkit.model.launch import choose_device, load_policy, report_model
 from rlkit.packing import pack
@@ -41,6 +42,17 @@ def test_with_a_lora_rank_adapters_are_all_that_trains_and_change_nothing_at_fir
 )
 def test_a_gpu_is_taken_where_there_is_one_and_flags_decide(device, dtype, cuda, bf16, expected):
     assert choose_device(device, dtype, cuda=cuda, bf16=bf16) == expected
+
+
+def test_a_gpu_alone_is_a_mesh_of_one_rank(monkeypatch):
+    """The same code on a CPU: what is asked for is a mesh."""
+    made = []
+    monkeypatch.setattr(launch, "start", lambda **options: made.append(options))
+    monkeypatch.setattr(launch, "make_mesh", lambda args, *, device: device)
+    assert launch.open_mesh(ParallelArgs(), device="cpu", alone=False) is None
+    assert launch.open_mesh(ParallelArgs(), device="cuda:1", alone=True) is None
+    assert launch.open_mesh(ParallelArgs(timeout_s=9.0), device="cuda", alone=False) == "cuda"
+    assert made == [{"device": "cuda", "timeout_s": 9.0}]
 
 
 def test_each_rank_of_a_machine_takes_its_own_gpu(monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.model.memory import Layout, shape_of, step_bytes
+from rlkit.model.memory import LEAST_TOKENS, Layout, fitted, shape_of, step_bytes
 from rlkit.parallel.pipeline import stage_cuts
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +132,17 @@ def test_a_rank_of_many_holds_what_is_counted(kind, config, world, sizes):
     layout = Layout(world, **{name: n for name, n in sizes.items() if name != "shard"})
     states = [parts["states"] for parts in step_bytes(shape, layout)]
     assert [16 * count for count in json.loads(done.stdout)] == pytest.approx(states, rel=2e-3)
+
+
+def test_what_does_not_fit_gets_checkpointing_then_fewer_tokens():
+    shape, gib = memory.MODELS["Qwen3-8B"], 1 << 30
+    asked = Layout(1, tokens=16_384, checkpointing=False)
+    need = lambda way: sum(step_bytes(shape, way)[0].values())
+    assert fitted(shape, asked, room=need(asked)) == asked
+    saved = replace(asked, checkpointing=True)
+    assert fitted(shape, asked, room=need(asked) - 1) == saved
+    less = fitted(shape, asked, room=need(saved) - 1)
+    assert less == replace(saved, tokens=8192)
+    assert need(less) < need(saved) - 1
+    assert fitted(shape, asked, room=need(replace(saved, tokens=LEAST_TOKENS)) - 1) is None
+    assert fitted(shape, asked, room=80 * gib) is None  # 16 bytes for each of 8 B weights

@@ -1,0 +1,50 @@
+"""What a script does with a model, a micro-batch and a GPU that do not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import Qwen3Config
+
+from rlkit.scripts.cli import parsed
+from rlkit.scripts.grpo import Args
+from rlkit.scripts.start import within_memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def args(tmp_path):
+    """0.6 B weights: 8.9 GiB of states, and 1.1 for the engine's copy."""
+    sizes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(
+        hidden_size=1024, intermediate_size=3072, vocab_size=151_936, tie_word_embeddings=True, **sizes
+    )
+    config.save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--data", str(tmp_path / "x.jsonl"), "--reward", "x.py:f"]
+    return parsed([*flags, "--output", str(tmp_path / "run")], Args)
+
+
+@pytest.mark.parametrize(
+    ("gib", "checkpointing", "tokens", "line"),
+    [
+        (140, False, 16_384, ""),
+        (40, True, 16_384, "memory: 0.6 B parameters on 40 GiB: activation checkpointing is on\n"),
+        (14, True, 8192, "activation checkpointing is on, --max-tokens is 8192 instead of 16384\n"),
+    ],
+)
+def test_the_flags_follow_the_memory(args, capsys, gib, checkpointing, tokens, line):
+    fitted = within_memory(args, gib * GIB)
+    assert fitted.model.parallel.activation_checkpointing is checkpointing
+    assert fitted.optim.max_tokens == tokens
+    assert capsys.readouterr().out.endswith(line)
+    rest = replace(fitted, optim=args.optim, model=args.model)
+    assert rest == args
+
+
+def test_a_training_that_no_micro_batch_saves_is_refused(args):
+    with pytest.raises(
+        ValueError, match=r"all weights of 0\.6 B parameters on 8 GiB does not fit: give `lora_rank` 32"
+    ):
+        within_memory(args, 8 * GIB)
