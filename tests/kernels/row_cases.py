@@ -111,8 +111,13 @@ def statistics_of_unusual_rows(size: Size, *, dtype: torch.dtype, temperature: f
     e = (z - top[:, None]).exp()
     want = [top, e.sum(1), (e * (z - top[:, None])).sum(1), z[:, -1]]
     got = [y.double() for y in partials(x, targets, temperature=temperature, impl="triton")]
+    rounding = (
+        2.0**-23 * z[3].abs().max().item()
+    )  # of z in fp32, so of z - max, so the relative error of an exponential
     for y, w in zip(got, want, strict=True):
-        torch.testing.assert_close(y[:8], w[:8], rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(y[:8], w[:8], rtol=3e-6 + rounding, atol=3e-6 + rounding)
+        rows = [0, 1, 2, 4, 5, 6, 7]
+        torch.testing.assert_close(y[rows], w[rows], rtol=3e-6, atol=3e-6)
     assert torch.equal(got[0][:8] == got[3][:8], want[0][:8] == want[3][:8])
     assert got[1][8:].isnan().all()
     assert got[2][8:].isnan().all()

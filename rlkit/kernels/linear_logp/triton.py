@@ -34,8 +34,8 @@ except ImportError:
     raise MissingExtra(NEEDED) from None
 
 HEIGHT, WIDTH = 1024, 8192  # of a block of logits in the forward: 32 MB in fp32, for an L2 cache of 50 MB
-BLOCK_BYTES, MIN_HEIGHT = 32 << 20, 256  # of a block of logits in the backward
-NARROW, MAX_GROWTH = 2048, 4  # below this hidden size both blocks are larger: see `growth`
+BLOCK_BYTES, MIN_HEIGHT = 64 << 20, 256  # of a block of logits in the backward
+NARROW, MAX_GROWTH = 4096, 4  # below this hidden size both blocks are larger: see `growth`
 GRADIENT_BYTES = 512 << 20  # of the logits' gradient: all rows, and at least MIN_WIDTH columns
 GRADIENT_SHARE = 128  # at most this part of the device's memory: below 64 GB of it, less than GRADIENT_BYTES
 MIN_WIDTH, MAX_WIDTH = 4096, 16_384  # multiples of 16
@@ -44,7 +44,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PER_LANE = tl.constexpr(16)  # columns of a block that share their statistics: as many as a thread reads
 ROWS = 1  # per program; more only in the interpreter, where a program costs milliseconds
 # maxnreg: 4 blocks per multiprocessor, and without a limit the assembler delays the loads of the next block of columns.
-STATS = {"BLOCK": 4096, "num_warps": 8, "maxnreg": 64}
+STATS = {"BLOCK": 2048, "num_warps": 4, "maxnreg": 64}
 GRADIENT = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 
 
@@ -95,9 +95,10 @@ def backward(hidden: Tensor, head: Head, rows: Rows, *, need: list[bool]) -> Gra
 
 
 def growth(dim: int) -> int:
-    """Factor on the size of a block of logits: 2 at a hidden size of 1024, 4 at 512.
+    """Factor on the size of a block of logits: 2 at a hidden size of 2048, 4 at 1024.
 
-    There a device needs less time for a small block than the host needs to launch its product and its pass.
+    There a device needs less time for a small block than the host needs to launch its product and its pass. On an H200
+    at 1024, a backward takes 0.85 of the time of blocks half as large, a forward 0.95.
     """
     return max(1, min(MAX_GROWTH, NARROW // max(1, dim)))
 
