@@ -3,13 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
-RESULTS ?= benchmarks/results
-GPU_TESTS := tests/kernels/test_gpu_kernels.py tests/test_gpu.py tests/sglang/test_ipc_gpu.py tests/vllm/test_transports_gpu.py
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers agents lint docs bench bench-trl gpu-test gpu-tune gpu-bench gpu-train nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers agents lint docs bench bench-trl nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -72,23 +70,6 @@ bench: $(VENV)/.ready-dev
 
 bench-trl: $(VENV)/.ready-dev
 	$(RUN) benchmarks/peers/compare_trl.py $(FLAGS)
-
-# On a machine with a CUDA device, in this order, with its own Python; nothing is installed. See docs/gpu.md.
-gpu-test:  # tests of kernels and training, then the main shape with the shipped constants; 6 minutes
-	export PYTHONPATH=.:$$PYTHONPATH; timeout -k 10 -s INT 230 $(PYTHON) -m pytest -n 4 -m gpu $(GPU_TESTS); tests=$$?; \
-	timeout -k 10 110 $(PYTHON) benchmarks/gpu_kernels.py --only "qwen3-8b 16k" --seconds 100 --out $(RESULTS)/shipped \
-		$(FLAGS) && exit $$tests
-
-gpu-tune:  # the kernels' constants, the best ones for this device into $(RESULTS)/tuning.json; 5 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 290 $(PYTHON) benchmarks/gpu_tune.py --groups statistics backward fused \
-		--seconds 265 --out $(RESULTS) $(FLAGS)
-
-gpu-bench:  # every shape with the tuned constants, beside the other libraries; 9 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 530 $(PYTHON) benchmarks/gpu_kernels.py --seconds 500 --out $(RESULTS) $(FLAGS)
-
-gpu-train:  # training steps and decoding beside transformers, and a learning curve; 7 minutes
-	PYTHONPATH=.:$$PYTHONPATH timeout -k 10 410 $(PYTHON) benchmarks/gpu_training.py --seconds 395 --out $(RESULTS) \
-		$(FLAGS)
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -4,7 +4,7 @@ Installed versions that these calls were written for: liger-kernel 0.8.5, cut-cr
 verl 0.9.1. verl and TRL are loaded file by file: their top packages import Ray, tensordict and datasets. To have them:
 
     pip install --no-deps --target peers liger-kernel==0.8.5 cut-cross-entropy==25.1.1 trl==1.16.0 verl==0.9.1
-    PYTHONPATH=peers make gpu-bench
+    PYTHONPATH=peers python tools/gpu/programme.py A --out results
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def gpu_tables(found: list[Path]) -> str:
         return "\n".join(
             ["| 16,384 rows, 4096 wide, 151,936 entries, bf16 | aim on an H100 | measured |", "|---|---|---|", *lines]
         )
-    return "\n\n".join(gpu_table(shape, result) for path in found for shape, result in shapes(path))
+    return "\n\n".join(folded(*gpu_table(shape, result)) for path in found for shape, result in shapes(path))
 
 
 def shapes(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -99,13 +99,16 @@ def shapes(path: Path) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def gpu_table(shape: str, result: dict[str, Any]) -> str:
+def folded(title: str, table: str) -> str:
+    """A table that a reader opens."""
+    return f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
+
+
+def gpu_table(shape: str, result: dict[str, Any]) -> tuple[str, str]:
+    """A title, and the rows of one shape."""
     machine = result["machine"]
-    lines = [
-        f"{shape}: {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['commit']}",
-        "",
-    ]
-    lines += ["| | median ms | fastest - slowest | of the floor | of the fp32 floor | extra MB | rate |"]
+    title = f"{shape}: {machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['commit']}"
+    lines = ["| | median ms | fastest - slowest | of the floor | of the fp32 floor | extra MB | rate |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in result["results"]:
         if "median_ms" in row:
@@ -121,7 +124,7 @@ def gpu_table(shape: str, result: dict[str, Any]) -> str:
         else:
             cells = [row.get("error", ""), *[""] * 5]
         lines.append(f"| {row['name']} | {' | '.join(str(c) for c in cells)} |")
-    return "\n".join(lines)
+    return title, "\n".join(lines)
 
 
 def main() -> None:
@@ -132,7 +135,7 @@ def main() -> None:
     tables = {
         "cpu head": cpu_table(head),
         "cpu scan": cpu_table(scan),
-        "gpu": gpu_tables(sorted(RESULTS.glob("nvidia_*.json"))),
+        "gpu": gpu_tables(sorted((RESULTS / "gpu").glob("nvidia_*.json"))),
     }
     for name, table in tables.items():
         text, count = re.subn(

@@ -164,7 +164,7 @@ def test_rows_of_each_kind(tmp_path: Path) -> None:
     assert ours["tokens_s"] * ours["seconds"] == pytest.approx(bare["tokens_s"] * bare["seconds"], rel=0.01)
     assert ours["processed_tokens_s"] < ours["tokens_s"]
     assert ours["optimizer"] == "AdamW"
-    assert rows["0.6B decode rlkit"]["backend"] == "Decoder"
+    assert rows["0.6B decode rlkit"]["backend"] == "FusedDecoder"
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import transformers
 import triton
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 LAUNCHES = 20_000
 
@@ -83,6 +83,7 @@ def probe() -> dict:
 
 
 def main() -> None:
+    """Print the probe and write it to `--out`/probe.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for probe.json")
     args = parser.parse_args()

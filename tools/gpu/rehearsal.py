@@ -1,12 +1,12 @@
-"""Run the commands of docs/gpu.md on a CPU, in an environment with the versions and the gaps of a GPU machine.
+"""Rehearse the GPU programmes on a CPU, in an environment with the versions and the gaps of a GPU machine.
 
-    python tools/gpu_rehearsal.py                      # makes the environment the first time, then runs all four
-    python tools/gpu_rehearsal.py gpu-train --python some/bin/python
-    python tools/gpu_rehearsal.py --results /tmp/results
+    python tools/gpu/rehearsal.py                      # makes the environment the first time, then runs A and B
+    python tools/gpu/rehearsal.py A --python some/bin/python
+    python tools/gpu/rehearsal.py --results /tmp/results
 
 The environment is in `$XDG_CACHE_HOME/rlkit/gpu-rehearsal` (default ~/.cache). Its torch, triton and transformers are
 the oldest that rlkit supports, and what a GPU machine often lacks (`ABSENT`) is left out. Shapes are tiny and times
-mean nothing: every line runs, that is all. The limits of time are the real ones.
+mean nothing: every line runs, that is all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-TARGETS = ("gpu-test", "gpu-tune", "gpu-bench", "gpu-train")
+PROGRAMMES = ("A", "B")  # C's scripts need what is left out
 TORCH = "2.11.0"
 PINS = (
     "triton==3.6.0", "transformers==5.17.0", "numpy<2.4",  # triton 3.6's interpreter fails with a newer numpy
@@ -31,18 +31,20 @@ ABSENT = ("tyro", "datasets", "flash_attn", "pytest_asyncio", "math_verify", "op
 
 
 def main() -> None:
-    """Run the targets, and exit with the first failure's code."""
+    """Run the programmes, and exit with the first failure's code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; all if not given")
+    parser.add_argument(
+        "programmes", nargs="*", metavar="programme", help=f"of {', '.join(PROGRAMMES)}; all if not given"
+    )
     parser.add_argument("--python", type=Path, help="of an environment that exists")
     parser.add_argument("--results", type=Path, help="folder of the results; a temporary one if not given")
     args = parser.parse_args()
-    if wrong := [t for t in args.targets if t not in TARGETS]:
-        parser.error(f"target {wrong[0]!r} is none of {', '.join(TARGETS)}")
+    if wrong := [p for p in args.programmes if p not in PROGRAMMES]:
+        parser.error(f"programme {wrong[0]!r} is none of {', '.join(PROGRAMMES)}")
     python = args.python or environment()
     check(python)
     results = args.results or Path(tempfile.mkdtemp(prefix="rlkit-gpu-rehearsal-"))
-    codes = [run(target, python, results) for target in args.targets or TARGETS]
+    codes = [run(name, python, results / name) for name in args.programmes or PROGRAMMES]
     sys.exit(next(filter(None, codes), 0))
 
 
@@ -77,14 +79,13 @@ def check(python: Path) -> None:
         sys.exit(f"{python} is no environment for the rehearsal: leave --python out, and one is made")
 
 
-def run(target: str, python: Path, results: Path) -> int:
-    """Run `make target` on the CPU."""
-    print(f"make {target}, results in {results}", flush=True)
-    env = os.environ | {"RLKIT_GPU_TESTS_ON": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env |= {"TRITON_INTERPRET": "1"} if target == "gpu-tune" else {}
-    command = ["make", "-s", target, f"PYTHON={python}", "FLAGS=--rehearse", f"RESULTS={results}"]
+def run(programme: str, python: Path, results: Path) -> int:
+    """Rehearse one programme."""
+    print(f"programme {programme}, results in {results}", flush=True)
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [str(python), "tools/gpu/programme.py", programme, "--rehearse", "--out", str(results)]
     code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
-    print(f"make {target}: exit code {code}", flush=True)
+    print(f"programme {programme}: exit code {code}", flush=True)
     return code
 
 
