@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.parallel import attention
-from rlkit.parallel.attention import Segment, as_slice, attend, has_flash, plan
+from rlkit.parallel.attention import Segment, as_slice, attend, has_flash, plan, read_rows, reads_of
 
 
 def loop(q, k, v, spans, *, scale, window=None, softcap=None, sinks=None):
@@ -241,6 +241,30 @@ def test_windows_and_softcaps_take_copies(monkeypatch, options, in_parts):
     out = attend(q, k, v, plan(spans), scale=0.5, **options)
     assert len(calls) == 2 * in_parts
     torch.testing.assert_close(out, loop(q, k, v, spans, scale=0.5, **options))
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.sampled_from([torch.float64, torch.bfloat16]))
+def test_rows_that_are_read_several_times_sum_their_gradients(index, dtype):
+    x = torch.randn(8, 2, 3, dtype=torch.float64).to(dtype).requires_grad_()
+    places, grad = torch.tensor(index), torch.randn(len(index), 2, 3, dtype=torch.float64).to(dtype)
+    reads = reads_of(places.numpy())
+    assert (reads is None) is (len(set(index)) == len(index))
+    out = read_rows(x, places, reads)
+    assert torch.equal(out, x[places])
+    (got,) = torch.autograd.grad(out, x, grad)
+    want = torch.zeros(8, 2, 3, dtype=torch.float64)
+    for place, row in enumerate(index):
+        want[row] += grad[place].double()
+    torch.testing.assert_close(got, want.to(dtype))  # rounded once
+
+
+def test_a_group_reads_its_prompt_several_times_only_for_flash_kernels():
+    spans = [Segment(0, 3, [(0, 3)]), Segment(3, 2, [(0, 3), (3, 2)]), Segment(5, 2, [(0, 3), (5, 2)])]
+    made = plan(spans, flash=True)
+    assert made.reads is not None
+    assert made.reads.often.tolist() == [0, 1, 2]
+    assert made.reads.counted.sum(1).tolist() == [3, 3, 3]
+    assert plan(spans).reads is None
 
 
 def test_a_slice_is_for_consecutive_rows():
