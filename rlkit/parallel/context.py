@@ -130,7 +130,7 @@ def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) 
         prompts = shared.prompts._replace(k_index=as_slice(inverse[shared.prompts.k_index]))
         prompts = prompts if order is None else prompts._replace(q_index=inverse[prompts.q_index])
         shared = shared._replace(own=_by_rank(shared.own, inverse, order), prompts=prompts)
-    made = made._replace(k_index=inverse[made.k_index], shared=shared)
+    made = made._replace(k_index=inverse[made.k_index], shared=shared, reads=None)  # of other rows
     if order is None:
         return made
     out = order if isinstance(made.out_index, slice) else made.out_index[order]
