@@ -46,7 +46,7 @@ def rows(now: dict[str, Any], registers: tuple[int, ...] = ()) -> list[dict[str,
     sizes = [(b, w) for b in (2048, 4096, 8192) for w in (4, 8, 16)]
     if not registers:
         return [now | {"BLOCK": b, "num_warps": w} for b, w in sizes]
-    whole = [(b, w) for b, w in sizes if b >= 32 * w * triton.PER_LANE.value]
+    whole = [(b, w) for b, w in sizes if 512 * w <= b < 2048 * w]  # whole lanes; more columns a thread spill
     return [now | {"BLOCK": b, "num_warps": w, "maxnreg": n} for b, w in whole for n in registers]
 
 

@@ -21,6 +21,8 @@ from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 from rlkit.types import Mask, Tokens
 
+FIRST_RANKED = 128  # of the most likely tokens, in `kept_support`: eight times as many where they are too few
+
 __all__ = [
     "batch_normalized",
     "clipped_is",
@@ -245,13 +247,34 @@ def kept_support(
     does not matter. The most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
     Reference: nucleus sampling, arXiv:1904.09751
     """
-    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    every = torch.ones(p.shape[0], dtype=torch.bool, device=p.device)  # rows that keep all
+    if top_p is not None:
+        every &= top_p >= 1
+    if top_k is not None:
+        every &= top_k == 0
+    size = min(FIRST_RANKED, p.shape[-1])
+    while True:  # a sort of the whole vocabulary costs more than all else of sampling
+        ranked = p.topk(size, dim=-1).values
+        num = _num_kept(ranked, top_p=top_p, top_k=top_k)
+        if size == p.shape[-1] or bool((every | (num < size)).all()):
+            break
+        size = min(8 * size, p.shape[-1])
+    least = ranked.gather(-1, num[:, None] - 1)
+    above, ties = p > least, p == least
+    room = num - above.sum(-1)
+    return above | (ties & (ties.cumsum(-1) <= room[:, None])) | every[:, None]
+
+
+def _num_kept(
+    ranked: Float[Tensor, "B n"], *, top_p: Float[Tensor, "B"] | None, top_k: Int[Tensor, "B"] | None
+) -> Int[Tensor, "B"]:
+    """How many of the n largest probabilities, in order, are kept."""
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if top_p is not None:
         total = cumsum(ranked, -1)
         before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=-1)
         keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     if top_k is not None:
-        rank = torch.arange(p.shape[-1], device=p.device)
+        rank = torch.arange(ranked.shape[-1], device=ranked.device)
         keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
-    return torch.empty_like(keep).scatter_(-1, order, keep)
+    return keep.sum(-1).clamp_(min=1)

@@ -193,6 +193,7 @@ def make_deterministic(seed: int) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it, and each tensor costs a pass
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

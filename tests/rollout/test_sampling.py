@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlkit.losses import corrections
 from rlkit.losses.corrections import kept_support
 from rlkit.rollout.sampling import sample, uniforms
 
@@ -78,10 +79,13 @@ def kept_by_hand(p: list[float], top_p: float, top_k: int) -> list[bool]:
     st.lists(st.integers(0, 12), min_size=2, max_size=9).filter(any),
     st.sampled_from([0.01, 0.3, 0.55, 0.9, 0.999, 1.0]),
     st.integers(0, 10),
+    st.sampled_from([1, 2, 128]),
 )
-def test_support_is_the_documented_one(counts, top_p, top_k):
+def test_support_is_the_documented_one(counts, top_p, top_k, first):
     p = torch.tensor([[c / sum(counts) for c in counts]], dtype=torch.float64)
-    kept = kept_support(p, top_p=torch.tensor([top_p], dtype=torch.float64), top_k=torch.tensor([top_k]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corrections, "FIRST_RANKED", first)
+        kept = kept_support(p, top_p=torch.tensor([top_p], dtype=torch.float64), top_k=torch.tensor([top_k]))
     truth = kept_by_hand(p[0].tolist(), top_p, top_k)
     ranked = sorted(p[0].tolist(), reverse=True)
     if all(abs(sum(ranked[:i]) - top_p) > 1e-9 for i in range(len(ranked) + 1)):  # not on the edge of a sum
