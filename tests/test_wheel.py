@@ -165,6 +165,7 @@ NAMED = {  # a beginning of modules -> the extra that they need as a whole
     "rlkit.rollout.engines.vllm": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
     "rlkit.rewards.math": "rewards for mathematics need math_verify: pip install 'rlkit-lm[math]'",
     "rlkit.testing": "rlkit.testing needs hypothesis: pip install 'rlkit-lm[testing]'",
+    "rlkit.kernels.decode.triton": "impl='triton' needs triton: pip install triton",
     "rlkit.kernels.linear_logp.triton": "impl='triton' needs triton: pip install triton",
     "rlkit.kernels.linear_scan.triton": "impl='triton' needs triton: pip install triton",
 }
