@@ -376,9 +376,10 @@ class Episodes:
     once; refuse answers with status 400"""
     tools: tuple[str, ...] = ()
     """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
-    tool_calls: Literal["hermes", "json", "pythonic"] = "hermes"
-    """syntax of a call of `tools`, or of those of an `agent`: <tool_call> with JSON (Qwen), only JSON (Llama 3,
-    Mistral), or [f(x=1)]"""
+    tool_calls: str | None = None
+    """how calls of `tools`, or of those of an `agent`, are read. None: as the chat template itself writes them. Else a
+    format (hermes, function, arg_key, json, pythonic, harmony, mistral, deepseek, kimi, xtml, invoke, gemma), or
+    FILE.py:FUNCTION of a turn's text that returns a list of (name, arguments), empty for an answer"""
     max_prompt_tokens: Count = 1024
     """drop (and report) prompts with more tokens"""
     max_turns: Count | None = None
@@ -416,6 +417,11 @@ class Episodes:
             unread and not is_default(self, "tool_calls"),
             "`tool_calls` says how calls of `tools` or of an `agent` are read where there is no `env`",
         )
+        from rlkit.rollout.envs.calls import FORMATS
+
+        known = self.tool_calls is None or ":" in self.tool_calls or self.tool_calls in FORMATS
+        what = f"a format ({', '.join(FORMATS)}) or FILE.py:FUNCTION, got {self.tool_calls!r}"
+        refuse_if(not known, f"`tool_calls` must be {what}")
         self._check_agent()
 
     def _check_agent(self) -> None:

@@ -313,13 +313,13 @@ def read_env(args: Any, *parts: Any) -> OfTokenizer:
         }
         return partial(_chosen, each, how.env_column)
     make_agent = read_agent(args, *parts) if how.agent else None
-    foreign, tools = _foreign_env(how), load_tools(how)
+    foreign, tools, parse = _foreign_env(how), load_tools(how), read_calls(how)
     _check_reward_and_template(args, foreign)
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.compat.envs import adapted
         from rlkit.rewards.episodes import made
-        from rlkit.rollout.envs import tools as calls
+        from rlkit.rollout.envs.tools import tool_env
         from rlkit.rollout.limits import limited
         from rlkit.rollout.rollout import single_turn
 
@@ -330,7 +330,7 @@ def read_env(args: Any, *parts: Any) -> OfTokenizer:
             env = make_agent(tokenizer)
         elif tools:
             chat: Any = {"system_prompt": args.data.system_prompt, "template_args": args.data.template() or None}
-            env = calls.tool_env(tools, tokenizer=tokenizer, parse=getattr(calls, f"{how.tool_calls}_calls"), **chat)
+            env = tool_env(tools, tokenizer=tokenizer, parse=parse, **chat)
         else:
             return single_turn
         bounds = {"max_total_tokens": how.max_len(args.rollouts), "max_sampled_tokens": how.max_sampled_tokens}
@@ -345,7 +345,7 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
     from rlkit.rollout.agents.server import check_address, tls_of
     from rlkit.rollout.calling import takes
 
-    how = args.episodes
+    how, parse = args.episodes, read_calls(args.episodes)
     is_function = re.fullmatch(r"\S+\.py:\w+", how.agent)
     if is_function:
         agent = function_of("agent", how.agent)
@@ -374,11 +374,10 @@ def read_agent(args: Any, *parts: Any) -> OfTokenizer:
         raise ValueError(f"`agent_certificate`: {error}") from None
 
     def of_tokenizer(tokenizer: Any) -> Any:
-        from rlkit.rollout.envs import tools
         from rlkit.rollout.envs.endpoint import agent_env
 
         return agent_env(
-            agent, tokenizer=tokenizer, parse=getattr(tools, f"{how.tool_calls}_calls"),
+            agent, tokenizer=tokenizer, parse=parse,
             template_args=args.data.template() or None, timeout_s=how.agent_timeout if is_function else None,
             address=how.agent_address, tls=tls, params=args.rollouts.params,
             refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
@@ -459,6 +458,14 @@ def _of_factory(function: Any, tokenizer: Any, *, spec: str) -> Any:
 def load_tools(episodes: Episodes) -> list[Any]:
     """The functions that the model may call."""
     return [function_of("tools", spec) for spec in episodes.tools]
+
+
+def read_calls(episodes: Episodes) -> Callable[..., Any] | None:
+    """The function that reads calls; None for the one that the chat template's own calls choose."""
+    from rlkit.rollout.envs.calls import FORMATS
+
+    spec = episodes.tool_calls
+    return function_of("tool_calls", spec) if spec and ":" in spec else FORMATS[spec] if spec else None
 
 
 def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:

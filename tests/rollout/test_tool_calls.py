@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlkit.rollout.envs.tools import (
+from rlkit.rollout.envs.calls import (
     BadCall,
     Call,
     answer_of,

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
 from rlkit.data.messages import row_template_args
+from rlkit.rollout.envs.calls import Call, Parse, message_of
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
-from rlkit.rollout.envs.tools import BadCall, Call, before_calls
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.rollout import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Parse = Callable[[str], list[Call | BadCall]]
 
 
 class Said(NamedTuple):
@@ -106,7 +104,7 @@ class Branches:
         """
         number = self._num_calls = self._num_calls + 1
         known, messages = self.images.with_images(images), self._in_roles(messages)
-        keys = [self._key(message) for message in messages]
+        keys = [self._key(message, tools) for message in messages]
         names, nodes = self._walk(messages, keys, tools)
         size = max((i for i in nodes if i < len(messages)), default=0)
         node = nodes[size] if size else None
@@ -138,11 +136,14 @@ class Branches:
         turns.take(out)
         text, with_stop = _cut(text_of(out.ids, self._tokenizer), stop)
         turn = Turn(text, out.ids, out.finish_reason)
-        said = Said(turn, self._calls(turn), len(context))
+        said = Said(turn, self._calls(turn, tools), len(context))
         whole = {"role": "assistant", "content": text}
-        name = _hash(names[-1] + self._key(whole).encode() + str(number).encode())
-        texts = {text, with_stop, before_calls(text)}
-        for key in {self._key(whole), self._key(whole | {"content": with_stop})}:  # some clients add it again
+        name = _hash(names[-1] + self._key(whole, tools).encode() + str(number).encode())
+        texts = {text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False))}
+        for key in {
+            self._key(whole, tools),
+            self._key(whole | {"content": with_stop}, tools),
+        }:  # some clients add it again
             same = self._nodes.setdefault(_hash(names[-1] + key.encode()), [])
             same.append(_Node(turns, len(turns.context), out.ids, shown, name, texts))
             self._keys.add(key)
@@ -212,20 +213,23 @@ class Branches:
             names.append(name)
         return names, nodes
 
-    def _calls(self, turn: Turn) -> list[Call]:
-        calls = self._parse(turn.text)
+    def _calls(self, turn: Turn, tools: Sequence[Any] | None) -> list[Call]:
+        calls = self._parse(turn.text, tools or ())
         made = [c for c in calls if isinstance(c, Call)]
         return made if len(made) == len(calls) and turn.finish_reason == "stop" else []
 
-    def _key(self, message: Message) -> str:
+    def _key(self, message: Message, tools: Sequence[Any] | None) -> str:
         """What must be equal for two messages to be one."""
         role, text = message["role"], message.get("content") or ""
         if role != "assistant":
             return json.dumps([role, message.get("name"), text])
         text = (message.get("reasoning_content") or "") + text
         calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
-        if not calls and (found := self._parse(text)) and all(isinstance(c, Call) for c in found):
-            text, calls = before_calls(text), [(c.name, c.arguments) for c in found if isinstance(c, Call)]
+        if not calls and (found := self._parse(text, tools or ())) and all(isinstance(c, Call) for c in found):
+            calls = [(c.name, c.arguments) for c in found if isinstance(c, Call)]
+            text = message_of(text, calls=True)["content"]
+        else:
+            text = message_of(text, calls=False)["content"]
         squeezed = "".join(text.replace("<think>", "").replace("</think>", "").split())
         return json.dumps([role, squeezed, calls], sort_keys=True)
 

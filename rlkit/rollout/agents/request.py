@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
 from rlkit.rollout.agents.branches import Said
+from rlkit.rollout.envs.calls import message_of
 from rlkit.settings import SamplingParams
 
 MAX_DEPTH = 64  # of nested lists and objects; templates recurse
@@ -80,17 +81,18 @@ class Answer(NamedTuple):
         return {"role": "assistant", "content": self.text, **({"tool_calls": made} if made else {})}
 
 
-def answer_of(said: Said, before: str) -> Answer:
-    """The answer for a sampled turn; `before` is its text before the calls. Calls nested too deep stay text."""
+def answer_of(said: Said) -> Answer:
+    """The answer for a sampled turn. Calls nested too deep stay text."""
     fine = bool(said.calls) and all(depth_is_fine(c.arguments) for c in said.calls)
     start = secrets.token_hex(2)  # nine characters in all, as Mistral's template requires
     calls = [
-        ToolCall(f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
+        ToolCall(c.id or f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
         for i, c in enumerate(said.calls if fine else ())
     ]
     ended: Literal["stop", "length"] = "stop" if said.turn.finish_reason == "stop" else "length"
     num = said.num_prompt, len(said.turn.ids)
-    return Answer(before if calls else said.turn.text, calls, "tool_calls" if calls else ended, *num)
+    text = message_of(said.turn.text, calls=bool(calls))["content"]
+    return Answer(text, calls, "tool_calls" if calls else ended, *num)
 
 
 def parsed(raw: bytes) -> dict[str, Any]:

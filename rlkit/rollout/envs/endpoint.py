@@ -21,11 +21,12 @@ from rlkit._extras import optional
 from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
 from rlkit.rollout.agents import AgentError
-from rlkit.rollout.agents.branches import Branches, Parse
+from rlkit.rollout.agents.branches import Branches
 from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of, others
 from rlkit.rollout.agents.server import Server
 from rlkit.rollout.calling import call, report_once
-from rlkit.rollout.envs.tools import BadCall, Call, before_calls, hermes_calls
+from rlkit.rollout.envs.call_format import call_parser
+from rlkit.rollout.envs.calls import Found, Parse, Schemas
 from rlkit.rollout.rollout import Env, Prompt, Sampler, all_or_cancel
 from rlkit.settings import SamplingParams
 from rlkit.types import Completion, Trajectory
@@ -44,7 +45,7 @@ def agent_env(
     agent: Callable[[Prompt, str], Any],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    parse: Parse = hermes_calls,
+    parse: Callable[..., Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
     address: str = "127.0.0.1",
@@ -68,7 +69,8 @@ def agent_env(
     limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
     requests that ask for others than `params` (`temperature`, `response_format`, a forced `tool_choice`) are answered
     all the same, which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls
-    that `parse` finds are returned as such.
+    are returned as such: they are read in the format that the chat template writes, or by `parse` (see `tool_env`). If
+    nothing reads what the template writes, a request with tools ends the run.
 
     A conversation that extends an earlier one is continued token by token; any other (a summary, a sub-agent, an edited
     message) is a branch: a further piece of the episode (see `Branches`). If there is no room for another turn, the
@@ -89,9 +91,10 @@ def agent_env(
     """
     optional("aiohttp", "http", "agent_env needs")
     server = Server(address, tls)
+    read = _parser(tokenizer, parse, template_args)
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
-        episode = _Episode(prompt, sample, tokenizer, parse, template_args, params, refuse_sampling)
+        episode = _Episode(prompt, sample, tokenizer, read, template_args, params, refuse_sampling)
         end: Any = None
         failure: Exception | None = None
         async with server.episode(episode) as base_url:
@@ -119,6 +122,22 @@ def agent_env(
         return [_without_turns(prompt, **(end or {}))]
 
     return env
+
+
+def _parser(tokenizer: Any, parse: Callable[..., Any] | None, template_args: Mapping[str, Any] | None) -> Parse:
+    """`call_parser`; what it refuses is reported now, and raised where an agent gives tools."""
+    try:
+        return call_parser(tokenizer, parse, template_args=template_args)
+    except ValueError as error:
+        problem = str(error)
+        _log.warning("agents that give tools end the run: %s", problem)
+
+    def refuse(text: str, tools: Schemas) -> Found:  # noqa: ARG001
+        if tools:
+            raise ValueError(problem)
+        return []
+
+    return refuse
 
 
 def _without_turns(
@@ -202,7 +221,7 @@ class _Episode:
             )  # fmt: skip
         except Exception as error:
             raise self.error or _of_template(error) from error
-        return said and answer_of(said, before_calls(said.turn.text))
+        return said and answer_of(said)
 
     async def _images(self, request: Request) -> list[Image]:
         """The images of a request that are new in the episode."""
@@ -238,9 +257,9 @@ class _Episode:
         if not self._over.done():
             self._over.set_result(None)
 
-    def _parsed(self, text: str) -> list[Call | BadCall]:
+    def _parsed(self, text: str, tools: Schemas) -> Found:
         try:
-            return self._user_parse(text)
+            return self._user_parse(text, tools)
         except Exception as error:
             self._fail(error)
             raise

@@ -15,23 +15,34 @@
 A function's name, type hints and docstring are its schema. Nothing that a model writes raises: a call that cannot be
 parsed, a wrong argument, an exception and a timeout are reported to the model in the tool's message.
 
-`hermes_calls`, `json_calls` and `pythonic_calls` parse the calls in a turn's text, in the formats of open models.
+The calls in a turn's text are read in the format that the chat template itself writes: see
+`rlkit.rollout.envs.call_format`.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import render_text
 from rlkit.data.episode_images import EpisodeImages, parts_of
 from rlkit.rollout.calling import call, report_once
+from rlkit.rollout.envs.call_format import call_parser
+from rlkit.rollout.envs.calls import (
+    BadCall,
+    Call,
+    Parse,
+    hermes_calls,
+    json_calls,
+    message_of,
+    pythonic_calls,
+    wrong_arguments,
+)
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.rollout import Env, Prompt, Sampler
 from rlkit.types import Trajectory
@@ -39,151 +50,7 @@ from rlkit.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class Call(NamedTuple):
-    """A parsed call; the tool may not exist."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class BadCall(NamedTuple):
-    """A call that could not be parsed, and the error to report to the model."""
-
-    error: str
-
-
-def hermes_calls(text: str) -> list[Call | BadCall]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text: Hermes, Qwen 2.5 and 3.
-
-    Calls inside a reasoning block are ignored. A block that is not closed, or holds no such JSON, is a BadCall.
-    """
-    found: list[Call | BadCall] = []
-    for match in re.finditer(r"<tool_call>(.*?)(</tool_call>|\Z)", answer_of(text), re.DOTALL):
-        found.append(_json_call(match[1]) if match[2] else BadCall("<tool_call> is not closed by </tool_call>"))
-    return found
-
-
-def json_calls(text: str) -> list[Call | BadCall]:
-    """The whole turn is JSON: `{"name": ..., "parameters": {...}}`, several after `;` or in a list: Llama 3, Mistral.
-
-    A leading `<|python_tag|>` or `[TOOL_CALLS]` marks a call. Without it, text that is not a JSON object with a name is
-    an answer, unless it starts like a call.
-    """
-    body = answer_of(text).strip()
-    marked = re.match(r"<\|python_tag\|>|\[TOOL_CALLS\]", body)
-    body = body[marked.end() :].strip() if marked else body
-    attempt = marked or re.match(r'\[?\s*\{\s*"(name|type|function)"', body)
-    if not attempt:
-        return []
-    values: list[Any] = []
-    while body:
-        try:
-            value, end = json.JSONDecoder().raw_decode(body)
-        except (ValueError, RecursionError) as error:
-            return [BadCall(f"the call is not valid JSON: {error}")]
-        values += value if isinstance(value, list) else [value]
-        body = body[end:].lstrip(" \n;")
-    return [_call(value) for value in values] or [BadCall("there is no call after the marker")]
-
-
-def pythonic_calls(text: str) -> list[Call | BadCall]:
-    """The whole turn is a list of Python calls with literal keywords, `[f(a=1), g(b="x")]`: Llama 3.2, Llama 4."""
-    body = answer_of(text).strip().removeprefix("<|python_tag|>").strip()
-    if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
-        return []
-    try:
-        tree = ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return [BadCall(f"the calls are not valid Python: {error}")]
-    return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
-
-
-def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Describe how the arguments violate a JSON schema (names, required names, types, choices); None if they do not."""
-    properties = parameters.get("properties", {})
-    missing = [name for name in parameters.get("required", []) if name not in arguments]
-    if missing:
-        return f"missing arguments {missing}; the arguments are {list(properties)}"
-    for name, value in arguments.items():
-        if name not in properties:
-            return f"there is no argument {name!r}; the arguments are {list(properties)}"
-        schema = properties[name]
-        types = schema.get("type", [])
-        types = [types] if isinstance(types, str) else types
-        if value is None and (schema.get("nullable") or "null" in types):
-            continue
-        if types and not any(_is_of_type(value, t) for t in types):
-            return f"argument {name!r} must be {' or '.join(types)}, got {json.dumps(value, default=str)[:80]}"
-        if "enum" in schema and value not in schema["enum"]:
-            return f"argument {name!r} must be one of {schema['enum']}, got {json.dumps(value, default=str)[:80]}"
-    return None
-
-
-def answer_of(text: str) -> str:
-    """The text after the reasoning; empty if the reasoning is not closed."""
-    head, closed, tail = text.partition("</think>")
-    if closed:
-        return tail
-    return "" if head.lstrip().startswith("<think>") else head
-
-
-def before_calls(text: str) -> str:
-    """The reasoning and text before the first call."""
-    answer = answer_of(text)
-    words, *call = re.split(r"<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]", answer, maxsplit=1)
-    return text[: len(text) - len(answer)] + (words if call else "")
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
-def _is_of_type(value: Any, name: str) -> bool:
-    if isinstance(value, bool) and name != "boolean":
-        return name not in _TYPES
-    return isinstance(value, _TYPES.get(name, (object,)))
-
-
-def _json_call(payload: str) -> Call | BadCall:
-    try:
-        return _call(json.loads(payload))
-    except (ValueError, RecursionError) as error:
-        return BadCall(f"the call is not valid JSON: {error}")
-
-
-def _call(value: Any) -> Call | BadCall:
-    """A call from JSON, also in OpenAI's form, with `function` around it or arguments as a string."""
-    inner = value.get("function") if isinstance(value, dict) else None
-    value = inner if isinstance(inner, dict) else {**value, "name": inner} if isinstance(inner, str) else value
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return BadCall('a call must be like {"name": "...", "arguments": {...}}')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return BadCall(f"the arguments are not valid JSON: {error}")
-    if not isinstance(arguments, dict):
-        return BadCall(f"the arguments of {value['name']} must be an object, with a name for each")
-    return Call(value["name"], arguments)
-
-
-def _python_call(node: ast.expr) -> Call | BadCall:
-    if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-        return BadCall("a call must be like name(argument=value), every argument by its name")
-    try:
-        return Call(ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
-    except (ValueError, RecursionError):
-        return BadCall("arguments must be literals: numbers, strings, lists, dicts, True, False, None")
-
+__all__ = ["BadCall", "Call", "Tools", "hermes_calls", "json_calls", "pythonic_calls", "tool_env", "tool_schemas"]
 
 Tools = Sequence[Callable[..., Any]]
 
@@ -192,7 +59,7 @@ def tool_env(
     tools: Tools | Callable[[Prompt], Tools],
     *,
     tokenizer: PreTrainedTokenizerBase,
-    parse: Callable[[str], list[Call | BadCall]] = hermes_calls,
+    parse: Callable[..., Any] | None = None,
     timeout_s: float = 30.0,
     max_result_chars: int = 8192,
     system_prompt: str | None = None,
@@ -205,8 +72,11 @@ def tool_env(
     The calls of one turn run concurrently: async functions are awaited, each sync one runs in its own thread. A string
     result is used unchanged, any other as JSON; longer results than `max_result_chars` are cut, with a note. A result
     may show images, to a model that reads them: a picture of Pillow, or a list of parts as in messages,
-    `[{"type": "image", "image": picture}, {"type": "text", "text": "..."}]`. `parse` reads the calls of a turn:
-    `hermes_calls` (Qwen, Hermes and others), `json_calls` (Llama 3, Mistral), `pythonic_calls`.
+    `[{"type": "image", "image": picture}, {"type": "text", "text": "..."}]`.
+
+    The calls of a turn are read by the function of `rlkit.rollout.envs.calls` that reads back a call of these tools as
+    the chat template writes it; ValueError, with that call, if none does. Another is `parse(text)` or `parse(text,
+    tools=schemas)`, which returns a list of (name, arguments), empty for an answer.
 
     The reward comes from `score`, whose function gets the final turn as `completion` and may ask for `messages`,
     `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
@@ -220,6 +90,16 @@ def tool_env(
     special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)
 
+    @cache
+    def parser(schemas: str) -> Parse:
+        chosen = json.loads(schemas)
+        return call_parser(
+            tokenizer, parse, tools=chosen, template_args=template_args, system_prompt=system_prompt
+        )  # fmt: skip
+
+    if fixed:
+        parser(json.dumps(fixed))
+
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         own = tools(prompt) if callable(tools) else tools
         box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars, special)
@@ -228,8 +108,9 @@ def tool_env(
             template_args=template_args,
         )  # fmt: skip
         structured = _wants_structure(chat.messages, tokenizer, box.schemas)
+        read = parser(json.dumps(box.schemas))
         async for turn in chat:
-            calls = parse(turn.text)
+            calls = read(turn.text, box.schemas)
             if not calls or turn.finish_reason != "stop":
                 break
             results = await asyncio.gather(*(box.answer(wanted, chat.images) for wanted in calls))
@@ -330,8 +211,9 @@ class _Toolbox:
 
 
 def _tool_message(wanted: Call | BadCall, result: str) -> dict[str, Any]:
-    name = {} if isinstance(wanted, BadCall) else {"name": wanted.name}
-    return {"role": "tool", **name, "content": result}
+    about: dict[str, Any] = {} if isinstance(wanted, BadCall) else {"name": wanted.name}
+    about |= {"tool_call_id": wanted.id} if isinstance(wanted, Call) and wanted.id else {}
+    return {"role": "tool", **about, "content": result}
 
 
 def _structured(
@@ -346,20 +228,24 @@ def _structured(
         if isinstance(wanted, BadCall):
             complaints.append({"role": "user", "content": result})
             continue
-        function = {"name": wanted.name, "arguments": wanted.arguments}
-        made.append({"id": f"call{number:05d}", "type": "function", "function": function})
-        answers.append({**_tool_message(wanted, result), "tool_call_id": f"call{number:05d}"})
-    if not made:
-        return {"role": "assistant", "content": text}, complaints
-    return {"role": "assistant", "content": before_calls(text), "tool_calls": made}, [*answers, *complaints]
+        function, identity = {"name": wanted.name, "arguments": wanted.arguments}, wanted.id or f"call{number:05d}"
+        made.append({"id": identity, "type": "function", "function": function})
+        answers.append({**_tool_message(wanted, result), "tool_call_id": identity})
+    message: dict[str, Any] = {"role": "assistant", **message_of(text, calls=bool(made))}
+    return {**message, **({"tool_calls": made} if made else {})}, [*answers, *complaints]
 
 
 def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
-    """Whether the template refuses a tool's message after a turn without `tool_calls`; raises for untold tools."""
-    plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": "x"}]
+    """Whether the template refuses or omits a tool's message after a turn without `tool_calls`.
+
+    ValueError if the model is not told of the tools.
+    """
+    result = "result of a tool"
+    plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": result}]
     text, refused = partial(render_text, tokenizer, add_generation_prompt=True), False
     try:
-        listed = text(plain, tools=schemas) != text(plain)
+        told = text(plain, tools=schemas)
+        listed, refused = told != text(plain), result not in told
     except Exception:  # whatever a template raises
         refused, listed = True, text(messages, tools=schemas) != text(messages)
     names = [s["function"]["name"] for s in schemas]
