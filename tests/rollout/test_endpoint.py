@@ -167,7 +167,7 @@ async def test_errors_end_the_run():
         await agent_env(broken, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
     with pytest.raises(TypeError, match="as a dict, or None, got float"):
         await agent_env(lambda prompt, base_url: 1.0, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
-    env = agent_env(agent, tokenizer=tokenizer, parse=lambda text: [1 / 0])
+    env = agent_env(agent, tokenizer=tokenizer, parse=lambda text: [1 / 0] if text else [])
     with pytest.raises(ZeroDivisionError):
         await env(prompt_of(tokenizer), Script(tokenizer, "text"))
 

@@ -24,7 +24,7 @@ _MARKS = {  # by which a template that writes no calls tells the model how to
     "<|tool_call_start|>": "pythonic", "<function=": "function", "<arg_key>": "arg_key", "<tool_call>": "hermes",
     "<|python_tag|>": "json", "<|tool_call|>": "json", "[TOOL_CALLS]": "json", "<TOOLCALL>": "json",
 }  # fmt: skip
-_TEXTS = 'Zoë\'s "first"\nline', "007"  # a text with what formats must escape, and one that looks like a number
+_TEXTS = "007", 'Zoë\'s "first"\nline'  # a text that looks like a number, and one with what formats must escape
 _ANY_TOOL = {
     "type": "function",
     "function": {
@@ -75,11 +75,16 @@ def call_parser(
     found = next((one for one in [*own, *FORMATS.values()] if reads(one)), None) if written else None
     if parse is not None:
         checked = _checked(parse)
-        if written and not reads(checked):
+        try:
+            checked("", schemas)
+            fits = reads(checked)
+        except Exception as error:
+            what = f"{_name(parse)} raised {type(error).__name__}: {error}"
+            raise ValueError(f"{what}; a function that reads calls gets any text, also '' (no call)") from error
+        if not fits:
             better = f"; {_name(found)} does: drop --tool-calls (`parse`)" if found else ""
-            _log.warning(
-                "%s does not read the call that the chat template writes, %s%s", _name(parse), _short(written), better
-            )
+            what = "does not read the call that the chat template writes"
+            _log.warning("%s %s, %s%s", _name(parse), what, _short(written), better)
         return checked
     if found is None and written:
         raise ValueError(
@@ -87,7 +92,7 @@ def call_parser(
         )
     if found is None:
         name, why = _told(tokenizer, schemas, template_args, system_prompt)
-        report = partial(report_once, "the chat template", "writes no tool calls", f": they are read as {name}, {why}")
+        report = partial(report_once, "the chat template", f"writes no tool calls: they are read as {name}, {why}")
         return _reported(report, FORMATS[name], now=bool(tools))
     _log.info("tool calls are read by %s, as the chat template writes them", _name(found))
     return found

@@ -142,10 +142,9 @@ def xtml_calls(text: str, tools: Schemas = ()) -> Found:
 
 def harmony_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`: gpt-oss."""
-    head = r"to=(?:functions\.)?(?P<name>[\w.-]+)(?:\s|\w|<\|constrain\|>|<\|channel\|>)*<\|message\|>"
-    return _named(
-        text, r"to=functions\.", head, "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}"
-    )
+    mark = r"(?:\A|<\|start\|>assistant|<\|channel\|>\w+)\s*to="
+    head = mark + r"(?:functions\.)?(?P<name>[\w.-]+)(?:\s|\w|<\|constrain\|>|<\|channel\|>)*<\|message\|>"
+    return _named(text, mark, head, "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}")
 
 
 def deepseek_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
@@ -167,7 +166,7 @@ def kimi_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
 
 def mistral_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     """`[TOOL_CALLS]NAME[ARGS]{...}`, any number: Mistral since 2025. (Before, the calls were a list: `json_calls`.)"""
-    head = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)"
+    head = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"
     return _named(text, r"\[TOOL_CALLS\]", head, "[TOOL_CALLS]name[ARGS]{...}")
 
 
@@ -182,7 +181,7 @@ def gemma_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
         return f'"{len(texts) - 1}"'
 
     body = re.sub(r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>', kept, body, flags=re.DOTALL)
-    body = re.sub(r"([{,]\s*)([^\s{}\[\]\",:]+)\s*:", r'\1"\2":', body)
+    body = re.sub(r"([{,])\s*([^{}\[\]\",:]+?)\s*:", r'\1"\2":', body)
     mark = r"<\|tool_call>|<start_function_call>"
     like = '<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>'
     found = _named(body, mark, rf"(?:{mark})\s*call:(?P<name>[\w.-]+)\s*(?=\{{)", like)
@@ -254,7 +253,7 @@ def _tagged(text: str, tools: Schemas, calls: str, parameter: str, like: str) ->
     found: Found = []
     for match in re.finditer(calls, answer_of(text), re.DOTALL):
         name = (match["name"] or "").strip()
-        if not name:
+        if not re.fullmatch(r"[\w.:/-]+", name):
             found.append(BadCall(f"a call must be like {like}"))
         elif not match["end"]:
             found.append(BadCall(f"the call of {name} is not closed: it must be like {like}"))
@@ -266,7 +265,7 @@ def _tagged(text: str, tools: Schemas, calls: str, parameter: str, like: str) ->
             schema, values = parameters_of(tools, name), {}
             for part in re.finditer(parameter, match["body"], re.DOTALL):
                 value = re.sub(r"\A\r?\n|\r?\n\Z", "", part["value"])
-                own = {"true": "string", "false": "", None: None, "": None}.get(part["kind"], part["kind"])
+                own = {"true": "string", "false": None}.get(part["kind"], part["kind"])
                 values[part["key"].strip()] = value_of(value, schema, part["key"].strip(), own)
             found.append(Call(name, values))
     return found
@@ -421,20 +420,23 @@ def _read_constants(node: ast.Dict | ast.List | ast.keyword) -> None:
 
 
 def _loose_call(text: str, tools: Schemas) -> Call | None:
-    """One call whose strings have quotes or line breaks that are not escaped, as LFM2.5's template writes them: values
-    end where the next argument of the tool begins."""
+    """One call whose strings have quotes or line breaks that are not escaped, as LFM2.5's template writes them: a value
+    ends where the next argument of the tool begins. None where that leaves more than one reading."""
     match = re.fullmatch(r"\[?\s*(?P<name>[A-Za-z_][\w.]*)\((?P<body>.*)\)\s*\]?", text, re.DOTALL)
     schema = parameters_of(tools, match["name"]) if match else {}
-    properties = schema.get("properties")
-    if not match or not properties:
+    if not match or not schema.get("properties") or re.search(r"\)\s*,\s*[A-Za-z_][\w.]*\(", match["body"]):
         return None
-    keys = "|".join(map(re.escape, properties))
+    keys = "|".join(map(re.escape, schema["properties"]))
     first, *parts = re.split(rf"(?:\A|,)\s*({keys})\s*=\s*", match["body"])
-    values = {}
-    for key, value in zip(parts[::2], map(str.strip, parts[1::2])):
-        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        values[key] = value[1:-1] if quoted else value_of(value, schema, key)
-    return None if first.strip() or not parts else Call(match["name"], values)
+    values: dict[str, Any] = {}
+    for key, value in zip(parts[::2], map(str.strip, parts[1::2]), strict=True):
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            values[key] = value[1:-1]
+        elif isinstance(read := value_of(value, schema, key), str) or key in values:
+            return None
+        else:
+            values[key] = read
+    return None if first.strip() else Call(match["name"], values)
 
 
 FORMATS: Mapping[str, Callable[..., Found]] = {

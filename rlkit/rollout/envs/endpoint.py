@@ -125,9 +125,11 @@ def agent_env(
 
 
 def _parser(tokenizer: Any, parse: Callable[..., Any] | None, template_args: Mapping[str, Any] | None) -> Parse:
-    """`call_parser`; what it refuses is reported now, and raised where an agent gives tools."""
-    try:
+    """`call_parser`; a template that it refuses is reported now, and the error raised where an agent gives tools."""
+    if parse is not None:
         return call_parser(tokenizer, parse, template_args=template_args)
+    try:
+        return call_parser(tokenizer, template_args=template_args)
     except ValueError as error:
         problem = str(error)
         _log.warning("agents that give tools end the run: %s", problem)
