@@ -124,6 +124,7 @@ def refused(kind, **changes):
         ({"max_turns": 3}, "--max-turns is for --env, --agent or --tools"),
         ({"max_sampled_tokens": 3}, "--max-sampled-tokens is for many turns"),
         ({"tool_calls": "json"}, "--tool-calls says how calls of --tools or of an --agent are read"),
+        ({"tools": ("a:b",), "tool_calls": "xml"}, "--tool-calls must be a format (hermes, function, arg_key, json,"),
         ({"agent_timeout": 5.0}, "--agent-timeout is for --agent"),
         ({"agent": "x", "tools": ("a:b",)}, "--agent is an environment: drop --env and --tools"),
         ({"agent": "x", "agent_memory": 0.0}, "--agent-memory must be above 0, got 0.0"),

@@ -79,7 +79,7 @@ def call_parser(
             checked("", schemas)
             fits = reads(checked)
         except Exception as error:
-            what = f"{_name(parse)} raised {type(error).__name__}: {error}"
+            what = f"--tool-calls (`parse`), {_name(parse)}: {type(error).__name__}: {error}"
             raise ValueError(f"{what}; a function that reads calls gets any text, also '' (no call)") from error
         if not fits:
             better = f"; {_name(found)} does: drop --tool-calls (`parse`)" if found else ""
@@ -87,14 +87,12 @@ def call_parser(
             _log.warning("%s %s, %s%s", _name(parse), what, _short(written), better)
         return checked
     if found is None and written:
-        raise ValueError(
-            f"no parser reads back the call that the chat template itself writes, {_short(written)}: {_FIX}"
-        )
+        what = "no parser reads back the call that the chat template itself writes"
+        raise ValueError(f"{what}, {_short(written)}: {_FIX}")
     if found is None:
         name, why = _told(tokenizer, schemas, template_args, system_prompt)
         report = partial(report_once, "the chat template", f"writes no tool calls: they are read as {name}, {why}")
         return _reported(report, FORMATS[name], now=bool(tools))
-    _log.info("tool calls are read by %s, as the chat template writes them", _name(found))
     return found
 
 
@@ -104,14 +102,11 @@ def _written(tokenizer: Any, tools: Schemas, template_args: Mapping[str, Any] | 
         function = tool.get("function", tool)
         for text in _TEXTS:
             call = Call(function["name"], _arguments(function.get("parameters") or {}, text))
-            for identity in (
-                "call00000",
-                f"functions.{call.name}:0",
-            ):  # nine characters for Mistral; Kimi's has the name
-                turn = _turn(tokenizer, call, identity, tools, template_args)
-                if re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", turn or ""):
-                    yield turn, call
-                    break
+            identities = "call00000", f"functions.{call.name}:0"  # nine characters, for Mistral; Kimi's has the name
+            turns = (_turn(tokenizer, call, identity, tools, template_args) for identity in identities)
+            named = re.compile(rf"(?<!\w){re.escape(call.name)}(?!\w)")
+            if turn := next((turn for turn in turns if turn and named.search(turn)), None):
+                yield turn, call
 
 
 def _turn(
@@ -121,11 +116,8 @@ def _turn(
     render = partial(render_text, tokenizer, tools=tools, template_args=template_args)
     asked = {"role": "user", "content": "x"}
     function = {"name": call.name, "arguments": call.arguments}
-    made = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": identity, "function": function}],
-    }
+    called = [{"type": "function", "id": identity, "function": function}]
+    made = {"role": "assistant", "content": "", "tool_calls": called}
     mark = "placeholder of a turn"
     try:
         whole = render([asked, made], add_generation_prompt=False)
