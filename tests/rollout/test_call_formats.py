@@ -527,3 +527,13 @@ async def test_an_agent_with_tools_is_refused_where_calls_cannot_be_read(caplog)
         await agent_env(agent({"tools": SCHEMAS}), tokenizer=tokenizer, raise_errors=False)(
             prompt, Script(tokenizer, "x")
         )
+
+
+def test_a_template_that_leaves_out_results_is_refused():
+    tokenizer = tokenizer_of("Qwen 3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("in messages %}", "in messages if m.role != 'tool' %}")
+    with pytest.raises(ValueError, match="leaves out the messages of role 'tool'"):
+        tool_env([look_up], tokenizer=tokenizer)
+    within = "{% if m.tool_calls %}{{ messages[loop.index].content }}"  # as Gemma 4 writes them
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% if m.tool_calls %}", within)
+    tool_env([look_up], tokenizer=tokenizer)

@@ -141,13 +141,16 @@ def _arguments(parameters: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _value(schema: Any, text: str) -> Any:
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if isinstance(schema, Mapping) and schema.get("enum"):
+    """A value of the schema's first type."""
+    if not isinstance(schema, Mapping):
+        return text
+    if schema.get("enum"):
         return schema["enum"][0]
+    kind = schema.get("type")
     nested = {"key": text, "list": [1, True, None]}
     items = [_value(schema.get("items"), text)] if kind == "array" else []
     plain = {"integer": 7, "number": 2.5, "boolean": True, "object": nested, "array": items, "null": None}
-    return plain.get(kind[0] if isinstance(kind, list) else kind, text)
+    return plain.get(str(kind[0] if isinstance(kind, list) and kind else kind), text)
 
 
 def _reads(parse: Callable[..., Any], turn: str, call: Call, tools: Schemas) -> bool:

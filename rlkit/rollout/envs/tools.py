@@ -93,6 +93,7 @@ def tool_env(
     @cache
     def parser(schemas: str) -> Parse:
         chosen = json.loads(schemas)
+        _check_results(tokenizer, chosen, template_args)
         return call_parser(
             tokenizer, parse, tools=chosen, template_args=template_args, system_prompt=system_prompt
         )  # fmt: skip
@@ -240,12 +241,11 @@ def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, sche
 
     ValueError if the model is not told of the tools.
     """
-    result = "result of a tool"
-    plain = [*messages, {"role": "assistant", "content": "x"}, {"role": "tool", "name": "x", "content": result}]
+    plain = [*messages, *_answered("x", structured=False)]
     text, refused = partial(render_text, tokenizer, add_generation_prompt=True), False
     try:
         told = text(plain, tools=schemas)
-        listed, refused = told != text(plain), result not in told
+        listed, refused = told != text(plain), _RESULT not in told
     except Exception:  # whatever a template raises
         refused, listed = True, text(messages, tools=schemas) != text(messages)
     names = [s["function"]["name"] for s in schemas]
@@ -255,6 +255,38 @@ def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, sche
             "to call one in system_prompt, or use a template that lists `tools`"
         )
     return refused
+
+
+_RESULT = "result of a tool"
+
+
+def _answered(name: str, *, structured: bool) -> list[dict[str, Any]]:
+    """A turn with a call as text or in `tool_calls`, and the tool's answer."""
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+    said: dict[str, Any] = {"content": "", "tool_calls": [call]} if structured else {"content": "x"}
+    answer = {"role": "tool", "name": name, "content": _RESULT, **({"tool_call_id": call["id"]} if structured else {})}
+    return [{"role": "assistant", **said}, answer]
+
+
+def _check_results(tokenizer: Any, schemas: Sequence[Any], template_args: Mapping[str, Any] | None) -> None:
+    """ValueError where the chat template leaves out what a tool returns."""
+    asked, name = {"role": "user", "content": "x"}, schemas[0]["function"]["name"]
+    for structured in (False, True):
+        messages = [asked, *_answered(name, structured=structured)]
+        try:
+            text = render_text(
+                tokenizer, messages, add_generation_prompt=True, tools=schemas, template_args=template_args
+            )
+        except Exception:  # the template wants other messages
+            if not structured:
+                continue
+            return
+        if _RESULT in text:
+            return
+    raise ValueError(
+        "the chat template leaves out the messages of role 'tool', so the model would not see what a tool returns: use "
+        "a template that writes them (--chat-template FILE), or an environment that returns them as the user"
+    )
 
 
 def _is_told(name: str, messages: Sequence[Mapping[str, Any]]) -> bool:
