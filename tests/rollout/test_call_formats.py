@@ -474,9 +474,8 @@ async def test_an_episode_of_harmony_keeps_the_channels():
     assert "the arguments of look_up are not valid JSON" in tokenizer.decode(script.calls[2][0])
 
 
-async def test_an_agent_gets_the_calls_and_texts_of_harmony():
-    tokenizer = harmony_tokenizer()
-    script = Script(tokenizer, HARMONY_CALL + json.dumps(ODD), HARMONY_ANSWER, HARMONY_ANSWER, end="<|call|>")
+async def asked_of(tokenizer, script):
+    """The pieces of a program that calls a tool and asks twice, and the messages it got."""
     seen = []
 
     async def agent(prompt, base_url):
@@ -500,6 +499,22 @@ async def test_an_agent_gets_the_calls_and_texts_of_harmony():
     check_exact(pieces, script.calls)
     (call,) = seen[0]["tool_calls"]
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", ODD)
+    return pieces, seen
+
+
+@pytest.mark.parametrize("form", ["Qwen 3.5", "GLM 4.5", "LFM 2.5", "Kimi K2", "Gemma 4"])
+async def test_an_agent_gets_the_calls_that_its_template_writes(form):
+    tokenizer = tokenizer_of(form)
+    script = Script(tokenizer, written(form, ODD, before="So: "), "done", "done")
+    (piece,), seen = await asked_of(tokenizer, script)
+    assert [message["content"].strip() for message in seen] == ["So:", "done", "done"]
+    assert piece.info["metrics"] == {"agent/branches": 0, "agent/rerendered": 0}
+
+
+async def test_an_agent_gets_the_calls_and_texts_of_harmony():
+    tokenizer = harmony_tokenizer()
+    script = Script(tokenizer, HARMONY_CALL + json.dumps(ODD), HARMONY_ANSWER, HARMONY_ANSWER, end="<|call|>")
+    pieces, seen = await asked_of(tokenizer, script)
     assert [message["content"] for message in seen] == ["", "It is 7.", "It is 7."]
     assert len(pieces) == 2  # the answer and what follows it are one
 
