@@ -1,18 +1,21 @@
 """Valid and malformed tool calls in the formats of models."""
 
 import json
+import time
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlkit.rollout.envs.calls import (
+    FORMATS,
     BadCall,
     Call,
     answer_of,
     before_calls,
     hermes_calls,
     json_calls,
+    message_of,
     pythonic_calls,
     wrong_arguments,
 )
@@ -92,11 +95,34 @@ def test_a_malformed_call_gets_an_explanation(parse, text, error):
     assert len(bad.error) < 300
 
 
-@given(st.text(st.sampled_from('<tool_call>/{}[]"name:f,=(1) \n'), max_size=60))
+PIECES = [
+    *'<tool_call>/{}[]"name:f,=(1) \n', "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>commentary", " to=functions.f",
+    "<|message|>", '<invoke name="f">', '<parameter name="a">', "</invoke>", "<|tool_call_start|>", "<|tool_call>",
+    "call:f{", '<|"|>', "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    '<|open|>call tool="f"<|sep|>', '<|open|>argument key="a"<|sep|>', "<|close|>", "argument<|sep|>", "call<|sep|>",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 @example("<tool_call>{}</tool_call><tool_call>")
 def test_nothing_that_a_model_writes_raises(text):
-    for parse in (hermes_calls, json_calls, pythonic_calls):
+    for parse in FORMATS.values():
         assert all(isinstance(c, Call | BadCall) for c in parse(text))
+    for calls in (True, False):
+        assert isinstance(message_of(text, calls=calls)["content"], str)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_that_repeats_itself_is_read_in_linear_time(name):
+    start = time.process_time()
+    for piece in PIECES:
+        for text in (piece * 20_000, f"<function=f>{piece * 20_000}</function>", f"x,{{{piece * 20_000}"):
+            FORMATS[name](text)
+            message_of(text, calls=True)
+    assert time.process_time() - start < 60  # a quadratic one takes hours
 
 
 def test_calls_inside_reasoning_are_ignored():

@@ -214,9 +214,9 @@ class Branches:
         return names, nodes
 
     def _calls(self, turn: Turn, tools: Sequence[Any] | None) -> list[Call]:
-        calls = self._parse(turn.text, tools or ())
+        calls = self._parse(turn.text, tools or ()) if turn.finish_reason == "stop" else []
         made = [c for c in calls if isinstance(c, Call)]
-        return made if len(made) == len(calls) and turn.finish_reason == "stop" else []
+        return made if len(made) == len(calls) else []
 
     def _key(self, message: Message, tools: Sequence[Any] | None) -> str:
         """What must be equal for two messages to be one."""

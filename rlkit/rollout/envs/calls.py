@@ -106,9 +106,9 @@ def function_calls(text: str, tools: Schemas = ()) -> Found:
     Nemotron 3, Seed-OSS."""
     call = r"<function=(?P<name>[^>\n]*)>(?P<body>.*?)(?P<end></function>|\Z)"
     other = r"<(?:\w+:)?tool_call>(?!\s*<function=)(?P<other>.*?)(?:</(?:\w+:)?tool_call>|\Z)"
-    parameter = r"<parameter=(?P<key>[^>\n]+)>(?P<kind>)(?P<value>.*?)</parameter>"
+    value = r"<parameter=(?P<key>[^>\n]+)>", "</parameter>"
     like = "<function=name><parameter=key>value</parameter></function>"
-    return _tagged(text, tools, f"{call}|{other}", parameter, like)
+    return _tagged(text, tools, f"{call}|{other}", value, like)
 
 
 def invoke_calls(text: str, tools: Schemas = ()) -> Found:
@@ -116,18 +116,17 @@ def invoke_calls(text: str, tools: Schemas = ()) -> Found:
     d = r"(?:｜DSML｜)?"
     call = rf'<{d}invoke name="(?P<name>[^"]*)"\s*>(?P<body>.*?)(?P<end></{d}invoke>|\Z)'
     other = rf"<(?:minimax:tool_call|{d}function_calls)>(?!\s*<{d}invoke )(?P<other>.*?)(?:</|\Z)"
-    kind = r'(?: string="(?P<kind>true|false)")?'
-    parameter = rf'<{d}parameter name="(?P<key>[^"]+)"{kind}\s*>(?P<value>.*?)</{d}parameter>'
+    value = rf'<{d}parameter name="(?P<key>[^"]+)"(?: string="(?P<kind>true|false)")?\s*>', rf"</{d}parameter>"
     like = '<invoke name="name"><parameter name="key">value</parameter></invoke>'
-    return _tagged(text, tools, f"{call}|{other}", parameter, like)
+    return _tagged(text, tools, f"{call}|{other}", value, like)
 
 
 def arg_key_calls(text: str, tools: Schemas = ()) -> Found:
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM 4.5 and later."""
-    call = r"<tool_call>(?P<name>[^<\n]*)(?P<body>.*?)(?P<end></tool_call>|\Z)(?P<other>)"
-    parameter = r"<arg_key>(?P<key>.*?)</arg_key>(?P<kind>)\s*<arg_value>(?P<value>.*?)</arg_value>"
+    call = r"<tool_call>(?P<name>[^<\n]*)(?P<body>.*?)(?P<end></tool_call>|\Z)"
+    value = r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>"
     like = "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>"
-    return _tagged(text, tools, call, parameter, like)
+    return _tagged(text, tools, call, value, like)
 
 
 def xtml_calls(text: str, tools: Schemas = ()) -> Found:
@@ -137,7 +136,7 @@ def xtml_calls(text: str, tools: Schemas = ()) -> Found:
     other = r"<\|open\|>tools<\|sep\|>(?!\s*<\|open\|>call )(?P<other>.*?)(?:<\|close\|>|\Z)"
     head = r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<kind>\w+)")?\s*<\|sep\|>'
     like = '<|open|>call tool="name"<|sep|><|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>'
-    return _tagged(text, tools, f"{call}|{other}", head + r"(?P<value>.*?)" + end.format("argument"), like)
+    return _tagged(text, tools, f"{call}|{other}", (head, end.format("argument")), like)
 
 
 def harmony_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
@@ -166,7 +165,7 @@ def kimi_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
 
 def mistral_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     """`[TOOL_CALLS]NAME[ARGS]{...}`, any number: Mistral since 2025. (Before, the calls were a list: `json_calls`.)"""
-    head = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"
+    head = r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*)?(?=\{)"
     return _named(text, r"\[TOOL_CALLS\]", head, "[TOOL_CALLS]name[ARGS]{...}")
 
 
@@ -181,7 +180,8 @@ def gemma_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
         return f'"{len(texts) - 1}"'
 
     body = re.sub(r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>', kept, body, flags=re.DOTALL)
-    body = re.sub(r"([{,])\s*([^{}\[\]\",:]+?)\s*:", r'\1"\2":', body)
+    quoted = lambda match: f'{match[1]}"{match[2].rstrip()}":'  # noqa: E731
+    body = re.sub(r"([{,])\s*([^\s{}\[\]\",:][^{}\[\]\",:]*):", quoted, body)
     mark = r"<\|tool_call>|<start_function_call>"
     like = '<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>'
     found = _named(body, mark, rf"(?:{mark})\s*call:(?P<name>[\w.-]+)\s*(?=\{{)", like)
@@ -248,8 +248,8 @@ def parameters_of(tools: Schemas, name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _tagged(text: str, tools: Schemas, calls: str, parameter: str, like: str) -> Found:
-    """Calls whose values are bare text between tags, typed by the schema, or by the `kind` that the tag states."""
+def _tagged(text: str, tools: Schemas, calls: str, value: tuple[str, str], like: str) -> Found:
+    """Calls whose values are bare text between two tags, typed by the schema, or by the `kind` that the tag states."""
     found: Found = []
     for match in re.finditer(calls, answer_of(text), re.DOTALL):
         name = (match["name"] or "").strip()
@@ -257,18 +257,24 @@ def _tagged(text: str, tools: Schemas, calls: str, parameter: str, like: str) ->
             found.append(BadCall(f"a call must be like {like}"))
         elif not match["end"]:
             found.append(BadCall(f"the call of {name} is not closed: it must be like {like}"))
-        elif left := re.sub(parameter, "", match["body"], flags=re.DOTALL).strip():
-            found.append(
-                BadCall(f"the call of {name} must be like {like}, and has {left[:60]!r} outside of its values")
-            )
         else:
-            schema, values = parameters_of(tools, name), {}
-            for part in re.finditer(parameter, match["body"], re.DOTALL):
-                value = re.sub(r"\A\r?\n|\r?\n\Z", "", part["value"])
-                own = {"true": "string", "false": None}.get(part["kind"], part["kind"])
-                values[part["key"].strip()] = value_of(value, schema, part["key"].strip(), own)
-            found.append(Call(name, values))
+            found.append(_with_values(name, match["body"], parameters_of(tools, name), value, like))
     return found
+
+
+def _with_values(name: str, body: str, schema: Mapping[str, Any], value: tuple[str, str], like: str) -> Call | BadCall:
+    opening, closing = value
+    *parts, rest = re.split(closing, body)  # in linear time, also for a model that repeats the first tag
+    arguments: dict[str, Any] = {}
+    for part in [*parts, *([rest] if rest.strip() else [])]:
+        head = re.match(rf"\s*{opening}", part)
+        if head is None or part is rest:
+            what = part.strip()[:60]
+            return BadCall(f"the call of {name} must be like {like}, and has {what!r} outside of its values")
+        key, stated = head["key"].strip(), head.groupdict().get("kind")
+        kind = {"true": "string", "false": None}.get(str(stated), stated)
+        arguments[key] = value_of(re.sub(r"\A\r?\n|\r?\n\Z", "", part[head.end() :]), schema, key, kind)
+    return Call(name, arguments)
 
 
 def value_of(text: str, parameters: Mapping[str, Any], key: str, kind: str | None = None) -> Any:

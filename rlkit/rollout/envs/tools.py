@@ -111,8 +111,8 @@ def tool_env(
         structured = _wants_structure(chat.messages, tokenizer, box.schemas)
         read = parser(json.dumps(box.schemas))
         async for turn in chat:
-            calls = read(turn.text, box.schemas)
-            if not calls or turn.finish_reason != "stop":
+            calls = read(turn.text, box.schemas) if turn.finish_reason == "stop" else []
+            if not calls:
                 break
             results = await asyncio.gather(*(box.answer(wanted, chat.images) for wanted in calls))
             if structured:
