@@ -193,7 +193,8 @@ def make_deterministic(seed: int) -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no result depends on it, and each tensor costs a pass
+    # No result depends on fresh memory, and filling it costs a pass over each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
