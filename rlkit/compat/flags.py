@@ -1,157 +1,252 @@
 """Flags and values of TRL, transformers, verl, OpenRLHF, slime, RL2 and ColossalAI, and what stands here for them.
 
 Names are without dashes and prefixes: `actor_rollout_ref.rollout.n` and `--rollout.n` are `n`. A name with several
-meanings has a prefix, and the longest that fits counts: `train_data.path`, else `path`. docs/migrating.md compares
-defaults and meanings, and a test compares the two.
+meanings has a prefix, and the longest that fits counts: `train_data.path`, else `path`. A row is the flag here, the
+first of several ("a | b") that the script has, and what to give it; without a word after it the value stays as it is.
+What follows in brackets explains a value that depends on others: `rlkit.compat.commands` computes it.
+docs/migrating.md compares defaults and meanings, and a test compares the two.
 """
 
 from __future__ import annotations
 
-FLAGS = {  # the flag here: the first of several ("a | b") that the script has, and what to give it
-    # TRL and transformers
+from collections.abc import Collection
+
+_MICRO = "max_tokens (it bounds a micro-batch)"
+_SHARE = "warmup_steps (ratio * steps)"
+_PASSES = "steps (epochs * rows / rows of a step)"
+_ENGINE = "engine (local, process, sglang or vllm)"
+_EVAL = {
+    "temperature": "eval_sampling temperature:T", "top_p": "eval_sampling top_p:P", "top_k": "eval_sampling top_k:K",
+    "max_new_tokens": "eval_sampling max_new_tokens:N",
+}  # fmt: skip
+TRL = {  # and transformers
     "beta": "kl_coef", "bf16": "dtype bf16", "center_rewards_coefficient": "center_coef",
     "chat_template_kwargs": "template_args", "chat_template_path": "chat_template FILE",
     "cliprange": "clip_low and --clip-high", "cliprange_value": "value_clip",
-    "dataset_config": "data OWNER/NAME:CONFIG:SPLIT", "dataset_name": "data", "dataset_streaming": "stream",
-    "dataset_test_split": "eval_data OWNER/NAME:CONFIG:SPLIT", "dataset_train_split": "data OWNER/NAME:CONFIG:SPLIT",
-    "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps",
-    "gradient_accumulation_steps": "max_tokens (it bounds a micro-batch)",
-    "gradient_checkpointing": "parallel.activation_checkpointing", "lam": "lam_policy", "learning_rate": "lr",
+    "dataset_config": "data (OWNER/NAME:CONFIG:SPLIT)", "dataset_name": "data", "dataset_streaming": "stream",
+    "dataset_test_split": "eval_data (OWNER/NAME:CONFIG:SPLIT)",
+    "dataset_train_split": "data (OWNER/NAME:CONFIG:SPLIT)",
+    "delta": "loss dual_clip (in Python with clip_c=delta)",
+    "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps (0: no)",
+    "generation_batch_size": "prompts_per_step (completions / num_generations)",
+    "gradient_accumulation_steps": "batch_size (multiplied by it) | prompts_per_step (multiplied by it)",
+    "gradient_checkpointing": "parallel.activation_checkpointing",
+    "importance_sampling_level": "loss (sequence: gspo)", "lam": "lam_policy", "learning_rate": "lr",
     "load_in_4bit": "lora_base nf4", "load_in_8bit": "lora_base int8", "bnb_4bit_quant_type": "lora_base nf4",
-    "quantization_bit": "lora_base nf4 (4) or int8 (8)",
-    "logging_dir": "output", "logging_steps": "print_steps", "lora_r": "lora_rank",
+    "logging_dir": "output (metrics are in the run folder)", "logging_steps": "print_steps", "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets", "loss_type": "loss",
-    "lr_scheduler_type": "lr_schedule", "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
+    "loss_weights": "sft_coef (of the chosen response's NLL)",
+    "lr_scheduler_type": "lr_schedule", "mask_truncated_completions": "drop_truncated",
+    "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
     "max_length": "max_example_tokens | max_total_tokens", "max_prompt_length": "max_prompt_tokens",
-    "max_seq_length": "max_example_tokens | max_total_tokens", "max_steps": "steps", "model_name_or_path": "model",
-    "num_generations": "group_size", "num_iterations": "epochs", "num_mini_batches": "minibatches",
-    "num_ppo_epochs": "epochs", "num_train_epochs": "steps (epochs * rows / rows of a step)", "output_dir": "output",
-    "per_device_eval_batch_size": "max_tokens (it bounds a micro-batch)",
-    "per_device_train_batch_size": "batch_size (of all devices) | prompts_per_step (of all devices)",
-    "precompute_ref_log_probs": "precompute_reference", "ref_model": "reference",
-    "ref_model_sync_steps": "ref_sync_steps", "response_length": "max_new_tokens", "resume_from_checkpoint": "resume",
-    "reward_funcs": "reward", "reward_weights": "reward FILE.py:FUNCTION=WEIGHT",
-    "reward_model_path": "reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model", "run_name": "output",
-    "save_strategy": "save_steps", "save_total_limit": "keep", "scale_rewards": "baseline", "sft_model_path": "model",
-    "torch_dtype": "dtype", "total_episodes": "steps (episodes / prompts of a step)", "use_peft": "lora_rank",
-    "vllm_gpu_memory_utilization": "engine_memory", "vllm_tensor_parallel_size": "engine_tp",
-    "vllm_enable_sleep_mode": "engine_release",
-    "use_vllm": "engine vllm", "vllm_mode": "engine vllm", "vllm_server_base_url": "engine_urls",
-    "warmup_ratio": "warmup_steps (ratio * steps)", "optim": "optimizer", "optimizer_name": "optimizer",
+    "max_seq_length": "max_example_tokens | max_total_tokens",
+    "max_steps": "steps (theirs counts optimizer steps)", "model_name_or_path": "model",
     "multi_objective_aggregation": "combine",
-    "teacher_model_name_or_path": "teacher", "teacher_server_urls": "teacher NAME=URL ...",
-    # verl
+    "num_generations": "group_size", "num_iterations": "epochs", "num_mini_batches": "minibatches",
+    "num_ppo_epochs": "epochs", "num_train_epochs": _PASSES, "optim": "optimizer", "output_dir": "output",
+    "per_device_eval_batch_size": _MICRO,
+    "per_device_train_batch_size": "batch_size (per device * GPUs * accumulation)"
+        " | prompts_per_step (per device * GPUs * accumulation, in grpo / num_generations)",
+    "precompute_ref_log_probs": "precompute_reference", "ref_model": "reference",
+    "ref_model_sync_steps": "ref_sync_steps", "report_to": "track", "response_length": "max_new_tokens",
+    "resume_from_checkpoint": "resume", "reward_funcs": "reward",
+    "reward_model_path": "reward (FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model)",
+    "reward_weights": "reward (FILE.py:FUNCTION=WEIGHT)", "run_name": "output (the run folder)",
+    "save_strategy": "save_steps (0: no)", "save_total_limit": "keep", "scale_rewards": "baseline",
+    "sft_model_path": "model", "steps_per_generation": "minibatches (steps_per_generation / accumulation)",
+    "sync_ref_model": "ref_sync_steps (ref_model_sync_steps)", "teacher_model_name_or_path": "teacher",
+    "teacher_server_urls": "teacher NAME=URL ...", "torch_dtype": "dtype",
+    "total_episodes": "steps (episodes / prompts of a step)", "truncation_mode": "too_long",
+    "use_bias_correction_kl": "kl_coef (with this correction, always)", "use_peft": "lora_rank (lora_r, else 16)",
+    "use_vllm": "engine vllm", "vllm_enable_sleep_mode": "engine_release",
+    "vllm_gpu_memory_utilization": "engine_memory",
+    "vllm_importance_sampling_clip_max": "tis_max_weight", "vllm_importance_sampling_mode": "correction",
+    "vllm_mode": "engine vllm", "vllm_server_base_url": "engine_urls", "vllm_tensor_parallel_size": "engine_tp",
+    "warmup_ratio": _SHARE,
+}  # fmt: skip
+VERL = {
     "adv_estimator": "baseline", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
-    "clip_ratio_high": "clip_high", "clip_ratio_low": "clip_low", "default_local_dir": "output",
+    "clip_ratio_high": "clip_high", "clip_ratio_low": "clip_low", "critic.model.path": "critic",
+    "critic.optim.lr": "critic_lr", "critic.cliprange_value": "value_clip", "critic_warmup": "critic_steps",
+    "custom_chat_template": "chat_template FILE", "custom_reward_function.path": "reward (FILE.py:FUNCTION)",
+    "custom_reward_function.name": "reward (FILE.py:FUNCTION)", "default_local_dir": "output",
     "enable_gradient_checkpointing": "parallel.activation_checkpointing", "entropy_coeff": "entropy_coef",
-    "experiment_name": "output", "kl_loss_coef": "kl_coef", "loss_agg_mode": "aggregate", "loss_mode": "loss",
-    "lr_warmup_steps": "warmup_steps", "max_response_length": "max_new_tokens", "n": "group_size",
-    "param_offload": "parallel.offload", "path": "model", "ppo_epochs": "epochs",
-    "reshard_after_forward": "parallel.reshard_after_forward",
-    "fsdp_reshard_after_forward": "parallel.reshard_after_forward",
-    "ppo_max_token_len_per_gpu": "max_tokens", "ppo_micro_batch_size": "max_tokens (it bounds a micro-batch)",
-    "ppo_micro_batch_size_per_gpu": "max_tokens (it bounds a micro-batch)",
-    "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "resume_mode": "resume",
-    "rollout_is": "correction", "rollout_is_threshold": "tis_max_weight", "save_freq": "save_steps",
-    "free_cache_engine": "engine_release",
-    "gpu_memory_utilization": "engine_memory", "rollout.tensor_model_parallel_size": "engine_tp",
+    "experiment_name": "output (the run folder)", "filter_groups.enable": "success_range 0.01 0.99",
+    "free_cache_engine": "engine_release", "fsdp_reshard_after_forward": "parallel.reshard_after_forward",
+    "gpu_memory_utilization": "engine_memory", "kl_ctrl.kl_coef": "kl_coef (with use_kl_in_reward)",
+    "kl_loss_coef": "kl_coef (with use_kl_loss)", "kl_loss_type": "kl_estimator",
+    "kl_penalty": "kl_estimator", "logger": "track", "loss_agg_mode": "aggregate", "loss_mode": "loss",
+    "lr_warmup_steps": "warmup_steps", "lr_warmup_steps_ratio": _SHARE, "max_response_length": "max_new_tokens",
+    "model.path": "model", "n": "group_size", "norm_adv_by_std_in_grpo": "baseline (True: group_zscore)",
+    "optimizer_offload": "parallel.offload", "param_offload": "parallel.offload", "ppo_epochs": "epochs",
+    "ppo_max_token_len_per_gpu": "max_tokens",
+    "ppo_micro_batch_size": _MICRO, "ppo_micro_batch_size_per_gpu": _MICRO,
+    "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "project_name": "track_project",
+    "reshard_after_forward": "parallel.reshard_after_forward", "resume_mode": "resume (not disable)",
+    "rollout.name": "engine", "rollout.tensor_model_parallel_size": "engine_tp", "rollout_is": "correction",
+    "rollout_is_threshold": "tis_max_weight", "save_freq": "save_steps",
     "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
     "total_epochs": "steps (epochs * rows / prompts of a step)", "total_training_steps": "steps",
-    "train_batch_size": "batch_size | prompts_per_step", "train_files": "data",
-    "ulysses_sequence_parallel_size": "parallel.cp and --parallel.ulysses", "use_kl_loss": "kl_coef",
-    "truncation": "too_long", "truncation_mode": "too_long cut-right (keep_start) or cut-left (keep_end)",
-    "val_files": "eval_data", "val_kwargs.n": "eval_samples", "val_kwargs.temperature": "eval_sampling temperature:T",
-    "val_kwargs.top_p": "eval_sampling top_p:P", "val_kwargs.top_k": "eval_sampling top_k:K",
-    "critic_warmup": "critic_steps", "use_kl_in_reward": "kl_in reward",
-    "kl_penalty": "kl_estimator",
-    "custom_chat_template": "chat_template FILE",
+    "train_batch_size": "batch_size | prompts_per_step", "train_files": "data", "truncation": "too_long",
+    "ulysses_sequence_parallel_size": "parallel.cp and --parallel.ulysses", "use_kl_in_reward": "kl_in reward",
+    "use_kl_loss": "kl_coef (kl_loss_coef)", "val_files": "eval_data", "val_kwargs.n": "eval_samples",
+    "val_kwargs.temperature": _EVAL["temperature"], "val_kwargs.top_p": _EVAL["top_p"],
+    "val_kwargs.top_k": _EVAL["top_k"],
     # SPIRAL
     "use_role_baseline": "baseline role_average", "role_baseline_ema_gamma": "baseline_decay",
-    # OpenRLHF
-    "vllm_enable_sleep": "engine_release", "input_template": "chat_template FILE (Jinja, not a format string)",
-    "actor_learning_rate": "lr", "adam_offload": "parallel.offload", "advantage_estimator": "baseline",
-    "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
-    "dataset": "data", "prompt_data_probs": "data FILE=WEIGHT", "dataset_probs": "data FILE=WEIGHT",
-    "eps_clip": "clip_low", "eps_clip_low_high": "clip_low and --clip-high",
-    "eval_dataset": "eval_data (NAME=FILE for each of several)",
-    "generate_max_len": "max_new_tokens", "init_kl_coef": "kl_coef",
-    "l2": "weight_decay", "load_checkpoint": "resume", "lr_warmup_ratio": "warmup_steps (ratio * steps)",
-    "max_epochs": "epochs | steps (epochs * rows / rows of a step)", "max_len": "max_example_tokens | max_total_tokens",
-    "micro_train_batch_size": "max_tokens (it bounds a micro-batch)", "n_samples_per_prompt": "group_size",
-    "num_episodes": "steps (episodes * rows / prompts of a step)", "pretrain": "model", "prompt_data": "data",
-    "prompt_max_len": "max_prompt_tokens", "remote_rm_url": "reward", "rollout_batch_size": "prompts_per_step",
-    "save_path": "output", "ckpt_path": "output",
-    # slime
-    "context_parallel_size": "parallel.cp", "custom_rm_path": "reward", "eps_clip_high": "clip_high",
-    "eval_interval": "eval_steps", "eval_prompt_data": "eval_data NAME=FILE",
-    "eval_temperature": "eval_sampling temperature:T", "eval_top_p": "eval_sampling top_p:P",
-    "eval_top_k": "eval_sampling top_k:K", "eval_max_response_len": "eval_sampling max_new_tokens:N",
-    "global_batch_size": "batch_size | minibatches (samples of a step / global batch)", "hf_checkpoint": "model",
-    "max_tokens_per_gpu": "max_tokens", "n_samples_per_eval_prompt": "eval_samples", "num_rollout": "steps",
-    "num_steps_per_rollout": "minibatches", "rm_type": "reward rlkit.rewards.math:boxed or another",
-    "rollout_max_response_len": "max_new_tokens", "rollout_temperature": "temperature", "save_interval": "save_steps",
-    "offload_rollout": "engine_release",
-    "rollout_num_gpus_per_engine": "engine_tp", "sglang_mem_fraction_static": "engine_memory",
-    "tis_clip": "tis_max_weight", "use_tis": "correction tis", "ref_update_interval": "ref_sync_steps",
-    "clip_grad": "max_norm", "calculate_per_token_loss": "aggregate token",
-    "disable_grpo_std_normalization": "baseline group_centered",
-    "kl_loss_type": "kl_estimator",
-    "dynamic_sampling_filter_path": "success_range", "partial_rollout": "staleness (or --overlap)",
-    "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
-    "mask_offpolicy_in_partial_rollout": "drop_off_policy", "expert_model_parallel_size": "parallel.ep",
-    "freeze_vision_tower": "train_vision (else the tower is frozen)",
-    # what several others call them
-    "load_best_model_at_end": "keep_best METRIC (in RUN/best)", "metric_for_best_model": "keep_best eval/...",
-    "report_to": "track", "logger": "track", "loggers": "track", "use_wandb": "track wandb",
-    "use_tensorboard": "track tensorboard", "project_name": "track_project", "project": "track_project",
-    "wandb_project": "track_project",
-    "eval_every": "eval_steps", "eval_freq": "eval_steps", "save_every": "save_steps", "log_every": "print_steps",
-    "log_interval": "print_steps", "print_every": "print_steps", "checkpoint_every": "save_steps",
-    # of rlkit chat and plot
-    "max_tokens": "max_new_tokens", "message": "prompt", "system": "system_prompt", "output": "out", "save": "out",
-    # TRL, verl and OpenRLHF: what their tables in docs/migrating.md have besides
-    "generation_batch_size": "prompts_per_step (completions / num_generations)",
-    "steps_per_generation": "minibatches", "use_bias_correction_kl": "kl_coef (with this correction, always)",
-    "mask_truncated_completions": "drop_truncated", "sync_ref_model": "ref_sync_steps",
-    "vllm_importance_sampling_mode": "correction", "vllm_importance_sampling_clip_max": "tis_max_weight",
-    "importance_sampling_level": "loss gspo", "loss_weights": "sft_coef (of the chosen response's NLL)",
-    "norm_adv_by_std_in_grpo": "baseline group_zscore",
-    "filter_groups.enable": "success_range 0.01 0.99", "rollout.batch_size": "prompts_per_step",
-    "train.batch_size": "batch_size | minibatches (samples of a step / batch size)",
-    "advantage.estimator": "baseline", "kl.init_coef": "kl_coef", "kl.use_loss": "kl_coef",
-    "is_correction_level": "correction", "dynamic_filtering_enable": "success_range",
-    "dynamic_filtering_range": "success_range", "partial_rollout_enable": "staleness (or --overlap)",
-    "actor.lr_scheduler": "lr_schedule", "critic.model_name_or_path": "critic",
-    # RL2
-    "train_data.path": "data", "test_data.path": "eval_data", "actor.model_name": "model",
-    "critic.model_name": "critic", "ref_actor.model_name": "reference",
-    "rollout.env_path": "env (or --reward FILE.py:step, for one turn)",
-    "prompts_per_rollout": "prompts_per_step", "responses_per_prompt": "group_size",
-    "trainer.n_epochs": "steps (epochs * rows / rows of a step)", "trainer.total_steps": "steps",
-    "max_length_per_device": "max_tokens", "max_inference_length_per_device": "max_tokens", "load_ckpt_from": "resume",
-    "trainer.save_dir": "output", "ddp_size": "parallel.replicate", "tp_size": "parallel.tp", "cp_size": "parallel.cp",
-    "sp_size": "parallel.cp", "update_per_rollout": "minibatches", "avg_level": "aggregate",
-    "adv.estimator": "baseline (gae: rlkit ppo)", "adv.norm_var": "baseline group_zscore",
-    "actor.clip": "clip_low and --clip-high",
-    "kl.coef": "kl_coef", "kl.type": "kl_in",
-    "tis_coef": "tis_max_weight",
-    "dynamic_filtering": "success_range 0.01 0.99", "adv.lamda": "lam_policy", "critic.clip": "value_clip",
-    "freeze_steps": "critic_steps",
-    # ColossalAI
-    "inference_batch_size": "prompts_per_step (times num_inferencer)",
-    "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)", "kl_coeff": "kl_coef",
-    "algo": "baseline", "clip_eps_low": "clip_low", "clip_eps_high": "clip_high", "loss_variation": "aggregate",
-    "filter_range": "success_range", "skip_threshold": "max_ratio", "filter_truncated_response": "drop_truncated",
 }  # fmt: skip
+OPENRLHF = {
+    "actor.lr_scheduler": "lr_schedule", "actor_learning_rate": "lr", "adam_offload": "parallel.offload",
+    "advantage.estimator": "baseline", "advantage_estimator": "baseline", "ckpt.output_dir": "output",
+    "ckpt_path": "output (checkpoints are in the run folder)",
+    "ckpt.path": "output (checkpoints are in the run folder)",
+    "ckpt.save_steps": "save_steps", "ckpt.max_num": "keep", "critic.adam.lr": "critic_lr",
+    "critic.freezing_steps": "critic_steps", "critic.model_name_or_path": "critic",
+    "critic.value_clip": "value_clip", "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
+    "dataset": "data",
+    "dataset_probs": "data FILE=WEIGHT", "prompt_dataset": "data",
+    "dual_clip": "loss dual_clip (in Python with clip_c)",
+    "dynamic_filtering": "success_range 0.01 0.99", "dynamic_filtering_enable": "success_range",
+    "dynamic_filtering_range": "success_range", "dynamic_filtering_reward_range": "success_range",
+    "eps_clip": "clip_low and --clip-high", "eps_clip_low_high": "clip_low and --clip-high",
+    "eval.dataset": "eval_data", "eval.steps": "eval_steps",
+    "eval_dataset": "eval_data (NAME=FILE for each of several)",
+    "flash_attn": "dtype bf16", "generate_max_len": "max_new_tokens",
+    "gradient_checkpointing": "parallel.activation_checkpointing",
+    "gradient_checkpointing_enable": "parallel.activation_checkpointing", "init_kl_coef": "kl_coef",
+    "input_template": "chat_template FILE (Jinja, not a format string)", "is_correction_level": "correction",
+    "kl.estimator": "kl_estimator", "kl.init_coef": "kl_coef", "kl.use_loss": "kl_coef (init_coef)",
+    "kl_estimator": "kl_estimator", "l2": "weight_decay", "lambd": "lam_policy and --lam-value",
+    "load_checkpoint": "resume", "logger.wandb.key": "track wandb", "logger.wandb.project": "track_project",
+    "logging_steps": "print_steps", "lr_scheduler": "lr_schedule", "lr_warmup_ratio": _SHARE,
+    "max_ckpt_num": "keep", "max_epochs": f"epochs | {_PASSES}", "max_len": "max_example_tokens | max_total_tokens",
+    "micro_train_batch_size": _MICRO, "micro_rollout_batch_size": _MICRO, "micro_batch_size": _MICRO,
+    "n_samples_per_prompt": "group_size", "nll_loss_coef": "sft_coef",
+    "num_episodes": "steps (episodes * rows / prompts of a step)",
+    "param_dtype": "dtype", "partial_rollout_enable": "staleness (or --overlap)", "pretrain": "model",
+    "prompt_data": "data", "prompt_data_probs": "data FILE=WEIGHT", "prompt_max_len": "max_prompt_tokens",
+    "remote_rm_url": "reward", "remote_url": "reward",
+    "rollout.batch_size": "prompts_per_step", "rollout_batch_size": "prompts_per_step", "save_path": "output",
+    "save_steps": "save_steps",
+    "train.batch_size": "batch_size | minibatches (samples of a step / batch size)",
+    "train.learning_rate": "lr", "train_batch_size": "batch_size | minibatches (samples of a step / batch size)",
+    "use_kl_loss": "kl_coef (init_kl_coef)", "use_wandb": "track wandb", "vllm.enable_sleep": "engine_release",
+    "vllm.gpu_memory_utilization": "engine_memory", "vllm.tensor_parallel_size": "engine_tp",
+    "vllm_enable_sleep": "engine_release", "vllm_gpu_memory_utilization": "engine_memory",
+    "vllm_tensor_parallel_size": "engine_tp", "wandb_project": "track_project",
+}  # fmt: skip
+SLIME = {
+    "advantage_estimator": "baseline", "calculate_per_token_loss": "aggregate token", "clip_grad": "max_norm",
+    "context_parallel_size": "parallel.cp", "custom_rm_path": "reward",
+    "disable_grpo_std_normalization": "baseline group_centered",
+    "dynamic_sampling_filter_path": "success_range 0.01 0.99",
+    "eps_clip": "clip_low", "eps_clip_c": "loss dual_clip (in Python with clip_c)", "eps_clip_high": "clip_high",
+    "eval_interval": "eval_steps", "eval_max_response_len": _EVAL["max_new_tokens"],
+    "eval_prompt_data": "eval_data (NAME=FILE)", "eval_temperature": _EVAL["temperature"],
+    "eval_top_k": _EVAL["top_k"], "eval_top_p": _EVAL["top_p"], "expert_model_parallel_size": "parallel.ep",
+    "freeze_vision_tower": "train_vision (else the tower is frozen)",
+    "global_batch_size": "batch_size | minibatches (samples of a step / global batch)", "hf_checkpoint": "model",
+    "kl_loss_coef": "kl_coef (with use_kl_loss)", "kl_loss_type": "kl_estimator",
+    "lambd": "lam_policy and --lam-value", "lr_decay_style": "lr_schedule",
+    "mask_offpolicy_in_partial_rollout": "drop_off_policy", "max_tokens_per_gpu": "max_tokens",
+    "n_samples_per_eval_prompt": "eval_samples", "n_samples_per_prompt": "group_size",
+    "num_critic_only_steps": "critic_steps", "num_epoch": "steps (epochs * rows / prompts of a step)",
+    "num_rollout": "steps", "num_steps_per_rollout": "minibatches", "offload_rollout": "engine_release",
+    "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
+    "partial_rollout": "staleness (or --overlap)",
+    "prompt_data": "data", "recompute_granularity": "parallel.activation_checkpointing",
+    "ref_update_interval": "ref_sync_steps",
+    "rm_type": "reward", "rollout_batch_size": "prompts_per_step", "rollout_max_response_len": "max_new_tokens",
+    "rollout_max_prompt_len": "max_prompt_tokens", "rollout_num_gpus_per_engine": "engine_tp",
+    "rollout_temperature": "temperature", "rollout_top_k": "top_k", "rollout_top_p": "top_p",
+    "save": "output | out", "save_interval": "save_steps", "sglang_mem_fraction_static": "engine_memory",
+    "tensor_model_parallel_size": "parallel.tp", "tis_clip": "tis_max_weight",
+    "use_kl_loss": "kl_coef (kl_loss_coef)", "use_tis": "correction tis", "use_unbiased_kl": "kl_estimator unbiased",
+    "use_wandb": "track wandb", "wandb_project": "track_project",
+}  # fmt: skip
+RL2 = {
+    "actor.clip": "clip_low and --clip-high", "actor.freeze_steps": "critic_steps", "actor.model_name": "model",
+    "adv.estimator": "baseline", "adv.lamda": "lam_policy and --lam-value", "adv.norm_var": "baseline group_zscore",
+    "avg_level": "aggregate", "cp_size": "parallel.cp", "critic.clip": "value_clip", "critic.lr": "critic_lr",
+    "critic.model_name": "critic", "ddp_size": "parallel.replicate", "dynamic_filtering": "success_range 0.01 0.99",
+    "entropy.coef": "entropy_coef", "experiment_name": "output (the run folder)", "freeze_steps": "critic_steps",
+    "gradient_checkpointing": "parallel.activation_checkpointing", "kl.coef": "kl_coef",
+    "kl.loss_estimator": "kl_estimator (where kl.type is loss)",
+    "kl.reward_estimator": "kl_estimator (where kl.type is reward)", "kl.type": "kl_in",
+    "load_ckpt_from": "resume", "max_inference_length_per_device": "max_tokens", "max_length_per_device": "max_tokens",
+    "partial_rollout": "staleness (or --overlap)", "prompts_per_rollout": "prompts_per_step",
+    "ref_actor.model_name": "reference",
+    "responses_per_prompt": "group_size", "rollout.env_path": "env (or --reward FILE.py:step, for one turn)",
+    "rollout.server_args.mem_fraction_static": "engine_memory", "rollout.server_args.tp_size": "engine_tp",
+    "rollout.test.path": "eval_data", "rollout.train.path": "data", "save_freq": "save_steps", "sp_size": "parallel.cp",
+    "test_data.experience.max_new_tokens": _EVAL["max_new_tokens"],
+    "test_data.experience.responses_per_prompt": "eval_samples", "test_data.path": "eval_data",
+    "test_data.responses_per_prompt": "eval_samples", "rollout.test.responses_per_prompt": "eval_samples",
+    "test_sampling_params.max_new_tokens": _EVAL["max_new_tokens"],
+    "test_sampling_params.temperature": _EVAL["temperature"],
+    "test_sampling_params.top_k": _EVAL["top_k"], "test_sampling_params.top_p": _EVAL["top_p"],
+    "rollout.test.sampling_params.max_new_tokens": _EVAL["max_new_tokens"],
+    "rollout.test.sampling_params.temperature": _EVAL["temperature"],
+    "test_freq": "eval_steps", "tis_coef": "tis_max_weight", "tp_size": "parallel.tp", "train_data.path": "data",
+    "train_prompts_per_rollout": "prompts_per_step", "trainer.n_epochs": _PASSES, "trainer.project": "track_project",
+    "trainer.save_dir": "output", "trainer.total_steps": "steps", "trainer.use_wandb": "track wandb",
+    "update_per_rollout": "minibatches", "warmup_ratio": _SHARE,
+}  # fmt: skip
+COLOSSALAI = {
+    "algo": "baseline", "backend": "engine", "clip_eps_high": "clip_high", "clip_eps_low": "clip_low",
+    "dataset": "data", "eval_dataset": "eval_data (NAME=FILE for each of several)", "eval_interval": "eval_steps",
+    "filter_range": "success_range", "filter_truncated_response": "drop_truncated",
+    "inference_batch_size": "prompts_per_step (times num_inferencer)", "kl_coeff": "kl_coef", "learning_rate": "lr",
+    "loss_variation": "aggregate", "num_episodes": "steps (episodes * rows / prompts of a step)",
+    "num_generations": "group_size", "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)",
+    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps", "skip_threshold": "max_ratio",
+    "tensor_parallel_size": "parallel.tp",
+    "train_batch_size": "minibatches (prompts of a step / train_batch_size / trainers)",
+}  # fmt: skip
+SYSTEMS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "slime": SLIME, "RL2": RL2, "ColossalAI": COLOSSALAI}
+OTHERS = {  # what several others call them, and rlkit chat and plot
+    "checkpoint_every": "save_steps", "eval_every": "eval_steps", "eval_freq": "eval_steps",
+    "load_best_model_at_end": "keep_best METRIC (in RUN/best)", "log_every": "print_steps",
+    "log_interval": "print_steps", "loggers": "track", "metric_for_best_model": "keep_best eval/...",
+    "optimizer_name": "optimizer", "print_every": "print_steps", "project": "track_project",
+    "quantization_bit": "lora_base nf4 (4) or int8 (8)", "save_every": "save_steps",
+    "use_tensorboard": "track tensorboard", "max_tokens": "max_new_tokens", "message": "prompt",
+    "system": "system_prompt", "output": "out",
+}  # fmt: skip
+FLAGS = {name: row for table in (OTHERS, *reversed(SYSTEMS.values())) for name, row in table.items()}
 _MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
 _PACKED = "examples are packed without padding, always"
 _RANKS = "the ranks are those of torchrun"
+_ENGINES = "the engine's own command starts a server with it (docs/engines.md)"
+_COLOCATED = "the embedded engine shares the GPUs, --engine-release frees a server's memory"
+_SHUFFLED = "rows are shuffled in every pass, always"
 NO_FLAG = {  # what needs no flag here, or has none
     "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
     "assistant_only_loss": "only assistant turns are trained on, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
     "deepspeed": "several ranks are FSDP2 (--parallel)",
+    "fp16": "--dtype is fp32 or bf16", "load_format": _ENGINES, "enforce_eager": _ENGINES, "sync_backend": _ENGINES,
+    "num_engines": _ENGINES, "rollout_num_gpus": _RANKS, "num_nodes": _RANKS, "num_processes": _RANKS,
+    "num_trainers": _RANKS,
+    "actor_num_nodes": _RANKS, "actor_num_gpus_per_node": _RANKS, "colocate": _COLOCATED, "colocate_all": _COLOCATED,
+    "colocate_actor_ref": _COLOCATED, "colocate_all_models": _COLOCATED, "colocate_critic_reward": _COLOCATED,
+    "ref_load": "the reference is a copy of the model, or --reference; nothing is converted",
+    "load": "checkpoints are in the run folder: --resume --output RUN", "megatron_to_hf_mode": "nothing is converted",
+    "rollout_shuffle": _SHUFFLED, "shuffle": _SHUFFLED, "data_seed": "--seed is that of the data's order, too",
+    "use_dynamic_batch_size": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_remove_padding": _PACKED,
+    "log_prob_micro_batch_size_per_gpu": "--max-tokens bounds a micro-batch, of log-probs too",
+    "log_prob_use_dynamic_bsz": "--max-tokens bounds a micro-batch, of log-probs too",
+    "log_prob_max_token_len_per_gpu": "--max-tokens bounds a micro-batch, of log-probs too",
+    "save_hf": "the exported model is a Hugging Face folder, always",
+    "max_samples": "give a shorter file: all rows of --data are used", "samples": "all rows of --data are used",
+    "normalize_enable": "rewards are not normalised while they run: --baseline compares those of a group",
+    "normalize_reward": "rewards are not normalised while they run: --baseline compares those of a group",
+    "normalize_advantages": "rlkit ppo whitens advantages, always; in grpo --baseline does what there is",
+    "offload_model": "--engine-release frees the engine's memory; --parallel.offload that of the optimizer",
+    "remove_unused_columns": "rewards see all columns, always", "trust_remote_code": "code of a model is never run",
+    "overwrite_output_dir": "an old run in --output is never overwritten",
+    "use_liger_kernel": "log-probs are computed by a fused kernel, always",
     "zero_stage": "several ranks are FSDP2 (--parallel): stage 3, or 2 with --parallel.no-reshard-after-forward",
     "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
     "eval_on_start": "--eval-data is measured before the first step, always",
@@ -170,19 +265,24 @@ NO_FLAG = {  # what needs no flag here, or has none
     "val_before_train": "--eval-data is measured before the first step, always",
     "overlong_buffer_len": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
     "soft_over_length_punishment": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
-    "train_sampling_strategy": "rows are shuffled in every pass", "whiten_rewards": "advantages are whitened, always",
+    "train_sampling_strategy": _SHUFFLED,
+    "whiten_rewards": "advantages are whitened, always",
     "vf_coef": "the critic has its own optimizer: --critic-lr",
 }  # fmt: skip
 VALUES = {  # of a flag here
     "loss": {
         "bnpo": "ppo_clip", "dapo": "ppo_clip", "dr_grpo": "ppo_clip with --aggregate length", "gpg": "ppo_clip",
-        "grpo": "ppo_clip with --aggregate episode", "sigmoid": "dpo", "vanilla": "dual_clip", "robust": "robust_dpo",
+        "grpo": "ppo_clip with --aggregate episode", "sequence": "gspo",
+        "geo_mean": "gmpo", "sigmoid": "dpo", "vanilla": "dual_clip", "robust": "robust_dpo",
     },
     "aggregate": {
+        "sequence": "episode", "sample_level": "episode", "token_level": "token",
         "dr_grpo": "length", "seq-mean-token-mean": "episode", "seq-mean-token-sum-norm": "length",
         "token-mean": "token",
     },
     "baseline": {
+        "DAPO": "group_zscore", "GRPO": "group_zscore", "RLOO": "leave_one_out", "True": "group_zscore",
+        "False": "group_centered", "batch": "group_mean_batch_std", "gspo": "group_zscore, with --loss gspo",
         "dr_grpo": "group_centered", "gae": "rlkit ppo", "group": "group_zscore", "group_norm": "group_zscore",
         "grpo": "group_zscore", "rloo": "leave_one_out", "reinforce_plus_plus": "none, with --advantage reinforce_pp",
         "reinforce_plus_plus_baseline": "group_centered, with --advantage reinforce_pp",
@@ -190,8 +290,16 @@ VALUES = {  # of a flag here
         "reinforce_baseline": "group_centered, with --advantage reinforce_pp", "opo": "group_centered (opo in Python)",
     },
     "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},
+    "correction": {"token_truncate": "tis", "token": "tis"},
     "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
-    "engine": {"hf": "local"},
+    "engine": {"hf": "local", "transformers": "local"},
+    "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    "reward": {  # without FILE.py
+        "accuracy_reward": "rlkit.rewards.math:anywhere", "boxed": "rlkit.rewards.math:boxed",
+        "code": "rlkit.rewards.code:stdin_tests", "math": "rlkit.rewards.math:boxed",
+        "math_verify": "rlkit.rewards.math:anywhere", "think_answer_tags": "rlkit.rewards.math:answer_tag",
+        "think_format_reward": "rlkit.rewards.text:think_tags",
+    },
     "optimizer": {
         "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adam": "adamw", "AdamW": "adamw",
         "adamw_torch_8bit": "FILE.py:FUNCTION (docs/optimizers.md)", "adamw_bnb_8bit": "FILE.py:FUNCTION",
@@ -203,32 +311,82 @@ OF_RUN = (  # what chat, plot and track take as a word of its own
     "path", "run", "run_dir",
 )  # fmt: skip
 COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "evaluate": "eval"}
+# --config and Hydra's words: what stands before the first dot of `algorithm.adv_estimator=grpo`
 PREFIXES = (
-    "actor",
-    "actor_rollout_ref",
-    "adv",
-    "algorithm",
-    "critic",
-    "data",
-    "ref_actor",
-    "rollout",
-    "test_data",
-    "train_data",
-    "trainer",
-)
+    "actor", "actor_rollout_ref", "adv", "algo", "algorithm", "critic", "custom_reward_function", "data", "ref_actor",
+    "reward_model", "rollout", "test_data", "train_data", "trainer",
+)  # fmt: skip
+DEFAULTS = {  # of a system and a script, where ours train something else
+    ("TRL", "grpo"): "--max-new-tokens 512 --lr-schedule linear --clip-high 0.2 --baseline group_zscore",
+    ("TRL", "distill"): "--max-new-tokens 512 --lr-schedule linear",
+    ("TRL", "ppo"): "--epochs 4 --max-new-tokens 53 --temperature 0.7 --lr 3e-6 --lr-schedule linear --value-clip 0.2"
+    " --lam-value 0.95 --kl-coef 0.05",
+    ("TRL", "sft"): "--max-example-tokens 1024 --lr 2e-5 --warmup-steps 0",
+    ("TRL", "dpo"): "--max-example-tokens 1024 --warmup-steps 0",
+    ("TRL", "kto"): "--max-example-tokens 1024 --warmup-steps 0",
+    ("TRL", "reward_model"): "--max-example-tokens 1024 --lr 1e-4 --warmup-steps 0 --center-coef 0",
+    ("verl", "grpo"): "--max-prompt-tokens 512 --max-new-tokens 512 --weight-decay 0.01"
+    " --loss dual_clip --clip-high 0.2",
+    ("verl", "ppo"): "--max-prompt-tokens 512 --max-new-tokens 512 --weight-decay 0.01 --lam-policy 1",
+    ("OpenRLHF", "grpo"): "--max-total-tokens 2048 --lr-schedule cosine --clip-high 0.2",
+    ("OpenRLHF", "ppo"): "--max-total-tokens 2048 --lr-schedule cosine --lam-policy 1 --critic-lr 9e-6",
+    ("OpenRLHF", "dpo"): "--lr-schedule cosine",
+    ("slime", "grpo"): "--clip-high 0.2 --aggregate episode --baseline group_zscore",
+    ("RL2", "grpo"): "--weight-decay 0.01 --clip-high 0.2 --success-range 0.01 0.99",
+    ("RL2", "ppo"): "--weight-decay 0.01 --lam-policy 1 --critic-lr 5e-6",
+    ("ColossalAI", "grpo"): "--max-prompt-tokens 512 --max-new-tokens 3584 --baseline group_zscore",
+}  # fmt: skip
+_OF = {"critic": "critic", "ref": "reference", "ref_actor": "reference", "reference": "reference"}
 
 
-def answer(name: str, flags: set[str]) -> str | None:
-    """What stands for a flag of another system in a script with the `flags`; None for an unknown name."""
+def key_of(name: str, system: str | None = None) -> str:
+    """The row of a name, the longest that fits, in the table of the system if it has one; "" for an unknown name."""
     parts = name.split(".")
-    last = parts[-1]
-    longest = (".".join(parts[at:]) for at in range(len(parts)))
-    known = next((key for key in longest if key in FLAGS or (key in NO_FLAG and key not in flags)), "")
-    if known in NO_FLAG and known not in flags:
-        return f"has no flag here: {NO_FLAG[known]}"
-    same = last in flags and len(parts) > 1 and "." not in known
-    for choice in [last] if same else FLAGS.get(known, "").split(" | "):
-        flag, *rest = choice.split(" ", 1)
+    longest = [".".join(parts[at:]) for at in range(len(parts))]
+    first = SYSTEMS.get(system or "", {})
+    return next((key for table in (first, FLAGS, NO_FLAG) for key in longest if key in table), "")
+
+
+def system_of(names: Collection[str]) -> str | None:
+    """The system with most of the names; None if none has any."""
+    counts = {
+        system: sum(any(name == key or name.endswith(f".{key}") for key in table) for name in names)
+        for system, table in SYSTEMS.items()
+    }
+    if any(name.startswith("actor_rollout_ref.") for name in names):
+        return "verl"
+    best = max(counts, key=lambda system: counts[system])
+    return best if counts[best] else None
+
+
+def row_of(name: str, flags: Collection[str], system: str | None = None) -> tuple[str, str] | None:
+    """The flag, of a script with the `flags`, that stands for a name of a system, and how its value is made."""
+    parts, known = name.split("."), key_of(name, system)
+    own = _owner(name)
+    if own and not known.startswith(f"{parts[0]}."):
+        return None
+    row = SYSTEMS.get(system or "", {}).get(known) or FLAGS.get(known, "")
+    same = parts[-1] in flags and len(parts) > 1 and "." not in known
+    for choice in [parts[-1]] if same else row.split(" | "):
+        flag, _, how = choice.partition(" ")
         if flag in flags:
-            return " ".join([f"is --{flag.replace('_', '-')}", *rest, "here"])
-    return "is for rlkit ppo: there is no critic here" if parts[0] == "critic" and "critic" not in flags else None
+            return flag, how
+    return None
+
+
+def answer(name: str, flags: Collection[str], system: str | None = None) -> str | None:
+    """What stands for a flag of a system in a script with the `flags`; None for an unknown name."""
+    if found := row_of(name, flags, system):
+        return " ".join([f"is --{found[0].replace('_', '-')}", *filter(None, found[1:]), "here"])
+    if (own := _owner(name)) and own not in flags and own == "critic":
+        return "is for rlkit ppo: there is no critic here"
+    if own:
+        return f"has no flag of its own: the {own} is as the policy"
+    known = key_of(name, system)
+    return f"has no flag here: {NO_FLAG[known]}" if known in NO_FLAG and known not in flags else None
+
+
+def _owner(name: str) -> str:
+    """The model whose options begin as the name does, where it is not the policy."""
+    first = name.removeprefix("actor_rollout_ref.").partition(".")
+    return _OF.get(first[0], "") if first[1] else ""

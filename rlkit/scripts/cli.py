@@ -34,7 +34,7 @@ from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
-from rlkit.scripts import config
+from rlkit.scripts import config, translate
 from rlkit.scripts.flags import CONFIG, FLAT, Flag, flags_of, has_config, help_text, is_flag, list_flags, wrong_words
 from rlkit.settings import collected
 
@@ -99,10 +99,10 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     places: dict[str, str] = {}
     try:
         with warnings_that_fit():
-            argv, places, shown = with_config(argv, kind)
+            argv, places, shown, notes = with_config(argv, kind)
             _refuse_wrong(argv, kind, complete=not shown)
         if shown:
-            return _print(config.printed(argv, kind))
+            return _print(config.printed(argv, kind, notes))
         flags = parsed(argv, kind)
     except ValueError as error:
         fail(str(error) + config.where(str(error), places))
@@ -162,19 +162,20 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     _refuse_assignments(own, names)
     names |= {flag.name for flag in CONFIG if has_config(flags)}
     wrong, ours_only = {}, True
+    translated = translate.translate(translate.options(own), flags, _script_of(kind))
+    system = translated.system if translated else None
     alone = next((flag.positional for flag in flags if flag.positional and flag.name != "command"), "")
     for word, value in zip(own, [*own[1:], ""]):
         given = word.split("=")[0].lstrip("+")
         name = given.lstrip("-").replace("-", "_")
         known = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
-        hydra = "=" in word and given.partition(".")[0] in foreign.PREFIXES and ":" not in given
         short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and given not in aliases
         if short and known:
             wrong[given] = f"needs two dashes: -{given}"
-        elif hydra or short or (word.startswith("--") and not known):
+        elif translate.is_assignment(word) or short or (word.startswith("--") and not known):
             bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} runs/grpo"
             bare = bare if alone and name in foreign.OF_RUN else ""
-            wrong[given] = _unknown(name, names, in_python, bare=bare)
+            wrong[given] = _unknown(name, names, in_python, bare=bare, system=system)
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
             wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
@@ -193,7 +194,31 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
         fail("{} {}".format(*wrong.popitem()) + rest)
     width = max(map(len, wrong))
     lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
+    if translated and unknown:
+        lines += _translated(translated, kind)
     fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
+
+
+def _script_of(kind: type) -> str:
+    return kind.__module__.rpartition(".")[2]
+
+
+def _translated(found: translate.Translation, kind: type) -> list[str]:
+    """The command to type for one of another system, with what it lacks."""
+    notes = [*found.notes]
+    try:
+        with redirect_stderr(io.StringIO()):
+            absent = wrong_words(found.words(), kind)
+            notes += [f"it {name} {what}" if name != "missing" else f"add {what}" for name, what in absent.items()]
+            _ = parsed(found.words(), kind) if not absent else None
+    except ValueError as error:
+        notes.append(str(error))
+    last = f", in the last {'lines' if len(found.defaults) > 4 else 'line'} {found.system}'s defaults"
+    return [
+        f"  The command of {found.system} is here{last if found.defaults else ''}:",
+        *(f"    {line}" for line in found.command(config.program(kind))),
+        *(f"  note: {note}" for note in notes),
+    ]
 
 
 def _kept_args(own: Sequence[str], flags: Sequence[Flag]) -> str | None:
@@ -220,11 +245,11 @@ def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
         fail(f"{given} {'is' if len(found) == 1 else 'are'} no flag{'s' * (len(found) > 1)}: write {better}")
 
 
-def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "") -> str:
+def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "", system: str | None = None) -> str:
     """What is wrong with a flag that is not in `names`, and what to write."""
     if name in in_python:
         return "is set in Python only"
-    return foreign.answer(name, names) or bare or _elsewhere(name, names) or _nearest(name, names)
+    return foreign.answer(name, names, system) or bare or _elsewhere(name, names) or _nearest(name, names)
 
 
 def _elsewhere(name: str, names: set[str]) -> str | None:

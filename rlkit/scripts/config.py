@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from rlkit.scripts.flags import (
     list_flags,
     members_of,
 )
+from rlkit.scripts.translate import Translation, translate
 from rlkit.settings import collected
 
 Explain = Callable[[str, set[str]], str]  # an unknown name, the known ones -> what is wrong with it
@@ -49,11 +51,12 @@ class Entry(NamedTuple):
 
 class Expanded(NamedTuple):
     """A command line without `--config` and `--print-config`: its words, the place of each flag that came from a file,
-    and whether to print instead of running."""
+    whether to print instead of running, and what to print above, of a file of another system."""
 
     words: list[str]
     places: dict[str, str]
     shown: bool
+    notes: Sequence[str] = ()
 
 
 def expand(argv: Sequence[str], kind: type, *, explain: Explain) -> Expanded:
@@ -75,6 +78,10 @@ def expand(argv: Sequence[str], kind: type, *, explain: Explain) -> Expanded:
     places, wrong = dict[str, str](), dict[str, str]()
     entries = list(_entries(file, {flag.name for flag in flags if get_origin(flag.hint) is dict}))
     _refuse_other_script(entries, kind)
+    if shown and (theirs := _translated(entries, flags, kind, explain)):
+        kept = {x: words for x, words in {**theirs.found, **theirs.defaults}.items() if _bare(x) not in given}
+        notes = [f"{file} of {theirs.system}, as flags of rlkit", *theirs.notes]
+        return Expanded([*theirs._replace(found=kept, defaults={}).words(), *rest], {}, True, notes)
     for entry in entries:
         try:
             if entry.name == "script":
@@ -88,8 +95,36 @@ def expand(argv: Sequence[str], kind: type, *, explain: Explain) -> Expanded:
             wrong[f"{entry.place}: {entry.name}"] = str(error)
     if wrong:
         lines = [f"{key} {what}" for key, what in wrong.items()]
-        raise ValueError("\n  ".join(lines if len(lines) == 1 else [f"{len(lines)} keys are wrong", *lines]))
+        if len(lines) > 1 and (theirs := _translated(entries, flags, kind, explain)):
+            own = f"{shlex.join([*program(kind).split(), '--config', str(file), '--print-config'])} > run.yaml"
+            lines.append(f"write the file of {theirs.system} with our flags: {own}")
+        raise ValueError("\n  ".join(lines if len(lines) == 1 else [f"{len(wrong)} keys are wrong", *lines]))
     return Expanded([*words, *rest], {x: place for x, place in places.items() if _bare(x) not in given}, shown)
+
+
+def _translated(entries: Sequence[Entry], flags: Sequence[Flag], kind: type, explain: Explain) -> Translation | None:
+    """A file of another system in flags of the script, with a note for each key that has none; None for one of ours."""
+    given = {entry.name: [x for x in _texts(entry.node) if x != "None"] for entry in entries if _is_plain(entry.node)}
+    found = translate(given, flags, kind.__module__.rpartition(".")[2])
+    if found is None:
+        return None
+    names = {flag.name for flag in flags}
+    said = [f"{x.place}: {x.name} {explain(x.name, names)}" for x in entries if x.name not in {*names, "script"}]
+    left = [line for line in said if " is --" not in line]
+    unread = [f"{x.place}: {x.name} has values within values" for x in entries if not _is_plain(x.node)]
+    return found._replace(notes=[*found.notes, *left, *unread])
+
+
+def _is_plain(node: Any) -> bool:
+    try:
+        return bool(_texts(node)) or True
+    except ValueError:
+        return False
+
+
+def program(kind: type) -> str:
+    """The command of a script: rlkit grpo."""
+    return sys.argv[0] if sys.argv[0].startswith("rlkit ") else f"rlkit {kind.__module__.rpartition('.')[2]}"
 
 
 def _bare(name: str) -> str:
@@ -245,8 +280,9 @@ def _dumped(value: Any, *, inner: bool = False) -> str:
     return str(text).removesuffix("...\n").strip()
 
 
-def printed(argv: Sequence[str], kind: type) -> str:
-    """The text of `--print-config`: the flags of a command line, which may be incomplete, and the others' defaults."""
+def printed(argv: Sequence[str], kind: type, notes: Sequence[str] = ()) -> str:
+    """The text of `--print-config`: the flags of a command line, which may be incomplete, and the others' defaults,
+    below the `notes`."""
     import tyro
 
     flags = list(list_flags(kind))
@@ -254,4 +290,5 @@ def printed(argv: Sequence[str], kind: type) -> str:
     missing = [flag.name for flag in flags if flag.default is MISSING and flag.name not in found]
     filled = [f"--{name.replace('_', '-')}=REQUIRED" for name in missing]
     with collected():  # what is wrong is reported by the run
-        return render(tyro.cli(kind, args=[*argv, *filled]), missing=missing, explained=True).rstrip()
+        text = render(tyro.cli(kind, args=[*argv, *filled]), missing=missing, explained=True).rstrip()
+    return "\n".join([*(f"# {note}" for note in notes), *[""] * bool(notes), text])

@@ -402,7 +402,10 @@ def test_all_wrong_flags_are_answered_at_once():
     flags = "--model_name_or_path m --dataset_name d --learning_rate 1e-6 --loss sigmoid --foo 3 --no-debug"
     assert screens.refused(cli.main, ["dpo", *flags.split()]) == (
         "error: 5 flags are not known here; docs/migrating.md has all options --model_name_or_path is --model here "
-        "--dataset_name is --data here --learning_rate is --lr here --loss sigmoid is dpo here --foo is no flag"
+        "--dataset_name is --data here --learning_rate is --lr here --loss sigmoid is dpo here --foo is no flag "
+        "The command of TRL is here, in the last line TRL's defaults: rlkit dpo --model m --data d --lr 1e-6 --loss dpo "
+        "--batch-size 8 \\ --max-example-tokens 1024 --warmup-steps 0 note: --batch-size is that of 1 GPU: their sizes "
+        "are per GPU note: add --steps: 3 * rows / 8"
     )
 
 
@@ -499,8 +502,8 @@ WRONG = [
     ("kto --model m --data d --loss dpo", "--loss must be one of kto, apo_zero or FILE.py:FUNCTION, got dpo"),
     ("reward_model --model m --data d --loss a.py:f --center-coef 1", "--center-coef is part of bradley_terry"),
     ("grpo --model m --data d --learning_rate 1", "--learning_rate is --lr here; docs/migrating.md has all options"),
-    ("sft --per-device-train-batch-size=8", "--per-device-train-batch-size is --batch-size (of all devices) here;"),
-    ("ppo --per_device_train_batch_size 8", "--per_device_train_batch_size is --prompts-per-step (of all devices)"),
+    ("sft --per-device-train-batch-size=8", "--per-device-train-batch-size is --batch-size (per device * GPUs *"),
+    ("ppo --per_device_train_batch_size 8", "--per_device_train_batch_size is --prompts-per-step (per device *"),
     ("sft --packing", "--packing has no flag here: examples are packed without padding, always"),
     ("grpo --model m --data d --reward a:b --beta 0.1 --steps 1", "--beta is --kl-coef here"),
     ("nothing", "no command 'nothing': choose one of grpo, ppo"),

@@ -1,0 +1,287 @@
+"""What several options of another system's command give together: batch sizes, steps, the KL, rewards, data.
+
+`compute` takes the options by their rows in `rlkit.compat.flags`, and returns flags of rlkit. Defaults are those of the
+versions in docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from rlkit.compat.flags import VALUES
+
+Given = Mapping[str, list[str]]  # the row of each option, and its values
+OFFLINE = ("sft", "dpo", "kto", "reward_model")
+OFF = {"", "0", "false", "no", "none", "null", "off", "disable"}
+_PROMPTS = {"prompt", "messages", "question", "problem", "instruction", "conversations", "context_messages"}
+_ANSWERS = {"answer", "ground_truth", "solution", "label", "gt_answer", "reward_model"}
+
+
+class Size(NamedTuple):
+    """A step: its size in prompts (examples of fixed data), updates, and their rollouts or passes over the data."""
+
+    size: float
+    updates: float = 1
+    steps: float = 0  # 0: by passes
+    passes: float = 0
+
+
+def compute(
+    system: str, script: str, given: Given, *, count_rows: Callable[[str], int | None], ranks: int
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Flags of `script` with their values, and what a reader must know of them.
+
+    `count_rows(data)` is the number of rows of a file, None where it is not known. `ranks` multiplies
+    TRL's sizes, which are per device.
+    """
+    found, notes = dict[str, list[str]](), list[str]()
+    number = partial(_number, given)
+    step, offline = _SIZES[system](script, number, ranks), script in OFFLINE
+    size = "batch_size" if offline else "prompts_per_step"
+    for name, value in ((size, step.size), ("" if offline else "minibatches", step.updates)):
+        if value != int(value):
+            notes.append(f"--{name.replace('_', '-')} is {value:g} there: it is rounded up")
+        if name:
+            found[name] = [f"{max(1, math.ceil(value))}"]
+    if system == "TRL":
+        notes.append(f"--{size.replace('_', '-')} is that of {ranks} GPU{'s' * (ranks > 1)}: their sizes are per GPU")
+        if is_on(given.get("packing")):
+            notes.append("with packing, their batch counts blocks of max_length tokens, ours examples")
+    data = _data(system, given)
+    rows = count_rows(data["data"][0]) if len(data.get("data", ())) == 1 else None
+    steps = step.steps or step.passes * ((rows or 0) // int(found[size][0]))
+    if steps:
+        found["steps"] = [f"{max(1, round(steps))}"]
+    else:
+        notes.append(f"add --steps: {step.passes:g} * rows / {found[size][0]}")
+    for rule in (_kl, _objective, _files):
+        found |= rule(system, script, given, notes)
+    share = number("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio", default=0.03 * (system == "OpenRLHF"))
+    if share and system != "RL2" and steps:  # RL2's scheduler has no use for it
+        found["warmup_steps"] = [f"{math.ceil(share * steps)}"]
+    elif share and system != "RL2":
+        notes.append(f"add --warmup-steps: {share:g} * steps")
+    found |= data | _reward(system, given, notes)
+    if not offline and script != "distill" and not {"reward", "env", "agent"} & {*found, *given}:
+        notes.append(f"add --reward FILE.py:FUNCTION: what {system} takes without a name has none here")
+    return found, notes
+
+
+def is_on(values: list[str] | None) -> bool:
+    """Whether an option is given, and not as false, 0, none or the like."""
+    return values is not None and " ".join(values).strip().lower() not in OFF - {""}
+
+
+def texts(values: list[str]) -> list[str]:
+    """The texts of a list as a command line writes it: `[a,'b']`, `a,b`, or several words."""
+    inner = " ".join(values).strip()
+    if len(values) > 1 and not inner.startswith("["):
+        return values
+    return [part.strip(" '\"") for part in inner.strip("[]").split(",") if part.strip(" '\"")]
+
+
+def _number(given: Given, *names: str, default: float) -> float:
+    for name in names:
+        with suppress(ValueError, IndexError):
+            return float(given.get(name, [""])[0])
+    return default
+
+
+Number = Callable[..., float]
+
+
+def _trl(script: str, number: Number, ranks: int) -> Size:
+    accumulation = number("gradient_accumulation_steps", default=1)
+    one = number("per_device_train_batch_size", default=8) * ranks
+    passes = number("num_train_epochs", default=3)
+    updates, prompts = 1.0, one * accumulation
+    if script == "grpo":
+        turns = number("steps_per_generation", default=accumulation)
+        samples = number("generation_batch_size", default=one * turns)
+        prompts, updates = samples / number("num_generations", default=8), samples / one / accumulation
+    minis = number("num_mini_batches", default=1) if script == "ppo" else updates
+    steps = max(0.0, number("max_steps", default=0)) / (updates * number("num_iterations", default=1))
+    return Size(prompts, minis, steps or number("total_episodes", default=0) / prompts, passes)
+
+
+def _verl(script: str, number: Number, _ranks: int) -> Size:
+    size = number("train_batch_size", default=256 if script in OFFLINE else 1024)
+    updates = size / number("ppo_mini_batch_size", default=min(256, size))
+    return Size(size, updates, number("total_training_steps", default=0), number("total_epochs", default=30))
+
+
+def _openrlhf(script: str, number: Number, _ranks: int) -> Size:
+    update = number("train.batch_size", "train_batch_size", default=128)
+    if script in OFFLINE:
+        return Size(update, passes=number("max_epochs", default=1))
+    size = number("rollout.batch_size", "rollout_batch_size", default=1024)
+    updates = max(1.0, size * number("n_samples_per_prompt", default=1) / update)
+    return Size(size, updates, passes=number("num_episodes", default=1))
+
+
+def _slime(_script: str, number: Number, _ranks: int) -> Size:
+    size = number("rollout_batch_size", default=1)
+    samples = size * number("n_samples_per_prompt", default=1)
+    updates = number("num_steps_per_rollout", default=0) or samples / number("global_batch_size", default=samples)
+    return Size(size, updates, number("num_rollout", default=0), number("num_epoch", default=1))
+
+
+def _rl2(script: str, number: Number, _ranks: int) -> Size:
+    size = number("prompts_per_rollout", "train_prompts_per_rollout", "train_data.batch_size", default=1)
+    updates = 1.0 if script in OFFLINE else number("update_per_rollout", default=1)
+    return Size(size, updates, number("trainer.total_steps", default=0), number("trainer.n_epochs", default=1))
+
+
+def _colossalai(_script: str, number: Number, _ranks: int) -> Size:
+    size = number("inference_batch_size", default=64) * number("num_inferencer", default=2)
+    updates = max(1.0, size / number("train_batch_size", default=32) / number("num_trainers", default=2))
+    return Size(size, updates, passes=number("num_episodes", default=1))
+
+
+_SIZES = {
+    "TRL": _trl, "verl": _verl, "OpenRLHF": _openrlhf, "slime": _slime, "RL2": _rl2, "ColossalAI": _colossalai,
+}  # fmt: skip
+
+
+def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """The KL's coefficient, place and estimator."""
+    if script in (*OFFLINE, "distill") or system not in ("verl", "OpenRLHF", "slime", "RL2"):
+        return {}
+    names = {"verl": ("kl_loss_coef",), "OpenRLHF": ("kl.init_coef", "init_kl_coef"), "slime": ("kl_loss_coef",)}
+    in_loss = is_on(given.get("use_kl_loss")) or is_on(given.get("kl.use_loss"))
+    place, used = ("loss" if in_loss else "reward"), ("kl.estimator", "kl_estimator", "kl_loss_type")
+    default = {"verl": 0.001, "OpenRLHF": 0.01}.get(system, 0.0)
+    coef = _number(given, *names.get(system, ("kl.coef",)), default=default)
+    estimator = {"verl": "low_var_kl", "OpenRLHF": "k1"}.get(system, "k1")
+    if system == "RL2":
+        place = " ".join(given.get("kl.type", ["loss"]))
+        used, estimator = (f"kl.{place}_estimator",), "k2" if place == "loss" else "k1"
+    if system == "verl" and not in_loss:
+        coef = _number(given, "kl_ctrl.kl_coef", default=0.001) if is_on(given.get("use_kl_in_reward")) else 0.0
+        used, estimator = ("kl_penalty",), "k1"
+    if system == "slime" and not in_loss:
+        coef = _number(given, "kl_coef", default=0.0)
+    if "kl_loss_coef" in given and not in_loss:
+        notes.append("kl_loss_coef has no effect there without use_kl_loss")
+    if not coef:
+        return {"kl_coef": []}
+    estimator = next((given[name][0] for name in used if given.get(name)), estimator)
+    estimator = VALUES["kl_estimator"].get(estimator, estimator)
+    found = {"kl_coef": [f"{coef:g}"]} | (
+        {} if place == ("reward" if script == "ppo" else "loss") else {"kl_in": [place]}
+    )
+    if is_on(given.get("use_unbiased_kl")) or is_on(given.get("unbiased_gradient")):
+        return found
+    if (place, estimator) == ("loss", "k1"):
+        notes.append("their KL, k1 in the loss, has gradient 0 on average: ours is the unbiased one")
+        return found
+    return found | ({"kl_estimator": [estimator]} if (place, estimator) != ("reward", "k1") else {})
+
+
+def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """The baseline, the clip and what else one option says of several flags."""
+    found: dict[str, list[str]] = {}
+    if script == "grpo":
+        centered = {"norm_adv_by_std_in_grpo": False, "disable_grpo_std_normalization": True}
+        if any(name in given and is_on(given[name]) is value for name, value in centered.items()):
+            found["baseline"] = ["group_centered"]
+        if system == "RL2":
+            found["baseline"] = ["group_zscore" if is_on(given.get("adv.norm_var")) else "group_centered"]
+        if system == "TRL" and given.get("importance_sampling_level") == ["sequence"]:
+            found["loss"] = ["gspo"]
+        if system == "ColossalAI":
+            dapo = given.get("algo", ["GRPO"])[0].upper() == "DAPO"
+            found |= (
+                {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]} if dapo else {"aggregate": ["episode"]}
+            )
+            coef = _number(given, "kl_coeff", default=0.01)
+            found["kl_coef"] = [] if dapo or not coef else [f"{coef:g}"]
+    if system == "TRL" and is_on(given.get("use_peft")):
+        found["lora_rank"] = given.get("lora_r", ["16"])
+    if is_on(given.get("sync_ref_model")):
+        found["ref_sync_steps"] = given.get("ref_model_sync_steps", ["512"])
+    elif "ref_model_sync_steps" in given:
+        notes.append("ref_model_sync_steps has no effect there without sync_ref_model")
+    return found
+
+
+def _files(_system: str, _script: str, given: Given, _notes: list[str]) -> dict[str, list[str]]:
+    """When to evaluate and save, and the run folder."""
+    found: dict[str, list[str]] = {}
+    for strategy, flag in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
+        if strategy in given and not is_on(given[strategy]):
+            found[flag] = ["0"]
+    name = next((given[row][0] for row in ("run_name", "experiment_name") if given.get(row)), "")
+    if name and not {"output_dir", "default_local_dir", "trainer.save_dir", "save_path", "output"} & {*given}:
+        found["output"] = [f"runs/{name}"]
+    eval_prompts = given.get("eval_prompt_data", [])
+    if len(eval_prompts) > 1:
+        found["eval_data"] = [f"{set_}={file}" for set_, file in zip(eval_prompts[::2], eval_prompts[1::2])]
+    return found
+
+
+def _data(system: str, given: Given) -> dict[str, list[str]]:
+    """--data with its configuration, split or weights, and --rename for columns under other names."""
+    found: dict[str, list[str]] = {}
+    rows = ("dataset_name", "train_files", "prompt_data", "prompt_dataset", "dataset", "train_data.path", "data")
+    name = next((row for row in (*rows, "rollout.train.path") if row in given), "")
+    files = texts(given.get(name, []))
+    if system == "RL2":
+        files = [f"{path}{'' if Path(path).exists() else ':'}:{split}" if split else path
+                 for split, path in (_split(file) for file in files)]  # fmt: skip
+    config, split = (" ".join(given.get(f"dataset_{part}", [])) for part in ("config", "train_split"))
+    if config or split:
+        files = [f"{file}:{config}:{split}".rstrip(":") if config else f"{file}::{split}" for file in files]
+    weights = texts(given.get("prompt_data_probs") or given.get("dataset_probs") or [])
+    if len(weights) == len(files):
+        files = [f"{file}={weight}" for file, weight in zip(files, weights)]
+    if files:
+        found["data"] = files
+    renamed = [(given[key][0], ours) for key, ours, usual in (
+        ("input_key", "prompt", _PROMPTS), ("prompt_key", "prompt", _PROMPTS), ("label_key", "answer", _ANSWERS),
+    ) if given.get(key) and given[key][0] not in usual]  # fmt: skip
+    return found | ({"rename": [word for pair in renamed for word in pair]} if renamed else {})
+
+
+def _split(file: str) -> tuple[str, str]:
+    """The split and the path of RL2's `split@path`."""
+    split, at, path = file.partition("@")
+    return (split, path) if at else ("", file)
+
+
+def _reward(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """--reward FILE.py:FUNCTION of the names and paths that other systems take."""
+    rows = ("reward_funcs", "custom_reward_function.path", "remote_rm_url", "remote_url", "custom_rm_path", "rm_type")
+    name = next((row for row in (*rows, "reward_type") if given.get(row)), "")
+    default = {
+        "custom_reward_function.path": "compute_score",
+        "remote_rm_url": "reward_func",
+        "remote_url": "reward_func",
+    }
+    function = " ".join(given.get("custom_reward_function.name", [default.get(name, "")]))
+    found = []
+    for text in texts(given.get(name, [])):
+        dotted = re.fullmatch(r"([A-Za-z_]\w*(?:\.\w+)*)\.(\w+)", text)
+        if text in VALUES["reward"]:
+            found.append(VALUES["reward"][text])
+        elif text.endswith(".py") and function:
+            found.append(f"{text}:{function}")
+        elif dotted and not text.startswith("http"):
+            file = Path(*dotted[1].split(".")).with_suffix(".py")
+            found.append(f"{file}:{dotted[2]}" if file.exists() or "." not in dotted[1] else f"{dotted[1]}:{dotted[2]}")
+        elif "://" in text:
+            notes.append(f"{text}: call it in --reward FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model")
+        else:
+            notes.append(f"{text}: write it as --reward FILE.py:FUNCTION")
+    weights = texts(given.get("reward_weights", []))
+    if len(weights) == len(found):
+        found = [f"{reward}={weight}" for reward, weight in zip(found, weights)]
+    if system == "RL2" and given.get("rollout.env_path"):
+        return {"env": [f"{given['rollout.env_path'][0]}:step"]}
+    return {"reward": found} if found else {}

@@ -1,0 +1,244 @@
+"""A command of another system, pasted into `rlkit`: the error ends with the command to type, which the parser takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlkit.scripts.cli import main, parsed
+from rlkit.scripts.flags import flags_of
+from rlkit.scripts.grpo import Args
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text().replace("\\\n", " ")
+THEIRS = re.compile(
+    r"^(?:trl \w+|python3? (?:-m [\w.]+|\w+\.py)|deepspeed --module [\w.]+|torchrun --nproc_per_node=8 -m RL2[\w.]+) +"
+    r"([^\n]*)\n(?:torchrun [^\n]*?)?rlkit(?:\.scripts\.| )(\w+) +(--[^\n]*)$",
+    re.MULTILINE,
+)
+PAIRS = [(ours, theirs, flags) for theirs, ours, flags in THEIRS.findall(PAGE)]
+DIFFERS = {  # of what the page has, beside what no command of another system says
+    "sft": {"batch_size"},  # blocks of 4096 tokens there
+    "verl": {"reward", "loss", "steps", "kl_estimator", "parallel.activation_checkpointing"},  # rows are counted
+    "openrlhf": {"reward", "steps", "kl_estimator", "max_total_tokens", "warmup_steps"},
+    "--num-rollout": {"model", "max_tokens", "clip_high"},  # 0.28 is the default
+    "actor.model_name": {"reward", "env", "steps"},
+    "--reward-type": {"steps", "max_prompt_tokens"},
+    "trl": {"data"},  # TRL's rows name a configuration in another flag
+}
+OF_OURS = {"dtype", "device", "engine", "engine_urls", "output"}
+
+
+@dataclass
+class Said:
+    """The lines of an error about another system's options, its command, and the notes below it."""
+
+    lines: list[str]
+    command: list[str]
+    notes: list[str]
+
+
+def paste(script: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> Said:
+    with pytest.raises(SystemExit) as ended:
+        main([script, *words])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    lines, _, rest = err.partition("  The command of ")
+    command, *notes = rest.split("\n  note: ")
+    return Said(lines.splitlines(), shlex.split(command.partition(":\n")[2].replace("\\\n", " ")), notes)
+
+
+def flags_of_command(script: str, words: list[str]) -> dict[str, Any]:
+    module = __import__(f"rlkit.scripts.{script}", fromlist=["Args"])
+    return dict(flags_of(parsed(words, module.Args)))
+
+
+def ours_of(script: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The flags of the command that the error prints, parsed, where they differ from the defaults."""
+    command = paste(script, words, capsys).command
+    needed = {"grpo": [], "ppo": [], "distill": ["--teacher", "t"]}.get(script, [])
+    bare = flags_of_command(script, ["--model", "m", "--data", "d", *needed])
+    found = flags_of_command(script, [*command[2:], *(["--model", "m"] if "--model" not in command else []),
+                                      *(["--data", "d"] if "--data" not in command else [])])  # fmt: skip
+    return {name: value for name, value in found.items() if value != bare[name]}
+
+
+@pytest.mark.parametrize(("script", "theirs", "ours"), PAIRS, ids=[f"{i}-{p[0]}" for i, p in enumerate(PAIRS)])
+def test_the_commands_of_the_page_become_the_ones_beside_them(
+    script: str, theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = paste(script, shlex.split(theirs, comments=True), capsys)
+    assert not [line for line in said.lines if "is no flag" in line]
+    assert said.command[:2] == ["rlkit", script]
+    found = flags_of_command(script, said.command[2:])
+    page = flags_of_command(script, shlex.split(ours, comments=True))
+    allowed = OF_OURS | {x for word, names in DIFFERS.items() if word in theirs + script for x in names}
+    allowed |= DIFFERS["openrlhf"] if "--data.apply_chat_template" in theirs else set()
+    allowed |= DIFFERS["verl"] if "actor_rollout_ref" in theirs else set()
+    allowed |= DIFFERS["trl"] if "my/gsm8k" in theirs else set()
+    assert {name: (found[name], page[name]) for name in page if found[name] != page[name] and name not in allowed} == {}
+
+
+def test_the_page_has_a_command_of_each_system() -> None:
+    assert len(PAIRS) == 12
+    assert {script for script, _, _ in PAIRS} == {"grpo", "dpo", "sft", "kto", "reward_model", "distill"}
+
+
+TRL = "--model_name_or_path m --dataset_name d --reward_funcs my_trl.score"
+OPENRLHF = "--pretrain m --prompt_data d --remote_rm_url f.py"
+VERL = "actor_rollout_ref.model.path=m data.train_files=d custom_reward_function.path=f.py"
+SLIME = "--hf-checkpoint m --prompt-data d --custom-rm-path f.score"
+RL2 = "actor.model_name=m rollout.env_path=envs/e.py"
+SUMS = [  # completions, prompts and samples: (script, their words, ours)
+    ("grpo", f"{TRL} --per_device_train_batch_size 8 --num_generations 8", {"prompts_per_step": 1}),
+    ("grpo", f"{TRL} --per_device_train_batch_size 4 --gradient_accumulation_steps 6 --num_generations 4",
+     {"prompts_per_step": 6, "group_size": 4}),
+    ("grpo", f"{TRL} --generation_batch_size 64 --per_device_train_batch_size 8 --gradient_accumulation_steps 2",
+     {"minibatches": 4}),
+    ("grpo", f"{TRL} --steps_per_generation 8 --gradient_accumulation_steps 2 --max_steps 400 --num_iterations 2",
+     {"minibatches": 4, "steps": 50, "epochs": 2}),
+    ("sft", "--model_name_or_path m --dataset_name d --per_device_train_batch_size 2 --gradient_accumulation_steps 8",
+     {"batch_size": 16}),
+    ("ppo", f"{TRL} --per_device_train_batch_size 16 --gradient_accumulation_steps 2 --total_episodes 3200",
+     {"prompts_per_step": 32, "steps": 100}),
+    ("grpo", f"{OPENRLHF} --train_batch_size 128 --rollout_batch_size 1024",
+     {"prompts_per_step": 1024, "minibatches": 8}),
+    ("grpo", f"{OPENRLHF} --train_batch_size 256 --rollout_batch_size 128 --n_samples_per_prompt 8",
+     {"prompts_per_step": 128, "minibatches": 4}),
+    ("dpo", "--pretrain m --dataset d --train_batch_size 256 --max_epochs 1", {"batch_size": 256}),
+    ("grpo", f"{VERL} data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=128",
+     {"prompts_per_step": 1024, "minibatches": 8}),
+    ("grpo", f"{SLIME} --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64 --num-rollout 5",
+     {"prompts_per_step": 32, "minibatches": 4, "steps": 5}),
+    ("grpo", f"{RL2} train_data.path=d rollout.train_prompts_per_rollout=64 actor.update_per_rollout=2",
+     {"prompts_per_step": 64, "minibatches": 2, "env": "envs/e.py:step"}),
+    ("grpo", f"{RL2} rollout.train.path=d rollout.train.prompts_per_rollout=16 trainer.total_steps=512",
+     {"prompts_per_step": 16, "steps": 512}),
+    ("grpo", "--model m --dataset d --inference-batch-size 32 --num-inferencer 4 --train-batch-size 16 --algo GRPO "
+     "--num-generations 16", {"prompts_per_step": 128, "minibatches": 4, "group_size": 16, "aggregate": "episode"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "words", "expected"), SUMS)
+def test_batch_sizes_are_those_of_the_other_system(
+    script: str, words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ours_of(script, words.split(), capsys)
+    assert {name: found.get(name, 8 if name == "group_size" else None) for name in expected} == expected
+
+
+VALUES = [  # (their words, ours)
+    (f"{TRL} --scale_rewards batch", {"baseline": "group_mean_batch_std"}),
+    (f"{TRL} --scale_rewards False", {}),
+    (f"{TRL} --loss_type dr_grpo", {"aggregate": "length"}),
+    (f"{TRL} --report_to wandb --bf16 true", {"track": ("wandb",), "dtype": "bf16"}),
+    (f"{TRL} --use_peft --lora_alpha 32 --lora_target_modules all-linear", {"lora_rank": 16, "lora_alpha": 32.0}),
+    (f"{TRL} --dataset_config main --dataset_train_split train", {"data": "d:main:train"}),
+    (f"{TRL} --eval_strategy no --save_strategy steps --save_steps 7", {"eval_steps": 0, "save_steps": 7}),
+    (f"{TRL} --reward_funcs accuracy_reward a.b --reward_weights 1.0 0.5",
+     {"reward": ("rlkit.rewards.math:anywhere=1.0", "a.py:b=0.5")}),
+    (f"{OPENRLHF} --init_kl_coef 0.02", {"kl_coef": 0.02, "kl_in": "reward", "reward": "f.py:reward_func"}),
+    (f"{OPENRLHF} --init_kl_coef 0.02 --use_kl_loss --kl_estimator k2", {"kl_coef": 0.02, "kl_estimator": "k2"}),
+    (f"{OPENRLHF} --eps_clip_low_high 0.2 0.27", {"clip_low": 0.2, "clip_high": 0.27}),
+    (f"{OPENRLHF} --advantage_estimator rloo", {"baseline": "leave_one_out"}),
+    (f"{OPENRLHF} --advantage_estimator reinforce", {"baseline": "none", "advantage": "reinforce_pp"}),
+    (f"{VERL} algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", {"kl_coef": 0.01, "kl_in": "reward"}),
+    (f"{VERL} actor_rollout_ref.actor.kl_loss_coef=0.1", {}),  # use_kl_loss is off
+    (f"{VERL} trainer.logger=['console','wandb'] trainer.save_freq=-1", {"track": ("wandb",), "save_steps": 0}),
+    (f"{VERL} custom_reward_function.name=g", {"reward": "f.py:g"}),
+    (f"{VERL} data.val_files=['a.parquet','b.parquet'] data.prompt_key=text",
+     {"eval_data": ("a.parquet", "b.parquet"), "rename": {"text": "prompt"}}),
+    (f"{VERL} actor_rollout_ref.rollout.val_kwargs.temperature=0.6", {"eval_sampling": ("temperature:0.6",)}),
+    (f"{SLIME} --eval-prompt-data aime a.jsonl", {"eval_data": "aime=a.jsonl", "reward": "f.py:score"}),
+    (f"{SLIME} --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl", {"kl_coef": 0.01, "kl_estimator": "k3"}),
+    (f"{SLIME} --kl-coef 0.1", {"kl_coef": 0.1, "kl_in": "reward"}),
+    (f"{SLIME} --disable-grpo-std-normalization --advantage-estimator grpo", {"aggregate": "episode"}),
+    (f"{RL2} train_data.path=train@a/b adv.norm_var=true rollout.test_sampling_params.temperature=0.5",
+     {"data": "a/b::train", "baseline": "group_zscore", "eval_sampling": ("temperature:0.5",)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "expected"), VALUES)
+def test_values_are_translated(words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    found = ours_of("grpo", shlex.split(words.replace("'", "")), capsys)
+    watched = {"baseline", "aggregate", "kl_coef", "kl_in", "kl_estimator", "track", "save_steps", "eval_steps"}
+    ours_by_default = {"baseline": "group_zscore", "aggregate": "episode" if SLIME in words else None}
+    ours_by_default |= {"kl_coef": 0.01, "kl_in": "reward"} if OPENRLHF in words and "kl" not in words else {}
+    unsaid = {name: found.get(name) for name in watched - {*expected}}
+    assert {name: found.get(name) for name in expected} == expected
+    assert all(value in (None, ours_by_default.get(name)) for name, value in unsaid.items()), unsaid
+
+
+@pytest.mark.parametrize("rows", [21, 7])
+def test_passes_over_a_file_become_steps(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d").with_suffix(".jsonl").write_text('{"prompt": "x"}\n' * rows)
+    words = "--model_name_or_path m --dataset_name d.jsonl --reward_funcs a.b --num_train_epochs 4 --num_generations 4"
+    found = ours_of("grpo", words.split(), capsys)
+    assert (found["prompts_per_step"], found["steps"]) == (2, rows // 2 * 4)
+
+
+def test_what_has_no_translation_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = paste("grpo", f"{TRL} --num_train_epochs 2 --optim adafactor --nothing 3".split(), capsys)
+    assert [line.split() for line in said.lines if "--nothing" in line] == [["--nothing", "is", "no", "flag"]]
+    assert any(note.startswith("add --steps: 2 * rows / 1") for note in said.notes)
+    assert "--nothing" not in said.command
+    said = paste("grpo", [*VERL.split()[:2], "trainer.total_epochs=2"], capsys)
+    assert any("add --reward" in note for note in said.notes)
+
+
+def test_the_names_of_one_script_stay_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["grpo", "--model", "m", "--data", "d", "--stepps", "3"])
+    assert "The command of" not in capsys.readouterr().err
+
+
+FILE = """
+model_name_or_path: m
+dataset_name: d.jsonl
+reward_funcs: [my_trl.score]
+num_generations: 4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+max_steps: 20
+learning_rate: 2.0e-6
+gradient_checkpointing_kwargs: {use_reentrant: false}
+log_completions: true
+"""
+
+
+def test_a_file_of_trl_is_written_with_our_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trl.yaml").write_text(FILE)
+    with pytest.raises(SystemExit):
+        main(["grpo", "--config", f"{tmp_path}/trl.yaml"])
+    assert f"rlkit grpo --config {tmp_path}/trl.yaml --print-config > run.yaml" in capsys.readouterr().err
+    main(["grpo", "--config", f"{tmp_path}/trl.yaml", "--print-config", "--group-size", "2"])
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/trl.yaml:11: log_completions has no flag here" in text
+    assert f"{tmp_path}/trl.yaml:10: gradient_checkpointing_kwargs.use_reentrant is no flag" in text
+    ours = yaml.safe_load(text)
+    wanted = {"model": "m", "data": "d.jsonl", "prompts_per_step": 2, "steps": 20, "lr": 2e-6, "group_size": 2}
+    assert {name: ours[name] for name in wanted} == wanted
+    assert (ours["reward"], ours["max_new_tokens"], ours["baseline"]) == ("my_trl.py:score", 512, "group_zscore")
+    (tmp_path / "run.yaml").write_text(text)
+    main(["grpo", "--config", f"{tmp_path}/run.yaml", "--print-config"])
+    assert yaml.safe_load(capsys.readouterr().out) == ours
+
+
+def test_the_defaults_named_beside_the_command_are_not_ours() -> None:
+    from rlkit.compat.flags import DEFAULTS
+
+    for (system, script), words in DEFAULTS.items():
+        needed = ["--model", "m", "--data", "d", *(["--teacher", "t"] if script == "distill" else [])]
+        extra = ["--kl-coef", "0.1"] if "--kl-in" in words else []
+        bare, given = (flags_of_command(script, [*needed, *extra, *more]) for more in ([], words.split()))
+        changed = sum(bare[name] != given[name] for name in bare)
+        assert changed == words.count("--"), (system, script)
+    assert Args.__module__ == "rlkit.scripts.grpo"
