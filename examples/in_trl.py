@@ -59,11 +59,11 @@ class Trainer(GRPOTrainer):
         loss = self.surrogate(logp - old_logp, per_token, mask=mask) * inputs.get("importance_sampling_ratio", 1)
         if self.beta:
             loss = loss + self.beta * losses.unbiased_kl(logp, inputs["ref_per_token_logps"], old_logp, mask=mask)
-        num_tokens = inputs["num_items_in_batch"] / self.accelerator.num_processes  # of all tokens generated at once
+        scale = self.accelerator.num_processes  # num_items_in_batch counts all tokens generated at once, over the ranks
         if self.model.training:  # they may be trained on in several optimizer steps
-            num_tokens = num_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+            scale = scale * self.args.steps_per_generation / self.current_gradient_accumulation_steps
         self._metrics["train" if self.model.training else "eval"]["entropy"].append(entropy[mask].mean().item())
-        return (losses.token_mean(mask, num_tokens=num_tokens) * loss).sum()
+        return scale * (losses.token_mean(mask, num_tokens=inputs["num_items_in_batch"]) * loss).sum()
 
     def _calculate_rewards(self, *args):
         self.rewards = super()._calculate_rewards(*args)  # [completions of all ranks, reward functions]

@@ -34,6 +34,7 @@ from rlkit.segments import broadcast_to_tokens, group_sum, seq_count
 __all__ = ["constant_length", "per_source_mean", "prompt_mean", "seq_mean", "seq_mean_token_sum", "token_mean"]
 
 Count = int | Int[Tensor, ""]
+_FIX = "count over the whole step"
 
 
 def token_mean(mask: Bool[Tensor, "*shape"], *, num_tokens: Count | None = None) -> Float[Tensor, "*shape"]:
@@ -115,7 +116,8 @@ def prompt_mean(
         check_alone("num_groups")
     total = group_sum(lens.double(), group_ids=group_ids) if group_tokens is None else group_tokens.double()
     seqs_in_group = group_sum((lens > 0).double(), group_ids=group_ids).clamp(min=1)
-    groups = ((lens > 0) / seqs_in_group).sum().round() if num_groups is None else num_groups
+    here = ((lens > 0) / seqs_in_group).sum().round()
+    groups = here if num_groups is None else _of_step("num_groups", num_groups, here)
     per_seq = 1 / (total.clamp(min=1) * _at_least_one("num_groups", groups))
     return _token_weights(per_seq, mask, cu_seqlens)
 
@@ -148,6 +150,11 @@ def per_source_mean(
         total = group_sum(lens.double(), group_ids=source_ids)
     else:
         total = num_tokens.double()[source_ids]
+        if readable(total) and bool((fewer := total < group_sum(lens.double(), group_ids=source_ids)).any()):
+            source = int(source_ids[fewer][0])
+            raise ValueError(
+                f"num_tokens[{source}] is {int(num_tokens[source])}, fewer than this mask alone has: {_FIX}"
+            )
     per_seq = source_weights.detach().double()[source_ids] / total.clamp(min=1)
     return _token_weights(per_seq, mask, cu_seqlens)
 
@@ -157,11 +164,17 @@ def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
     if given is None:
         check_alone(name)
         given = counted.sum()
+    return _at_least_one(name, _of_step(name, given, counted.sum()))
+
+
+def _of_step(name: str, given: Count | Tensor, here: Tensor) -> Count | Tensor:
+    """The count of the whole step; ValueError if it is smaller than that of this mask alone."""
     check_one_number(**{name: given})
+    check_not_negative(**{name: given})
     known = not isinstance(given, Tensor) or readable(given)
-    if known and bool(given == 0) and readable(counted) and bool(counted.any()):
-        raise ValueError(f"{name} is 0, and this mask alone has {int(counted.sum())}: count over the whole step")
-    return _at_least_one(name, given)
+    if known and readable(here) and bool(given < here):
+        raise ValueError(f"{name} is {int(given)}, and this mask alone has {int(here)}: {_FIX}")
+    return given
 
 
 def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:

@@ -158,3 +158,35 @@ def test_errors_name_the_argument() -> None:
 def test_compiles_without_graph_break() -> None:
     for f in (lambda: token_mean(MASK), lambda: seq_mean(MASK, cu_seqlens=CU, num_seqs=4)):
         assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(), f())
+
+
+FEW = {  # counts below those of the mask alone: 8 tokens of 4 sequences in 2 groups
+    "token_mean": (lambda: token_mean(MASK, num_tokens=int(MASK.sum()) - 1), "num_tokens"),
+    "token_mean, a tensor": (lambda: token_mean(MASK, num_tokens=torch.tensor(1)), "num_tokens"),
+    "seq_mean": (lambda: seq_mean(MASK, cu_seqlens=CU, num_seqs=1), "num_seqs"),
+    "seq_mean_token_sum": (lambda: seq_mean_token_sum(MASK, cu_seqlens=CU, num_seqs=1), "num_seqs"),
+    "constant_length": (lambda: constant_length(MASK, cu_seqlens=CU, max_length=9, num_seqs=1), "num_seqs"),
+    "prompt_mean": (
+        lambda: prompt_mean(MASK, group_ids=torch.arange(len(CU) - 1), cu_seqlens=CU, num_groups=1), "num_groups",
+    ),
+    "per_source_mean": (
+        lambda: per_source_mean(
+            MASK, source_ids=torch.zeros(len(CU) - 1, dtype=torch.long), source_weights=torch.ones(1), cu_seqlens=CU,
+            num_tokens=torch.tensor([1]),
+        ), r"num_tokens\[0\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_count_of_the_step_below_that_of_the_mask_is_refused(name):
+    call, argument = FEW[name]
+    with pytest.raises(
+        ValueError, match=f"^{argument} is {int(MASK.sum()) - 1 if name == 'token_mean' else 1}, .*whole step"
+    ):
+        call()
+
+
+def test_a_count_is_not_read_in_a_compiled_loss():
+    compiled = torch.compile(lambda m: token_mean(m, num_tokens=100), backend="aot_eager", fullgraph=True)
+    assert compiled(MASK).sum().item() == pytest.approx(int(MASK.sum()) / 100)
