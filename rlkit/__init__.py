@@ -10,6 +10,8 @@ import importlib
 from pkgutil import iter_modules
 from typing import Any
 
+from rlkit._moved import elsewhere as _find
+
 __version__ = "0.1.0"
 
 _NAMES = {
@@ -25,9 +27,12 @@ _NAMES = {
     "data.prompts": "Prompt rl_prompts",
     "rollout.engines.local": "LocalEngine",
     "rewards.scoring": "scorer",
+    "loops.preference": "pair_trajectories",
     "loops.rl": "Task",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+_elsewhere = _find(__name__)
 
 __all__ = [*sorted(_HOMES)]
 
@@ -37,7 +42,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"rlkit.{_HOMES[name]}"), name)
     if not name.startswith("_") and name in _submodules():
         return importlib.import_module(f"rlkit.{name}")
-    raise AttributeError(f"module 'rlkit' has no attribute {name!r}")
+    return _elsewhere(name)
 
 
 def __dir__() -> list[str]:

@@ -211,6 +211,12 @@ def gae(
         A_t = delta_t + gamma_t lam_t A'          A' after the last action: 0
         returns_t = A_t + V_t
 
+    Padded rows `[B, L]`, with `padding_mask` True at real tokens and the mask of the actions:
+
+        (r, v, m), cu_seqlens = from_padded(rewards, values, mask, padding_mask=padding_mask)
+        out = gae(r, v, mask=m, cu_seqlens=cu_seqlens)
+        advantages, returns = to_padded(*out, padding_mask=padding_mask)
+
     Limits:   lam = 1 gives `discounted_returns` - V; lam = 0 gives delta; returns are `td_lambda`.
     Differs:  from verl (`gae`) and OpenRLHF: advantages are not whitened (call `whiten`), and truncated episodes have a
               `bootstrap`.
