@@ -17,7 +17,7 @@ from typing import Any
 from rlkit._extras import optional
 from rlkit.rollout.envs.gym import Step, Turn, gym_env
 from rlkit.rollout.envs.tools import tool_env
-from rlkit.rollout.rollout import Env, Prompt
+from rlkit.rollout.groups import Env, Prompt
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler
+from rlkit.rollout.groups import Prompt, Sampler
 from rlkit.scripts.cli import Flat, run
 from rlkit.settings import Count, Optim, Penalties, Rollouts, Schedule, check
 from rlkit.types import SamplingParams, Trajectory

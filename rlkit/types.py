@@ -200,7 +200,7 @@ class Trajectory:
     `images` are the pictures that the prompt shows, in the order of their placeholders in `prompt_ids`, and
     `later_images` those of `ids`, which tools, environments and agents have shown in later turns.
 
-    The streams are lists, or after `rlkit.rollout.rollout.compact` arrays (of Python's `array`, an eighth of the
+    The streams are lists, or after `rlkit.rollout.groups.compact` arrays (of Python's `array`, an eighth of the
     memory): the loops' `prepare` gets those. Both are indexed, sliced and iterated alike; `list(t.ids)` is a list.
     """
 

@@ -19,7 +19,7 @@ from rlkit.packing import (
     unpack,
     with_streams,
 )
-from rlkit.rollout.rollout import compact
+from rlkit.rollout.groups import compact
 from rlkit.types import Trajectory
 
 exact = st.integers(-64, 64).map(lambda x: x / 8)  # floats that fp32 holds exactly

@@ -10,6 +10,7 @@ whole batch say so.
     batch        whitening, REINFORCE++, multiple rewards, GiGPO
 """
 
+from rlkit._moved import elsewhere
 from rlkit.advantages import batch, groups, off_policy, traces
 from rlkit.advantages.batch import *
 from rlkit.advantages.groups import *
@@ -17,3 +18,5 @@ from rlkit.advantages.off_policy import *
 from rlkit.advantages.traces import *
 
 __all__ = [*batch.__all__, *groups.__all__, *off_policy.__all__, *traces.__all__]
+
+__getattr__ = elsewhere(__name__)

@@ -250,7 +250,7 @@ def _data(system: str, given: Given) -> dict[str, list[str]]:
 
 
 def _split(file: str) -> tuple[str, str]:
-    """The split and the path of RL2's `split@path`."""
+    """The split and the path of split@path, as RL2 writes it."""
     split, at, path = file.partition("@")
     return (split, path) if at else ("", file)
 

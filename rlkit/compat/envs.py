@@ -30,7 +30,7 @@ from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn
 from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
-from rlkit.rollout.rollout import Env, Prompt, Sampler
+from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.rollout.text import Text
 from rlkit.types import Trajectory
 

@@ -3,3 +3,7 @@
 Import from the folders: `linear_logp` (hidden states to log-probs and entropies), `logits_logp`
 (the same from logits), `linear_scan` (the recurrence of the trace estimators).
 """
+
+from rlkit._moved import elsewhere
+
+__getattr__ = elsewhere(__name__)

@@ -24,7 +24,7 @@ from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, w
 from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.model.teachers import Divergence, LocalTeacher, with_divergence
 from rlkit.packing import pack, select, with_streams
-from rlkit.rollout.rollout import Group, mix
+from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.segments import broadcast_to_tokens
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule

@@ -21,8 +21,8 @@ from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
 from rlkit.rewards.scoring import completion_of
 from rlkit.rewards.text import final_answer
+from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn
 from rlkit.rollout.limits import score_of
-from rlkit.rollout.rollout import Env, Prompt, Score, last_pieces, mix, single_turn
 from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.run.profile import mark_phase
 from rlkit.segments import mean_per_seq

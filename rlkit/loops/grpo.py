@@ -20,7 +20,7 @@ from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.packing import pack
-from rlkit.rollout.rollout import Group, mix
+from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Controller, Engine

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlkit.packing import select
-from rlkit.rollout.rollout import Group, Prompt
+from rlkit.rollout.groups import Group, Prompt
 from rlkit.run.folder import Run
 from rlkit.segments import sum_per_seq
 from rlkit.types import Batch, Trajectory

@@ -27,7 +27,7 @@ from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set
 from rlkit.packing import pack, split, with_streams
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
-from rlkit.rollout.rollout import Group, mix
+from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine

@@ -34,8 +34,8 @@ from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.ranks import on_all_ranks, on_this_device
 from rlkit.rollout.engines import EngineError
+from rlkit.rollout.groups import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
-from rlkit.rollout.rollout import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.shared import SharedEngine, SharedStream, rest
 from rlkit.run import saving
 from rlkit.run.folder import Run

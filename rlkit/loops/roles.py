@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.rollout.rollout import Group, last_pieces
+from rlkit.rollout.groups import Group, last_pieces
 from rlkit.types import Controller
 
 Averages = dict[str, Any]  # a controller's NamedTuple by the role

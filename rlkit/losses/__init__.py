@@ -14,6 +14,7 @@ docs/losses.md and docs/preference.md list published losses that are one call or
 names that other frameworks use.
 """
 
+from rlkit._moved import elsewhere
 from rlkit.losses import (
     corrections,
     diagnostics,
@@ -52,3 +53,5 @@ __all__ = [
     *values.__all__,
     *weights.__all__,
 ]
+
+__getattr__ = elsewhere(__name__)

@@ -1,0 +1,3 @@
+from rlkit._moved import elsewhere
+
+__getattr__ = elsewhere(__name__)

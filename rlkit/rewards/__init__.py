@@ -4,6 +4,7 @@ The reward functions themselves are in `math`, `code` (with its `sandbox`), `tex
 docs/rewards.md.
 """
 
+from rlkit._moved import elsewhere
 from rlkit.rewards.call import Reward, RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.load import load_function
 from rlkit.rewards.scoring import env_rewards, scorer
@@ -18,3 +19,5 @@ __all__ = [
     "run_reward_each",
     "scorer",
 ]
+
+__getattr__ = elsewhere(__name__)

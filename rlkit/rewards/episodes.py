@@ -8,7 +8,7 @@ from typing import Any
 from rlkit._extras import MissingExtra
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import fix_of, name_of, place_in
-from rlkit.rollout.rollout import Env, Prompt, Sampler, pieces_of
+from rlkit.rollout.groups import Env, Prompt, Sampler, pieces_of
 from rlkit.types import Completion, Trajectory
 
 

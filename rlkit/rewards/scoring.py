@@ -16,7 +16,7 @@ from rlkit.rewards.failures import name_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlkit.rollout.rollout import Prompt
+    from rlkit.rollout.groups import Prompt
     from rlkit.types import Trajectory
 
 _log = logging.getLogger("rlkit.rewards")
@@ -75,7 +75,7 @@ def env_rewards(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory
 
 def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
     """The reward that the environment set, or an error if it is not a finite number."""
-    from rlkit.rollout.rollout import wrong_reward  # imports torch, which the workers of `math` do not need
+    from rlkit.rollout.groups import wrong_reward  # imports torch, which the workers of `math` do not need
 
     if _has_failed(trajectory):
         return _failed(trajectory, prompt)

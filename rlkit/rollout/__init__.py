@@ -1,6 +1,7 @@
 """From prompts to groups of trajectories.
 
-rollout, stream, limits         groups for a list of prompts; an endless, interruptible stream; filters and limits
+rollout                         groups for a list of prompts, the function of `groups`
+groups, stream, limits          episodes and environments; an endless, interruptible stream; filters and limits
 envs.turns, text, envs.chat     episodes in tokens, in text, in messages
 envs.gym, .tools, .endpoint     environments: Gym-like objects, functions to call, programs that use HTTP
 agents                          what `.endpoint` is made of: formats, the tree of calls, commands
@@ -9,6 +10,24 @@ engines.sglang                  SGLang servers
 engines.vllm                    vLLM servers
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rlkit._moved import elsewhere
 from rlkit._platform import refuse_windows
 
+if TYPE_CHECKING:
+    from rlkit.rollout.groups import rollout as rollout
+
 refuse_windows(__name__)
+
+_elsewhere = elsewhere(__name__)
+
+__all__ = ["rollout"]
+
+
+def __getattr__(name: str) -> Any:
+    """`rollout` is imported at its first use: the package itself loads no torch."""
+    return importlib.import_module("rlkit.rollout.groups").rollout if name == "rollout" else _elsewhere(name)

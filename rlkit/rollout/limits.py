@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.rollout.rollout import Env, Group, Prompt, Sampler, last_pieces
+from rlkit.rollout.groups import Env, Group, Prompt, Sampler, last_pieces
 from rlkit.types import Completion, Trajectory
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rlkit.model.weights import Form, WeightStream
 from rlkit.ranks import on_this_device, rank, world_size
 from rlkit.rollout.engines import EngineError
-from rlkit.rollout.rollout import Group, Prompt, rollout
+from rlkit.rollout.groups import Group, Prompt, rollout
 from rlkit.rollout.stream import Counts, GroupStream
 
 X = TypeVar("X")

@@ -39,8 +39,7 @@ import numpy as np
 
 from rlkit._text import Explained
 from rlkit.files import append_file, explain_full_disk, replace_file
-from rlkit.rollout.limits import success, varies
-from rlkit.rollout.rollout import (
+from rlkit.rollout.groups import (
     Env,
     Group,
     Prompt,
@@ -53,6 +52,7 @@ from rlkit.rollout.rollout import (
     sampler,
     single_turn,
 )
+from rlkit.rollout.limits import success, varies
 from rlkit.types import Completion, Generate, SamplingParams
 
 NOTHING = Completion([], [], [], "abort")

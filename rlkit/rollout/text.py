@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.data.chat import encode, encode_after_text
 from rlkit.rollout.envs.chat import Turn, next_turn, special_ids
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler
+from rlkit.rollout.groups import Prompt, Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -320,8 +320,8 @@ def read_env(args: Any, *parts: Any) -> OfTokenizer:
         from rlkit.compat.envs import adapted
         from rlkit.rewards.episodes import made
         from rlkit.rollout.envs.tools import tool_env
+        from rlkit.rollout.groups import single_turn
         from rlkit.rollout.limits import limited
-        from rlkit.rollout.rollout import single_turn
 
         if foreign is not None:
             make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=how.env)  # noqa: E731

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rlkit.rollout.rollout import mix
+from rlkit.rollout.groups import mix
 from rlkit.types import Completion, Progress, SamplingParams
 
 

@@ -18,11 +18,11 @@ from rlkit.data.images import ImageReader
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_vision_model
 from rlkit.model.pretrained import load_config, load_tokenizer
+from rlkit.rollout import rollout
 from rlkit.rollout.agents.command import command
 from rlkit.rollout.agents.server import tls_of
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
-from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams
 
 ROOT, PROGRAMS = Path(__file__).parents[2], Path(__file__).parent / "programs"

@@ -19,7 +19,7 @@ from rlkit.rollout.agents import server
 from rlkit.rollout.agents.command import command, scored
 from rlkit.rollout.envs import endpoint
 from rlkit.rollout.envs.endpoint import agent_env
-from rlkit.rollout.rollout import last_pieces, rollout
+from rlkit.rollout.groups import last_pieces, rollout
 from rlkit.testing import FakeEngine
 from rlkit.types import Completion, SamplingParams
 

@@ -15,8 +15,8 @@ from rlkit.compat import envs
 from rlkit.compat.rewards import adapted
 from rlkit.data.prompts import rl_prompts
 from rlkit.rewards.scoring import scorer
+from rlkit.rollout.groups import sample_group
 from rlkit.rollout.limits import limited
-from rlkit.rollout.rollout import sample_group
 
 MORE = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 

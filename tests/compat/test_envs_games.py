@@ -17,7 +17,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
-from rlkit.rollout.rollout import sample_group
+from rlkit.rollout.groups import sample_group
 
 
 def gymnasium_module(real):

@@ -16,8 +16,8 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
+from rlkit.rollout.groups import sample_group
 from rlkit.rollout.limits import limited
-from rlkit.rollout.rollout import sample_group
 
 
 def post(base_url, messages, tools=None):

@@ -10,7 +10,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 from rlkit.compat import envs
 from rlkit.compat.recognise import kind_of
 from rlkit.rollout.envs.gym import Step, gym_env
-from rlkit.rollout.rollout import sample_group
+from rlkit.rollout.groups import sample_group
 
 
 class Game:

@@ -14,9 +14,9 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.launch import load_policy
 from rlkit.model.weights import stream_weights
+from rlkit.rollout import rollout
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.sglang import FromDisk, SGLang
-from rlkit.rollout.rollout import rollout
 from rlkit.rollout.shared import Share, SharedEngine, SharedStream, from_first, shared_rollout, state_of
 from rlkit.rollout.stream import GroupStream
 from rlkit.settings import ParallelArgs

@@ -28,8 +28,8 @@ from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack, with_advantages
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.groups import Prompt, rollout, single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.rollout import Prompt, rollout, single_turn
 from rlkit.rollout.stream import GroupStream
 from rlkit.segments import sum_per_seq
 from rlkit.settings import Optim, Schedule
@@ -158,7 +158,7 @@ from rlkit.model.parallelize import load_parallel
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.mesh import make_mesh, start
 from rlkit.parallel.pipeline import pipelined
-from rlkit.rollout.rollout import rollout
+from rlkit.rollout import rollout
 from rlkit.settings import Parallel
 prompts = [Prompt(ids=[5, 6, 7], row={}, index=0)]
 engine, params = LocalEngine(load_model("model")), SamplingParams(max_new_tokens=6)

@@ -19,8 +19,8 @@ from rlkit.model.forward import prepare_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat, Turn
+from rlkit.rollout.groups import rollout, sample_group
 from rlkit.rollout.limits import limited
-from rlkit.rollout.rollout import rollout, sample_group
 from rlkit.settings import Optim, Rollouts, Schedule
 from rlkit.types import Completion, SamplingParams
 

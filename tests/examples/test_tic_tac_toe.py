@@ -8,7 +8,7 @@ import random
 import pytest
 import tic_tac_toe as game
 
-from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.rollout.groups import Prompt, sample_group
 from rlkit.types import Completion
 
 

@@ -26,8 +26,8 @@ from rlkit.losses import icepop
 from rlkit.model.lora import add_lora
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.groups import single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.rollout import single_turn
 
 SIZES = {**small.SIZES, "layers": 2}
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(100)]

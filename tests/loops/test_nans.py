@@ -20,8 +20,8 @@ from rlkit.loops.updates import clipped
 from rlkit.model.heads import load_value_model
 from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.groups import single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.rollout import single_turn
 from rlkit.types import Trajectory
 
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]

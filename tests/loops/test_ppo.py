@@ -23,7 +23,7 @@ from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_streams
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.rollout import single_turn
+from rlkit.rollout.groups import single_turn
 from rlkit.settings import Bins, Critic, Optim, Rollouts
 from rlkit.types import Trajectory
 

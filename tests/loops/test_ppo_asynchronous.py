@@ -46,7 +46,7 @@ def test_overlap_bounds_the_age_and_corrects_for_it(tmp_path):
 @pytest.mark.parametrize("drop", [False, True])
 def test_partial_rollout_with_and_without_old_tokens(tmp_path, drop):
     async def unequal(prompt, sample):
-        from rlkit.rollout.rollout import single_turn
+        from rlkit.rollout.groups import single_turn
 
         return await single_turn(prompt, lambda ids: sample(ids, max_new_tokens=2 + 8 * (prompt.index % 3)))
 

@@ -25,8 +25,8 @@ from rlkit.model.forward import Policy, make_policy, prepare_model, with_old_log
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.packing import pack, split, with_advantages
 from rlkit.rewards.scoring import scorer
+from rlkit.rollout import rollout
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.rollout import rollout
 from rlkit.settings import Rollouts, SamplingParams, Schedule
 from rlkit.types import Trajectory
 

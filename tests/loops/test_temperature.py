@@ -20,8 +20,8 @@ from rlkit.metrics import finalize
 from rlkit.model.forward import Policy, prepare_model, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.packing import microbatches, pack, select, unpack, with_advantages
 from rlkit.rewards.scoring import scorer
+from rlkit.rollout import rollout
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.rollout import rollout
 from rlkit.settings import Optim, Penalties, Rollouts, SamplingParams, Schedule
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlkit import LocalEngine, Policy, Prompt, SamplingParams, load_model, pack
-from rlkit.rollout.rollout import rollout
+from rlkit.rollout import rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ASKED = ["What is the capital of France?", "Name a colour.", "What is 2 + 3?", "Write a short poem about the sea."]

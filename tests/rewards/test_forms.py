@@ -16,7 +16,7 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import load_function, scorer
 from rlkit.rewards.call import RewardError, Sample, run_reward
 from rlkit.rewards.rows import check_rows
-from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.rollout.groups import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
 from rlkit.types import Completion, Trajectory

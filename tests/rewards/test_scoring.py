@@ -11,7 +11,7 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
 from rlkit.rewards import RewardError, env_rewards, scorer
 from rlkit.rollout.envs.gym import Step, Turns, gym_env
-from rlkit.rollout.rollout import sample_group
+from rlkit.rollout.groups import sample_group
 from rlkit.types import Completion, Trajectory
 
 TOKENIZER = tiny_tokenizer()

@@ -15,8 +15,8 @@ from rlkit.data.tiny import tiny_model
 from rlkit.rollout.agents import AgentError
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.rollout.groups import all_or_cancel, rollout
 from rlkit.rollout.limits import limited
-from rlkit.rollout.rollout import all_or_cancel, rollout
 from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
 

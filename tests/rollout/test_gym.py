@@ -11,12 +11,12 @@ from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model
 from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import pack
+from rlkit.rollout import rollout
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.limits import limited
-from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams
 
 

@@ -16,12 +16,12 @@ from rlkit.data.tiny import tiny_vision_model
 from rlkit.model.forward import forward, load_model
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.packing import pack
+from rlkit.rollout import rollout
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.servers.api import ServerLimits
 from rlkit.rollout.engines.sglang.api import SGLangApi
 from rlkit.rollout.engines.vllm.api import VLLMApi
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams
 
 STOPS = tuple(range(128))  # so that most turns of a random model end

@@ -16,7 +16,7 @@ from rlkit.loops import roles
 from rlkit.loops.estimators import returns, with_estimates
 from rlkit.packing import pack, select, with_advantages
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.rollout.groups import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run
@@ -121,7 +121,7 @@ def test_rewards_of_turns_join_the_role_s_own():
 
 ENVS = """
 from dataclasses import replace
-from rlkit.rollout.rollout import single_turn
+from rlkit.rollout.groups import single_turn
 def of(name, pay):
     async def env(prompt, sample):
         t = await single_turn(prompt, sample)

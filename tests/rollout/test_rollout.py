@@ -15,8 +15,8 @@ from rlkit.data.prompts import Prompt
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.groups import last_pieces, rollout, sample_group, single_turn
 from rlkit.rollout.limits import limited, mask_off_policy, mask_truncated, success, success_between
-from rlkit.rollout.rollout import last_pieces, rollout, sample_group, single_turn
 from rlkit.types import Completion, SamplingParams, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=8)
@@ -279,7 +279,7 @@ def test_a_limit_that_leaves_no_room_for_anything_is_an_error(name):
 
 
 async def test_an_environment_that_asks_for_nothing_is_named_once(caplog, monkeypatch):
-    monkeypatch.setattr("rlkit.rollout.rollout.IDLE_S", 0.05)
+    monkeypatch.setattr("rlkit.rollout.groups.IDLE_S", 0.05)
 
     async def env(prompt, sample):
         await asyncio.gather(sample(prompt.ids), sample(prompt.ids))
@@ -308,3 +308,20 @@ async def test_a_column_that_an_environment_asks_for_in_vain_is_named(caplog):
     await rollout(prompts, generate=generate, params=SamplingParams(max_new_tokens=1), group_size=2, env=env, seed=0)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "the environment reads 'answr_of_the_test', of which the data has no column; found: answer"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_temperature_0_is_warned_of_at_the_line_of_the_user(wrapped):
+    """Also where asyncio's event loop calls the coroutine, and no line of the user's awaits it."""
+
+    async def generate(prompt_ids, *, params):
+        raise AssertionError
+
+    call = rollout([], generate=generate, params=SamplingParams(temperature=0), group_size=2, seed=0)
+
+    async def outer():
+        return await call
+
+    with pytest.warns(UserWarning, match="temperature 0") as found:
+        asyncio.run(outer() if wrapped else call)
+    assert found[0].filename == __file__

@@ -34,7 +34,7 @@ from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import rollout, sample_group
+from rlkit.rollout.groups import rollout, sample_group
 from rlkit.types import SamplingParams
 
 STOPS = tuple(range(128))  # so that most turns of a random model end

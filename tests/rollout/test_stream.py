@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ticking import Ticking, prompt_at, small_model
 
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.groups import rollout, single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.rollout import rollout, single_turn
 from rlkit.rollout.stream import GroupStream
 from rlkit.types import SamplingParams
 

@@ -16,7 +16,7 @@ from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import scorer
 from rlkit.rewards.call import ONE_TURN
-from rlkit.rollout.rollout import Prompt, sample_group
+from rlkit.rollout.groups import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rlkit.rollout import rollout
 from rlkit.rollout.engines.sglang import Server, SGLang
-from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams, Trajectory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

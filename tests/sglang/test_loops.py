@@ -20,8 +20,8 @@ from rlkit.loops.rl import Task
 from rlkit.model.forward import load_model
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.sglang import Server, SGLang
+from rlkit.rollout.groups import single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.rollout import single_turn
 from rlkit.settings import Optim, Rollouts, Schedule
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

@@ -27,8 +27,8 @@ from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import stream_weights
 from rlkit.packing import pack
+from rlkit.rollout import rollout
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.rollout import rollout
 from rlkit.types import SamplingParams, Trajectory
 
 

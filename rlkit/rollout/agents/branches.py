@@ -20,7 +20,7 @@ from rlkit.data.messages import row_template_args
 from rlkit.rollout.envs.calls import Call, Parse, message_of
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler, images_of
+from rlkit.rollout.groups import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from rlkit.rollout.agents import AgentError
 from rlkit.rollout.calling import in_own_thread
 
 if TYPE_CHECKING:
-    from rlkit.rollout.rollout import Prompt, Score
+    from rlkit.rollout.groups import Prompt, Score
     from rlkit.types import Trajectory
 
 _SUPERVISE = Path(agents.__file__).with_name("supervise.py")

@@ -12,7 +12,7 @@ from rlkit.data.images import PLACE, gathered
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Prompt, Sampler, images_of
+from rlkit.rollout.groups import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rlkit.rollout.agents.server import Server
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import Found, Parse, Schemas
-from rlkit.rollout.rollout import Env, Prompt, Sampler, all_or_cancel
+from rlkit.rollout.groups import Env, Prompt, Sampler, all_or_cancel
 from rlkit.settings import SamplingParams
 from rlkit.types import Completion, Trajectory
 

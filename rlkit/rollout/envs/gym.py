@@ -33,7 +33,7 @@ from rlkit.data.episode_images import parts_of
 from rlkit.rollout.calling import accepted, call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.rollout import Env, Prompt, Sampler
+from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from rlkit.rollout.envs.calls import (
     wrong_arguments,
 )
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.rollout import Env, Prompt, Sampler
+from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlkit._numbers import is_number, to_number
-from rlkit.rollout.rollout import Sampler, joined_experts
+from rlkit.rollout.groups import Sampler, joined_experts
 from rlkit.types import Completion, FinishReason, Picture, Trajectory
 
 

@@ -24,7 +24,7 @@ from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
 from rlkit.rollout.engines.servers.tensors import Bucket, Memory, file_system_sharing, flatten, groups
-from rlkit.rollout.rollout import all_or_cancel
+from rlkit.rollout.groups import all_or_cancel
 
 UUID_PLACE = 6  # of the device in the arguments of torch's rebuild_cuda_tensor
 

@@ -22,7 +22,7 @@ from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
 from rlkit.rollout.engines.servers.tensors import Named, groups
 from rlkit.rollout.engines.vllm.api import stamp
-from rlkit.rollout.rollout import all_or_cancel
+from rlkit.rollout.groups import all_or_cancel
 
 
 class FromTensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -96,9 +97,18 @@ async def rollout(
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if group_size > 1 and params.temperature == 0:
-        warnings.warn("temperature 0: all samples of a group are the same, so nothing would train", stacklevel=2)
+        same = "temperature 0: all samples of a group are the same, so nothing would train"
+        warnings.warn(same, stacklevel=_level_of_user())
     numbered = zip(range(len(prompts)) if indices is None else indices, prompts, strict=True)
     return await all_or_cancel([one_group(index, prompt) for index, prompt in numbered])
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` of the first line outside rlkit and asyncio, whose event loop calls a coroutine."""
+    frame, level = sys._getframe(1), 0
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("rlkit", "asyncio"):
+        frame, level = frame.f_back, level + 1
+    return level + 1
 
 
 def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, keep_group: Any = None) -> None:
