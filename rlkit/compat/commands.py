@@ -67,7 +67,7 @@ def compute(
         found["warmup_steps"] = [f"{math.ceil(share * steps)}"]
     elif share and system != "RL2":
         notes.append(f"add --warmup-steps: {share:g} * steps")
-    found |= data | _reward(system, given, notes)
+    found |= data | _reward(system, given, notes) | _engine(system, given)
     if not offline and script != "distill" and not {"reward", "env", "agent"} & {*found, *given}:
         notes.append(f"add --reward FILE.py:FUNCTION: what {system} takes without a name has none here")
     return found, notes
@@ -155,7 +155,8 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
         return {}
     names = {"verl": ("kl_loss_coef",), "OpenRLHF": ("kl.init_coef", "init_kl_coef"), "slime": ("kl_loss_coef",)}
     in_loss = is_on(given.get("use_kl_loss")) or is_on(given.get("kl.use_loss"))
-    place, used = ("loss" if in_loss else "reward"), ("kl.estimator", "kl_estimator", "kl_loss_type")
+    place = "loss" if in_loss else "reward"
+    used: tuple[str, ...] = ("kl.estimator", "kl_estimator", "kl_loss_type")
     default = {"verl": 0.001, "OpenRLHF": 0.01}.get(system, 0.0)
     coef = _number(given, *names.get(system, ("kl.coef",)), default=default)
     estimator = {"verl": "low_var_kl", "OpenRLHF": "k1"}.get(system, "k1")
@@ -170,7 +171,7 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
     if "kl_loss_coef" in given and not in_loss:
         notes.append("kl_loss_coef has no effect there without use_kl_loss")
     if not coef:
-        return {"kl_coef": []}
+        return {"kl_coef": [], "kl_in": [], "kl_estimator": []}
     estimator = next((given[name][0] for name in used if given.get(name)), estimator)
     estimator = VALUES["kl_estimator"].get(estimator, estimator)
     found = {"kl_coef": [f"{coef:g}"]} | (
@@ -233,8 +234,9 @@ def _data(system: str, given: Given) -> dict[str, list[str]]:
     name = next((row for row in (*rows, "rollout.train.path") if row in given), "")
     files = texts(given.get(name, []))
     if system == "RL2":
-        files = [f"{path}{'' if Path(path).exists() else ':'}:{split}" if split else path
-                 for split, path in (_split(file) for file in files)]  # fmt: skip
+        files = _rl2_files(files)
+        held_out = next((given[row] for row in ("test_data.path", "rollout.test.path") if row in given), [])
+        found |= {"eval_data": _rl2_files(texts(held_out))} if held_out else {}
     config, split = (" ".join(given.get(f"dataset_{part}", [])) for part in ("config", "train_split"))
     if config or split:
         files = [f"{file}:{config}:{split}".rstrip(":") if config else f"{file}::{split}" for file in files]
@@ -247,6 +249,22 @@ def _data(system: str, given: Given) -> dict[str, list[str]]:
         ("input_key", "prompt", _PROMPTS), ("prompt_key", "prompt", _PROMPTS), ("label_key", "answer", _ANSWERS),
     ) if given.get(key) and given[key][0] not in usual]  # fmt: skip
     return found | ({"rename": [word for pair in renamed for word in pair]} if renamed else {})
+
+
+def _engine(system: str, given: Given) -> dict[str, list[str]]:
+    """The engine of a system without an option for it, where options of the engine are given; RL2's tracker."""
+    served = ("vllm", "sglang", "gpu_memory_utilization", "rollout.server_args", "rollout_num_gpus_per_engine")
+    engine = {"slime": "sglang", "RL2": "sglang"}.get(system, "vllm")
+    named = {"rollout.name", "backend", "engine"} & {*given}
+    found = {"engine": [engine]} if not named and any(name.startswith(served) for name in given) else {}
+    tracked = system == "RL2" and "trainer.project" in given and is_on(given.get("trainer.use_wandb", ["true"]))
+    return found | ({"track": ["wandb"]} if tracked else {})
+
+
+def _rl2_files(paths: list[str]) -> list[str]:
+    """Files and hub ids of RL2's split@path, as rlkit writes them."""
+    pairs = [_split(path) for path in paths]
+    return [f"{path}{'' if Path(path).exists() else ':'}:{split}" if split else path for split, path in pairs]
 
 
 def _split(file: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ _MICRO = "max_tokens (it bounds a micro-batch)"
 _SHARE = "warmup_steps (ratio * steps)"
 _PASSES = "steps (epochs * rows / rows of a step)"
 _ENGINE = "engine (local, process, sglang or vllm)"
+_SERVED = "reward (FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model)"
 _EVAL = {
     "temperature": "eval_sampling temperature:T", "top_p": "eval_sampling top_p:P", "top_k": "eval_sampling top_k:K",
     "max_new_tokens": "eval_sampling max_new_tokens:N",
@@ -50,7 +51,7 @@ TRL = {  # and transformers
     "precompute_ref_log_probs": "precompute_reference", "ref_model": "reference",
     "ref_model_sync_steps": "ref_sync_steps", "report_to": "track", "response_length": "max_new_tokens",
     "resume_from_checkpoint": "resume", "reward_funcs": "reward",
-    "reward_model_path": "reward (FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model)",
+    "reward_model_path": _SERVED,
     "reward_weights": "reward (FILE.py:FUNCTION=WEIGHT)", "run_name": "output (the run folder)",
     "save_strategy": "save_steps (0: no)", "save_total_limit": "keep", "scale_rewards": "baseline",
     "sft_model_path": "model", "steps_per_generation": "minibatches (steps_per_generation / accumulation)",
@@ -65,7 +66,7 @@ TRL = {  # and transformers
     "warmup_ratio": _SHARE,
 }  # fmt: skip
 VERL = {
-    "adv_estimator": "baseline", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
+    "adv_estimator": "baseline | advantage", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
     "clip_ratio_high": "clip_high", "clip_ratio_low": "clip_low", "critic.model.path": "critic",
     "critic.optim.lr": "critic_lr", "critic.cliprange_value": "value_clip", "critic_warmup": "critic_steps",
     "custom_chat_template": "chat_template FILE", "custom_reward_function.path": "reward (FILE.py:FUNCTION)",
@@ -83,7 +84,9 @@ VERL = {
     "ppo_micro_batch_size": _MICRO, "ppo_micro_batch_size_per_gpu": _MICRO,
     "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "project_name": "track_project",
     "reshard_after_forward": "parallel.reshard_after_forward", "resume_mode": "resume (not disable)",
-    "rollout.name": "engine", "rollout.tensor_model_parallel_size": "engine_tp", "rollout_is": "correction",
+   
+    "reward_model.path": _SERVED, "reward_model.model.path": _SERVED, "rollout.name": "engine",
+    "rollout.tensor_model_parallel_size": "engine_tp", "rollout_is": "correction",
     "rollout_is_threshold": "tis_max_weight", "save_freq": "save_steps",
     "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
     "total_epochs": "steps (epochs * rows / prompts of a step)", "total_training_steps": "steps",
@@ -97,7 +100,8 @@ VERL = {
 }  # fmt: skip
 OPENRLHF = {
     "actor.lr_scheduler": "lr_schedule", "actor_learning_rate": "lr", "adam_offload": "parallel.offload",
-    "advantage.estimator": "baseline", "advantage_estimator": "baseline", "ckpt.output_dir": "output",
+    "advantage.estimator": "baseline | advantage", "advantage_estimator": "baseline | advantage",
+    "ckpt.output_dir": "output",
     "ckpt_path": "output (checkpoints are in the run folder)",
     "ckpt.path": "output (checkpoints are in the run folder)",
     "ckpt.save_steps": "save_steps", "ckpt.max_num": "keep", "critic.adam.lr": "critic_lr",
@@ -125,7 +129,8 @@ OPENRLHF = {
     "num_episodes": "steps (episodes * rows / prompts of a step)",
     "param_dtype": "dtype", "partial_rollout_enable": "staleness (or --overlap)", "pretrain": "model",
     "prompt_data": "data", "prompt_data_probs": "data FILE=WEIGHT", "prompt_max_len": "max_prompt_tokens",
-    "remote_rm_url": "reward", "remote_url": "reward",
+    "remote_rm_url": "reward", "ref.model_name_or_path": "reference",
+    "reward.model_name_or_path": _SERVED, "reward_pretrain": _SERVED, "remote_url": "reward",
     "rollout.batch_size": "prompts_per_step", "rollout_batch_size": "prompts_per_step", "save_path": "output",
     "save_steps": "save_steps",
     "train.batch_size": "batch_size | minibatches (samples of a step / batch size)",
@@ -136,7 +141,8 @@ OPENRLHF = {
     "vllm_tensor_parallel_size": "engine_tp", "wandb_project": "track_project",
 }  # fmt: skip
 SLIME = {
-    "advantage_estimator": "baseline", "calculate_per_token_loss": "aggregate token", "clip_grad": "max_norm",
+    "advantage_estimator": "baseline | advantage",
+    "calculate_per_token_loss": "aggregate token", "clip_grad": "max_norm",
     "context_parallel_size": "parallel.cp", "custom_rm_path": "reward",
     "disable_grpo_std_normalization": "baseline group_centered",
     "dynamic_sampling_filter_path": "success_range 0.01 0.99",
@@ -153,7 +159,7 @@ SLIME = {
     "num_critic_only_steps": "critic_steps", "num_epoch": "steps (epochs * rows / prompts of a step)",
     "num_rollout": "steps", "num_steps_per_rollout": "minibatches", "offload_rollout": "engine_release",
     "over_sampling_batch_size": "staleness (extra groups / groups of a step)",
-    "partial_rollout": "staleness (or --overlap)",
+    "partial_rollout": "staleness (or --overlap)", "pipeline_model_parallel_size": "parallel.pp",
     "prompt_data": "data", "recompute_granularity": "parallel.activation_checkpointing",
     "ref_update_interval": "ref_sync_steps",
     "rm_type": "reward", "rollout_batch_size": "prompts_per_step", "rollout_max_response_len": "max_new_tokens",
@@ -166,7 +172,8 @@ SLIME = {
 }  # fmt: skip
 RL2 = {
     "actor.clip": "clip_low and --clip-high", "actor.freeze_steps": "critic_steps", "actor.model_name": "model",
-    "adv.estimator": "baseline", "adv.lamda": "lam_policy and --lam-value", "adv.norm_var": "baseline group_zscore",
+    "adv.estimator": "baseline | advantage", "adv.lamda": "lam_policy and --lam-value",
+    "adv.norm_var": "baseline group_zscore",
     "avg_level": "aggregate", "cp_size": "parallel.cp", "critic.clip": "value_clip", "critic.lr": "critic_lr",
     "critic.model_name": "critic", "ddp_size": "parallel.replicate", "dynamic_filtering": "success_range 0.01 0.99",
     "entropy.coef": "entropy_coef", "experiment_name": "output (the run folder)", "freeze_steps": "critic_steps",
@@ -219,6 +226,8 @@ _PACKED = "examples are packed without padding, always"
 _RANKS = "the ranks are those of torchrun"
 _ENGINES = "the engine's own command starts a server with it (docs/engines.md)"
 _COLOCATED = "the embedded engine shares the GPUs, --engine-release frees a server's memory"
+_BETAS = "AdamW's betas are 0.9 and 0.999; others by --optimizer FILE.py:FUNCTION (docs/optimizers.md)"
+_MEGATRON = "it is an option of Megatron's, which is not used here"
 _SHUFFLED = "rows are shuffled in every pass, always"
 NO_FLAG = {  # what needs no flag here, or has none
     "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
@@ -247,6 +256,11 @@ NO_FLAG = {  # what needs no flag here, or has none
     "remove_unused_columns": "rewards see all columns, always", "trust_remote_code": "code of a model is never run",
     "overwrite_output_dir": "an old run in --output is never overwritten",
     "use_liger_kernel": "log-probs are computed by a fused kernel, always",
+    "balance_data": "micro-batches are balanced over the ranks, always", "adam_beta1": _BETAS, "adam_beta2": _BETAS,
+    "sequence_parallel": _MEGATRON, "expert_tensor_parallel_size": _MEGATRON, "attention_dropout": _MEGATRON,
+    "hidden_dropout": _MEGATRON, "accumulate_allreduce_grads_in_fp32": _MEGATRON, "recompute_method": _MEGATRON,
+    "recompute_num_layers": _MEGATRON, "attention_softmax_in_fp32": _MEGATRON, "attention_backend": _MEGATRON,
+    "enable_sleep": "--parallel.offload keeps the trainer's states on the CPU",
     "zero_stage": "several ranks are FSDP2 (--parallel): stage 3, or 2 with --parallel.no-reshard-after-forward",
     "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
     "eval_on_start": "--eval-data is measured before the first step, always",
@@ -275,6 +289,10 @@ VALUES = {  # of a flag here
         "grpo": "ppo_clip with --aggregate episode", "sequence": "gspo",
         "geo_mean": "gmpo", "sigmoid": "dpo", "vanilla": "dual_clip", "robust": "robust_dpo",
     },
+    "advantage": {
+        "reinforce": "reinforce_pp", "reinforce_plus_plus": "reinforce_pp", "reinforce_baseline": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_pp",
+    },
     "aggregate": {
         "sequence": "episode", "sample_level": "episode", "token_level": "token",
         "dr_grpo": "length", "seq-mean-token-mean": "episode", "seq-mean-token-sum-norm": "length",
@@ -296,7 +314,8 @@ VALUES = {  # of a flag here
     "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     "reward": {  # without FILE.py
         "accuracy_reward": "rlkit.rewards.math:anywhere", "boxed": "rlkit.rewards.math:boxed",
-        "code": "rlkit.rewards.code:stdin_tests", "math": "rlkit.rewards.math:boxed",
+        "code": "rlkit.rewards.code:stdin_tests", "deepscaler": "rlkit.rewards.math:boxed",
+        "f1": "rlkit.rewards.text:f1", "math": "rlkit.rewards.math:boxed",
         "math_verify": "rlkit.rewards.math:anywhere", "think_answer_tags": "rlkit.rewards.math:answer_tag",
         "think_format_reward": "rlkit.rewards.text:think_tags",
     },
@@ -384,6 +403,12 @@ def answer(name: str, flags: Collection[str], system: str | None = None) -> str 
         return f"has no flag of its own: the {own} is as the policy"
     known = key_of(name, system)
     return f"has no flag here: {NO_FLAG[known]}" if known in NO_FLAG and known not in flags else None
+
+
+def our_name(name: str, system: str | None = None) -> str:
+    """The flag that stands for a name in some command of rlkit, be it another one; "" for none."""
+    key = key_of(name, system)
+    return (SYSTEMS.get(system or "", {}).get(key) or FLAGS.get(key, "")).partition(" ")[0]
 
 
 def _owner(name: str) -> str:

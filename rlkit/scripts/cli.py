@@ -249,7 +249,9 @@ def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "",
     """What is wrong with a flag that is not in `names`, and what to write."""
     if name in in_python:
         return "is set in Python only"
-    return foreign.answer(name, names, system) or bare or _elsewhere(name, names) or _nearest(name, names)
+    there = _elsewhere(foreign.our_name(name, system), names) or ""  # a critic's option in grpo
+    there = there if there.startswith("is for rlkit") else ""
+    return foreign.answer(name, names, system) or bare or _elsewhere(name, names) or there or _nearest(name, names)
 
 
 def _elsewhere(name: str, names: set[str]) -> str | None:

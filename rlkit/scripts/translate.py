@@ -74,8 +74,11 @@ def translate(given: Mapping[str, list[str]], flags: Sequence[Flag], script: str
     found: dict[str, list[str]] = {}
     notes: list[str] = []
     for name, values in given.items():
-        for flag, words in _of_row(name, values, by_name, system).items():
-            found.setdefault(flag, words)
+        for ours, words in _of_row(name, values, by_name, system).items():
+            if ours == "eval_sampling" and ours in found:
+                found[ours] = [",".join([*found[ours], *words])]
+            elif ours != "reward" or name in by_name:  # another system's is computed
+                found.setdefault(ours, words)
     computed, more = compute(system, script, rows, count_rows=count_rows, ranks=num_ranks())
     found |= {name: _of_values(name, values, by_name).get(name, values) for name, values in computed.items()}
     defaults, _, _ = assigned(foreign.DEFAULTS.get((system, script), "").split(), [*flags])
@@ -88,6 +91,8 @@ def translate(given: Mapping[str, list[str]], flags: Sequence[Flag], script: str
             found.pop(name)
         elif name == "minibatches" and words == [f"{flag.default}"]:
             found.pop(name)
+    if "track_project" in found and "track" not in found:
+        found.pop("track_project")
     found = {name: found[name] for name in (*(x for x in MAIN if x in found), *(x for x in found if x not in MAIN))}
     return Translation(system, found, {x: words for x, words in defaults.items() if x not in found}, [*notes, *more])
 

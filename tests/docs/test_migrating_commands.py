@@ -242,3 +242,46 @@ def test_the_defaults_named_beside_the_command_are_not_ours() -> None:
         changed = sum(bare[name] != given[name] for name in bare)
         assert changed == words.count("--"), (system, script)
     assert Args.__module__ == "rlkit.scripts.grpo"
+
+
+AS_FOUND = {  # scripts as their repositories have them, shortened
+    "RL2 grpo": "train_data.path=train@a/Countdown train_data.experience.responses_per_prompt=4 actor.model_name=m "
+    "train_data.experience.max_new_tokens=1024 test_data.path=test@a/Countdown actor.max_length_per_device=8192 "
+    "rollout.train_prompts_per_rollout=128 rollout.train_sampling_params.stop=['</answer>'] trainer.save_freq=32 "
+    "rollout.env_path=envs/countdown.py trainer.project=Countdown trainer.experiment_name=e trainer.total_steps=512",
+    "OpenRLHF ppo": "--ref.num_nodes 1 --critic.num_gpus_per_node 4 --actor.num_nodes 1 --vllm.num_engines 4 "
+    "--vllm.tensor_parallel_size 2 --train.colocate_actor_ref --actor.model_name_or_path m --ckpt.output_dir o "
+    "--reward.model_name_or_path r --train.batch_size 128 --rollout.batch_size 1024 --data.max_samples 100 "
+    "--ds.zero_stage 3 --ds.param_dtype bf16 --critic.adam.lr 9e-6 --data.prompt_dataset d --ds.packing_samples "
+    "--reward.normalize_enable --ds.adam_offload --vllm.sync_backend nccl --actor.gradient_checkpointing_enable",
+    "verl grpo": "algorithm.adv_estimator=grpo data.train_files=d data.truncation=error trainer.critic_warmup=0 "
+    "actor_rollout_ref.model.path=m actor_rollout_ref.model.use_remove_padding=True trainer.nnodes=1 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.name=vllm "
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.actor.fsdp_config.optimizer_offload=False "
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.logger=[console] trainer.project_name=p",
+    "verl ppo": "algorithm.adv_estimator=gae data.train_files=d actor_rollout_ref.model.path=m critic.optim.lr=1e-5 "
+    "critic.model.path=c critic.ppo_micro_batch_size_per_gpu=4 algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=console",
+    "slime grpo": "--actor-num-nodes 1 --colocate --hf-checkpoint m --load l --save o --save-interval 20 "
+    "--prompt-data d --rm-type deepscaler --num-rollout 3 --rollout-batch-size 32 --balance-data --sequence-parallel "
+    "--eval-prompt-data aime a.jsonl --eval-max-response-len 16384 --eval-top-p 0.7 --recompute-granularity full "
+    "--use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --optimizer adam --adam-beta2 0.98 "
+    "--pipeline-model-parallel-size 1 --rollout-num-gpus-per-engine 2 --attention-backend flash",
+}  # fmt: skip
+OURS = {
+    "RL2 grpo": {"eval_data": "a/Countdown::test", "stop": ("</answer>",), "track": ("wandb",)},
+    "OpenRLHF ppo": {"critic_lr": 9e-6, "engine": "vllm", "parallel.offload": True, "kl_coef": 0.01, "reward": None},
+    "verl grpo": {"engine_memory": 0.6, "too_long": "error", "kl_coef": 0.0, "parallel.offload": False, "track": ()},
+    "verl ppo": {"critic": "c", "advantage": "gae", "kl_coef": 0.0, "lam_policy": 1.0},
+    "slime grpo": {"eval_sampling": ("max_new_tokens:16384,top_p:0.7",), "kl_estimator": None, "engine_tp": 2},
+}
+
+
+@pytest.mark.parametrize("name", AS_FOUND)
+def test_whole_scripts_take_two_attempts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first is refused with each option answered, the second parsed; what is left to give is named in the notes."""
+    script = name.split()[1]
+    said = paste(script, AS_FOUND[name].replace("'", "").split(), capsys)
+    assert not [line for line in said.lines if "is no flag" in line]
+    found = flags_of_command(script, said.command[2:])
+    assert {key: found[key] for key in OURS[name]} == OURS[name]
+    assert all(note.startswith(("add --", "kl_loss_coef")) for note in said.notes), said.notes
