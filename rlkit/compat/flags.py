@@ -399,9 +399,9 @@ def answer(name: str, flags: Collection[str], system: str | None = None) -> str 
         return " ".join([f"is --{found[0].replace('_', '-')}", *filter(None, found[1:]), "here"])
     if (own := _owner(name)) and own not in flags and own == "critic":
         return "is for rlkit ppo: there is no critic here"
-    if own:
-        return f"has no flag of its own: the {own} is as the policy"
     known = key_of(name, system)
+    if own and not known.startswith(name.partition(".")[0]):
+        return f"has no flag of its own: the {own} is as the policy"
     return f"has no flag here: {NO_FLAG[known]}" if known in NO_FLAG and known not in flags else None
 
 
