@@ -25,7 +25,8 @@ def num_groups(case: Case) -> int:
 
 
 def tokens_per_source(case: Case) -> torch.Tensor:
-    out = torch.zeros(3, dtype=torch.int64)
+    """Of a step with more tokens than the case, so that a sequence may change its source."""
+    out = torch.full((3,), case.num_tokens)
     for i, source in enumerate(case.seqs["source_ids"].tolist()):
         out[source] += case.mask[case.cu_seqlens[i] : case.cu_seqlens[i + 1]].sum()
     return out
