@@ -168,11 +168,14 @@ def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
 
 
 def _of_step(name: str, given: Count | Tensor, here: Tensor) -> Count | Tensor:
-    """The count of the whole step; ValueError if it is smaller than that of this mask alone."""
+    """The count of the whole step; ValueError if it is smaller than that of this mask alone.
+
+    Of sequences only if it is 0: pieces of one episode may be counted once.
+    """
     check_one_number(**{name: given})
     check_not_negative(**{name: given})
     known = not isinstance(given, Tensor) or readable(given)
-    if known and readable(here) and bool(given < here):
+    if known and readable(here) and bool(given < (here.clamp(max=1) if name == "num_seqs" else here)):
         raise ValueError(f"{name} is {int(given)}, and this mask alone has {int(here)}: {_FIX}")
     return given
 

@@ -160,12 +160,12 @@ def test_compiles_without_graph_break() -> None:
         assert torch.equal(torch.compile(f, backend="aot_eager", fullgraph=True)(), f())
 
 
-FEW = {  # counts below those of the mask alone: 8 tokens of 4 sequences in 2 groups
+FEW = {  # counts below those of the mask alone: tokens, groups, and no sequence at all
     "token_mean": (lambda: token_mean(MASK, num_tokens=int(MASK.sum()) - 1), "num_tokens"),
     "token_mean, a tensor": (lambda: token_mean(MASK, num_tokens=torch.tensor(1)), "num_tokens"),
-    "seq_mean": (lambda: seq_mean(MASK, cu_seqlens=CU, num_seqs=1), "num_seqs"),
-    "seq_mean_token_sum": (lambda: seq_mean_token_sum(MASK, cu_seqlens=CU, num_seqs=1), "num_seqs"),
-    "constant_length": (lambda: constant_length(MASK, cu_seqlens=CU, max_length=9, num_seqs=1), "num_seqs"),
+    "seq_mean": (lambda: seq_mean(MASK, cu_seqlens=CU, num_seqs=0), "num_seqs"),  # 1: pieces of one episode
+    "seq_mean_token_sum": (lambda: seq_mean_token_sum(MASK, cu_seqlens=CU, num_seqs=0), "num_seqs"),
+    "constant_length": (lambda: constant_length(MASK, cu_seqlens=CU, max_length=9, num_seqs=0), "num_seqs"),
     "prompt_mean": (
         lambda: prompt_mean(MASK, group_ids=torch.arange(len(CU) - 1), cu_seqlens=CU, num_groups=1), "num_groups",
     ),
@@ -181,9 +181,8 @@ FEW = {  # counts below those of the mask alone: 8 tokens of 4 sequences in 2 gr
 @pytest.mark.parametrize("name", FEW)
 def test_a_count_of_the_step_below_that_of_the_mask_is_refused(name):
     call, argument = FEW[name]
-    with pytest.raises(
-        ValueError, match=f"^{argument} is {int(MASK.sum()) - 1 if name == 'token_mean' else 1}, .*whole step"
-    ):
+    given = int(MASK.sum()) - 1 if name == "token_mean" else 0 if argument == "num_seqs" else 1
+    with pytest.raises(ValueError, match=f"^{argument} is {given}, .*this mask alone has.*whole step"):
         call()
 
 
