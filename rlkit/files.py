@@ -6,6 +6,7 @@ Also where a model and the cache are, for modules that do not import torch.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 TEMP_PREFIX = ".tmp_"  # names that start with it are unfinished or abandoned, and may be deleted
 _FULL = {
@@ -22,6 +24,8 @@ _FULL = {
     errno.EFBIG: "a file would pass the file size limit (ulimit -f)",
 }
 _CHUNK = 1 << 22
+ADAPTER = "adapter_config.json"
+_MAX_CONFIG = 16 << 20  # bytes; adapters name their layers in it
 
 
 def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None:
@@ -38,6 +42,8 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
         raise NotADirectoryError(f"{of} {str(path)!r} is a file: give its folder, {str(folder)!r}")
     if (Path(path) / "config.json").is_file():
         return
+    if is_adapter(path):
+        return check_model_path(base_of(path), of=f"the base model of the adapter {str(path)!r}:")
     if (Path(path) / "model" / "config.json").is_file():
         raise FileNotFoundError(f"{of} {str(path)!r} is a run folder: give its model, {str(Path(path) / 'model')!r}")
     what = "a folder without config.json" if Path(path).is_dir() else "no folder"
@@ -47,6 +53,43 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
         raise FileNotFoundError(f"{of} {str(path)!r}: {what}; {fix}")
     if reason := _no_hub(str(path)):
         raise FileNotFoundError(f"{of} {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an adapter of peft and no model."""
+    return (Path(path) / ADAPTER).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The adapter_config.json of a folder; ValueError for one that is damaged."""
+    file = Path(path) / ADAPTER
+    try:
+        found = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_CONFIG else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged, it is no JSON object: copy or download it again")
+    return found
+
+
+def base_of(path: str | os.PathLike[str]) -> str:
+    """The folder or hub id of the model under an adapter of peft; any other path as it is.
+
+    A relative path in adapter_config.json is tried from the current folder, as peft does, and from the adapter's.
+    Errors: ValueError for an adapter that names no model, or another adapter; FileNotFoundError for a folder that is
+    gone.
+    """
+    if not is_adapter(path):
+        return str(path)
+    name, fix = adapter_config(path).get("base_model_name_or_path"), f"give it: --model BASE --adapter {path}"
+    if not name or not isinstance(name, str):
+        raise ValueError(f"the adapter {str(path)!r} names no base model: {fix}")
+    found = next((place for place in (Path(name), Path(path) / name) if place.is_dir()), None)
+    if found is None and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        raise FileNotFoundError(f"the adapter {str(path)!r} is of the base model {name!r}, which is not there: {fix}")
+    if found is not None and is_adapter(found):
+        raise ValueError(f"the adapter {str(path)!r} is of another adapter, {name!r}: merge that one into its model")
+    return name if found is None else str(found)
 
 
 def _beside(path: Path) -> str:

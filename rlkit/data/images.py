@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.columns import is_empty
 from rlkit.data.load import Row, Rows, column_error
+from rlkit.files import base_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +210,7 @@ def reader_of(tokenizer: Any) -> ImageReader | None:
     """Reads images for the model whose tokenizer this is; None for a model of text, or where there is no model."""
     from transformers.utils.hub import cached_file
 
-    path = getattr(tokenizer, "name_or_path", "")
+    path = base_of(getattr(tokenizer, "name_or_path", ""))
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if not path or cached_file(path, "config.json", local_files_only=True, **quiet) is None:
         return None
@@ -221,7 +222,7 @@ def reader_at(path: str, tokenizer: Any, *, marked: bool = True) -> ImageReader 
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
 
-    config = load_config(path)
+    path, config = base_of(path), load_config(path)
     return ImageReader(path, tokenizer, config, marked=marked) if reads_images(config) else None
 
 

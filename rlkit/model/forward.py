@@ -33,7 +33,7 @@ from rlkit.model.families import (
     runs_packed,
     set_packed,
 )
-from rlkit.model.lora import adapters, without_adapter
+from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
@@ -342,12 +342,15 @@ def head_inputs(
 
 
 def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
-    """`policy` with the model `reference`; where that is the policy's own model, without its adapter. None for None.
+    """`policy` with the model `reference`; where that is the policy's own model, without its adapter, and of a
+    `rlkit.model.lora.snapshot` with the adapter of that time. None for None.
 
     Errors: ValueError where `reference` is the policy's model, and it has no adapter or the reference `moves`.
     """
     if reference is None:
         return None
+    if isinstance(reference, Snapshot) and reference.model is policy.model and not moves:
+        return at_snapshot(policy, reference)
     check_is_model(reference, "reference")
     if reference is not policy.model:
         return replace(policy, model=reference)

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from rlkit._text import printable
+from rlkit.files import base_of, is_adapter
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
-from rlkit.model.lora import adapters, add_lora, lora_config
+from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
 from rlkit.model.parallelize import COVERED, load_parallel
 from rlkit.model.pretrained import load_config
 from rlkit.model.quantized import Quantized
@@ -59,8 +60,10 @@ def load_policy(
 
     A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
     `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
-    frozen weights in `lora_base` (None: fp32, on many ranks `dtype`).
+    frozen weights in `lora_base` (None: fp32, on many ranks `dtype`). With a folder `adapter`, or one as `path`, the
+    adapter is on its base model, and alone trains on, or with `lora_rank` 0 is merged into weights that all train.
     """
+    path = _with_base(path, lora)
     mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
     _report_loading(path)
     if mesh is not None:
@@ -73,26 +76,47 @@ def _with_lora(
     load: Callable[..., Any],
     device: str,
     *,
-    lora_rank: int = 0,
+    lora_rank: int | None = None,
     lora_targets: Sequence[str] = (),
     lora_alpha: float | None = None,
     lora_dropout: float = 0.0,
     lora_base: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> Any:
     """`load(device=...)` with its adapters. A policy's quantized weights are made on the CPU from those of the files,
     so that they are never all held in fp32."""
-    if not lora_rank:
+    if adapter is not None and lora_rank == 0:
+        return merge_adapter(load(device=device), adapter)
+    if adapter is None and not lora_rank:
         return load(device=device)
     options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
     model = load(device="cpu", dtype="auto") if lora_base else load(device=device)
     if lora_base and any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()):
         model = load(device="cpu")  # constants such as Gemma's scale, which fp32 does not round
+    if adapter is not None:
+        return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base).to(device)
+    assert lora_rank is not None
     return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options).to(device)
 
 
-def reference_of(model: Any, given: str | None, *, path: str, load: Callable[..., Any]) -> Any:
-    """The reference model: `given` loaded, or `path` again, or with LoRA `model` itself, to be used without adapter."""
-    return model if given is None and adapters(model) else load(given or path, frozen=True)
+def _with_base(path: str | os.PathLike[str], lora: dict[str, Any]) -> str | os.PathLike[str]:
+    """The path of the base model where `path` is an adapter, which then is the `adapter` of the options."""
+    if not is_adapter(path):
+        return path
+    lora["adapter"] = path
+    return base_of(path)
+
+
+def reference_of(
+    model: Any, given: str | None, *, path: str, load: Callable[..., Any], adapter: str | None = None
+) -> Any:
+    """The reference model: `given` loaded, or with LoRA `model` itself, to be used without its adapter, or with the
+    `adapter` as it is now, or `path` (and `adapter`) again."""
+    if given is not None:
+        return load(given, frozen=True)
+    if adapters(model):
+        return model if adapter is None else snapshot(model)
+    return load(path, frozen=True, adapter=adapter)
 
 
 def load_judge(
@@ -106,9 +130,19 @@ def load_critic(
     path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", bins: Bins = Bins(),
     **lora: Any,
 ) -> Any:  # fmt: skip
-    """`load_policy` for a critic."""
+    """`load_policy` for a critic, which has adapters of its own: one of the policy is merged into its weights."""
     alone, sharded = partial(load_value_model, bins=bins), partial(load_value_parallel, bins=bins)
+    path = _with_base(path, lora)
+    if (adapter := lora.pop("adapter", None)) is not None:
+        plain = alone
+        alone = lambda path, **options: merge_adapter(plain(path, **options), adapter)  # noqa: E731
+        sharded = partial(_refuse_merging, adapter)
     return _load_headed(alone, sharded, path, args, device, dtype, lora)
+
+
+def _refuse_merging(adapter: Any, *_: Any, **__: Any) -> Any:
+    what = "is merged into its model in one process only: train it on, or merge it by peft (merge_and_unload) first"
+    raise ValueError(f"the adapter {str(adapter)!r} {what}")
 
 
 def _load_headed(
@@ -120,6 +154,7 @@ def _load_headed(
     dtype: str,
     lora: dict[str, Any],
 ) -> Any:
+    path = _with_base(path, lora)
     mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
     _report_loading(path)
     if mesh is None:

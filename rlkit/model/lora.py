@@ -5,6 +5,8 @@
     reference = without_adapter(policy, model)               # the base model, in the same memory
     await engine.update_weights(stream_weights(model), ...)  # merged weights, or for servers the adapter alone
     save_adapter(model, folder)                              # a few MB, which `peft` and engines load
+    model = load_adapter(load_model(base), folder)           # one of peft's or of a run, which trains on
+    reference = snapshot(model)                              # then: the model with that adapter, in the same memory
 
     W + (alpha / rank) B A           of a linear layer W [out, in]: a [rank, in], b [out, rank]
     W_e + (alpha / rank) B_e A_e     of each expert e of a fused weight W [experts, out, in], by peft's `ParamWrapper`:
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 
 from rlkit._extras import optional
 from rlkit.files import explain_full_disk
+from rlkit.model.adapter_files import WEIGHTS, read_adapter
 from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import tower_parts
@@ -89,30 +92,93 @@ def add_lora(
     Errors: ValueError for a target that the model lacks or that can have no adapter, with the names of those that can,
     and for `dropout` on fused experts.
     """
+    _inject(model, *_chosen(model, targets), {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}, base)
+    reset_adapters(model, seed=seed)
+    return model
+
+
+def _inject(model: Any, layers: list[str], experts: list[str], options: dict[str, Any], base: str | None) -> None:
+    """Freeze the model and put adapters with the `options` of peft's config around these layers and experts."""
     peft = optional("peft", "lora", "LoRA needs")
     import torch.distributed.tensor  # peft reads it as an attribute
 
-    layers, experts = _chosen(model, targets)
-    if dropout and experts:
+    if options["lora_dropout"] and experts:
         raise ValueError(
             f"`lora_dropout` must be 0 for fused experts ({_lasts(experts)}), or choose targets (--lora-targets) from: "
             f"{_lasts(layers)}"
         )
     head = getattr(model, "score", None)
-    kind: dict[str, Any] = {"task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "lora_dropout": dropout}
     if base is not None:
         _quantize(model, base)
     names = {"target_modules": [f"model.{x}" for x in layers], "target_parameters": [f"model.{x}" for x in experts]}
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, **names, **kind)
+    config = peft.LoraConfig(task_type="CAUSAL_LM" if head is None else "SEQ_CLS", **names, **options)
     nameless = nn.ModuleDict({"model": model})  # peft renames the targets of model types that it knows
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set where it should be
         peft.inject_adapter_in_model(config, nameless)
     model.peft_config = {"default": _saved_config(model, config, layers, experts)}
-    reset_adapters(model, seed=seed)
     if head is not None:
         head.requires_grad_(True)
-    return model.eval()  # the new modules, too
+    model.eval()  # the new modules, too
+
+
+def load_adapter(
+    model: Any, folder: Path | str, *, dropout: float = 0.0, base: str | None = None, fill: bool = True
+) -> Any:
+    """`add_lora` with the rank, the scale, the layers and the weights of an adapter: training it goes on.
+
+    The folder is one of `save_adapter`, or of peft's `save_pretrained`, with rank and scale of their own for some
+    layers (`rank_pattern`) and `use_rslora` too. Without `fill` its weights are not read: `fill_adapter` does so once
+    the model is cut.
+
+    Errors: those of `rlkit.model.adapter_files.read_adapter`; ValueError for an adapter of another model.
+    """
+    file = read_adapter(folder)
+    try:
+        layers, experts = _chosen(model, file.targets)
+    except ValueError as error:
+        reason = str(error).removeprefix("`lora_targets` ").partition("; choose")[0]
+        raise ValueError(f"the adapter {str(folder)!r} does not fit {type(model).__name__}: {reason}") from None
+    options = {"r": file.rank, "lora_alpha": file.alpha, "use_rslora": file.rslora, "lora_dropout": dropout}
+    _inject(model, layers, experts, options | file.patterns, base)
+    return fill_adapter(model, folder) if fill else model
+
+
+@torch.no_grad()
+def fill_adapter(model: Any, folder: Path | str) -> Any:
+    """Set the adapters to the weights in `folder`, also of a model that is already cut; ValueError for other shapes."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(folder) / WEIGHTS)
+    for adapter in adapters(model).values():
+        for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
+            name = f"base_model.model.{adapter.layer}.{part}.weight"
+            whole = tensors.pop(name, torch.empty(0))
+            if whole.shape != x.shape:
+                there = [*whole.shape] if whole.numel() else "missing"
+                raise ValueError(
+                    f"the adapter {str(folder)!r} is of another model: {name} is {there}, not {[*x.shape]}"
+                )
+            _copy(whole, x)
+    if tensors and mesh_of(model) is None:
+        raise ValueError(f"the adapter {str(folder)!r} is of another model, which has {next(iter(tensors))}")
+    return model
+
+
+def merge_adapter(model: Any, folder: Path | str) -> Any:
+    """Add the adapter in `folder` to the weights, in place: the model is as without LoRA, and all of it trains."""
+    trains = {name: p.requires_grad for name, p in model.named_parameters()}
+    updates = adapters(load_adapter(model, folder))
+    for name, p in model.named_parameters():
+        if (clean := clean_of_peft(name)) in updates:
+            p.data = merged(p.data, updates[clean])
+    for name, layer in [*model.named_modules()]:
+        if adapter_of(layer) is not None and not name.endswith(".base_layer"):
+            model.set_submodule(name, cast(Any, layer).get_base_layer())
+    del model.peft_config
+    for name, p in model.named_parameters():
+        p.requires_grad_(trains[name])
+    return model
 
 
 def _quantize(model: Any, kind: str) -> None:
@@ -343,6 +409,42 @@ def without_adapter(policy: PolicyFn, model: nn.Module) -> PolicyFn:
     return reference
 
 
+class Snapshot(NamedTuple):
+    """A model, and a copy of its adapters at some time: a `reference` of the loops while the model trains on."""
+
+    model: Any
+    kept: list[Tensor]
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """The model with its adapters as they are now. It takes no memory but for a copy of them."""
+    return Snapshot(model, [x.clone() for x in _adapter_shards(model)])
+
+
+def at_snapshot(policy: PolicyFn, reference: Snapshot) -> PolicyFn:
+    """The policy with the adapters of the snapshot. For scoring only, without gradient."""
+
+    def scored(batch: Any) -> Any:
+        live = _adapter_shards(reference.model)
+        now = [x.clone() for x in live]
+        with torch.no_grad():
+            try:
+                for x, kept in zip(live, reference.kept, strict=True):
+                    x.copy_(kept)
+                return policy(batch)
+            finally:
+                for x, kept in zip(live, now, strict=True):
+                    x.copy_(kept)
+
+    return scored
+
+
+def _adapter_shards(model: nn.Module) -> list[Tensor]:
+    """The numbers of the adapters that this rank holds, in their own memory."""
+    found: list[Any] = [x.detach() for adapter in adapters(model).values() for x in (adapter.a, adapter.b)]
+    return [(x.to_local() if hasattr(x, "to_local") else x).data for x in found]
+
+
 def only_adapter_trains(model: Any) -> bool:
     """Whether the frozen base weights and one `scale * B A` a layer, of one rank and scale, are all of the model.
 
@@ -404,7 +506,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
     config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).is_dir() else base or None
     config.save_pretrained(folder)
     whole = {name: x.contiguous() for name, x in tensors.items()}
-    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _full(x: Any) -> Tensor:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlkit.files import check_model_path
+from rlkit.files import base_of, check_model_path, is_adapter
 
 log = logging.getLogger("rlkit.model")
 
@@ -23,12 +23,16 @@ _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
-    """The config of a folder or hub id. ValueError for one that needs code of its own, or that is damaged."""
+    """The config of a folder or hub id, of an adapter that of its base model.
+
+    ValueError for one that needs code of its own, or that is damaged.
+    """
     from transformers import AutoConfig
 
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be the folder of a model or a hub id, got {path!r:.80}")
     check_model_path(path)
+    path = base_of(path)
     if (Path(path) / "adapter_config.json").is_file():  # transformers would load both into one model
         fix = "merge them (peft's merge_and_unload), and save the result"
         raise ValueError(f"model {str(path)!r} has an adapter beside its weights (adapter_config.json): {fix}")
@@ -45,10 +49,15 @@ def load_config(path: str | os.PathLike[str]) -> Any:
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a folder or hub id. ValueError for one that needs code of its own, or that is damaged."""
+    """The tokenizer of a folder or hub id, of an adapter without one that of its base model.
+
+    ValueError for one that needs code of its own, or that is damaged.
+    """
     from transformers import AutoTokenizer
 
-    check_model_path(path)
+    if not (is_adapter(path) and has_tokenizer(path)):
+        check_model_path(path)
+        path = base_of(path)
     with explained(path, "tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
     if len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False):
@@ -57,6 +66,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     if tokenizer.init_kwargs.get("auto_map"):
         log.warning("%r has a tokenizer in Python (auto_map), which is not run: transformers' is used", str(path))
     return tokenizer
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return (Path(path) / "tokenizer_config.json").is_file()
 
 
 @contextmanager

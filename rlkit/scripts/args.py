@@ -40,7 +40,10 @@ class Model:
     """The model, and the device it trains on."""
 
     model: str
-    """folder written by save_pretrained, or a hub id"""
+    """folder written by save_pretrained, or a hub id; or an adapter on its base model, as for --adapter"""
+    adapter: str | None = None
+    """LoRA adapter of `model` that training goes on in: a folder of peft's save_pretrained, or RUN/adapter. The
+    reference is the model with the adapter as it was; --lora-rank 0 merges it, and trains all weights"""
     device: str | None = None
     """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
@@ -54,6 +57,11 @@ class Model:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is: that of an adapter may have a chat template of its own."""
+        return self.adapter if self.adapter and (Path(self.adapter) / "tokenizer_config.json").is_file() else self.model
 
 
 @dataclass(frozen=True)
@@ -311,8 +319,8 @@ class Examples:
 class Lora:
     """LoRA adapters (needs peft)."""
 
-    lora_rank: CountOr0 = 0
-    """rank of LoRA adapters, which alone are trained; 0: train all weights"""
+    lora_rank: CountOr0 | None = None
+    """rank of LoRA adapters, which alone are trained; 0: train all weights. None: 0, and of an --adapter its own"""
     lora_targets: tuple[str, ...] = ()
     """names of the layers that get an adapter, e.g. q_proj v_proj; none: all but the head, also experts"""
     lora_alpha: Positive | None = None

@@ -28,7 +28,7 @@ import tyro
 from rlkit._text import printable
 from rlkit.files import check_model_path
 from rlkit.run.folder import read_args
-from rlkit.scripts.args import Data
+from rlkit.scripts.args import Data, Model
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device
@@ -37,7 +37,7 @@ from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, che
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
     "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list,
-    "stop_token_ids": list, "lora_rank": int, "ref_sync_steps": int,
+    "stop_token_ids": list, "lora_rank": int | None, "ref_sync_steps": int, "adapter": str | None,
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class Args:
     """Flags."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """run folder (its model/, else its newest checkpoint), folder written by save_pretrained, or hub id"""
+    """run folder (its model/, else its newest checkpoint), folder written by save_pretrained, adapter, or hub id"""
     prompt: str | None = None
     """print the answer to this prompt and end; None: read prompts from the terminal, or lines from a pipe"""
     system_prompt: str | None = None
@@ -241,12 +241,12 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
         if kept.get("steps") == 0:
             what = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {kept.get('model')}"
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
-    of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base")
+    of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base", "adapter")
     lora: dict[str, Any] = {name: kept[name] for name in of_lora if name in kept}
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))
-    tokenizer = load_tokenizer(kept["model"])
+    tokenizer = load_tokenizer(Model(kept["model"], adapter=kept.get("adapter")).tokenizer)
     if isinstance(kept.get("chat_template"), str):
         tokenizer.chat_template = read_template(folder / KEPT)[0]
     return model, tokenizer

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from rlkit.files import check_model_path, replace_file
+from rlkit.files import check_model_path, is_adapter, replace_file
 from rlkit.run.console import data_progress, say
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Data, Episodes, Evaluation, Model
@@ -42,7 +42,7 @@ class Args:
     """Flags."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """folder written by save_pretrained, hub id, or run folder (its model/, else its newest checkpoint)"""
+    """folder written by save_pretrained, adapter, hub id, or run folder (its model/, else its newest checkpoint)"""
     eval_data: str | tuple[str, ...]
     """held-out data, as for --eval-data of the other commands: NAME=FILE is a set that is measured by itself"""
     episodes: Flat[Episodes]
@@ -91,6 +91,8 @@ def main(args: Args) -> None:
     flags = flags_of_grpo(args, kept)
     if not kept or flags.engine.engine != "local":
         check_model_path(flags.model.model)
+    served = f"`engine` {flags.engine.engine} has no adapter {args.model}: use local, or give the merged model"
+    refuse_if(flags.engine.engine != "local" and is_adapter(args.model), served)
     check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
     check_engine(flags)

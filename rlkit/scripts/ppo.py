@@ -102,11 +102,13 @@ def main(args: Args) -> Path:
     from rlkit.model.pretrained import load_config
     from rlkit.run.sync import run_sync
 
-    path, adapter = args.critic or args.model.model, replace(args.lora, lora_rank=args.critic_lora_rank)
+    path, rank = args.critic or args.model.model, args.critic_lora_rank
+    alpha = None if args.model.adapter else args.lora.lora_alpha
+    lora = replace(args.lora, lora_rank=rank, lora_alpha=alpha).options() if rank else {}
+    lora |= {} if args.critic else {"adapter": args.model.adapter}
     check_rank(path, args.critic_lora_rank)
     head_of(load_config(path), args.bins)
     model, reference, rollouts = load_models(args, tokenizer)
-    lora = adapter.options() if args.critic_lora_rank else {}
     critic = load_critic(path, **where(args), bins=args.bins, **lora)
     report_model(critic, dtype=str(args.optim.dtype), name="critic")
     clip = partial(clipped, clip_low=args.loss.clip_low, clip_high=args.loss.clip_high)

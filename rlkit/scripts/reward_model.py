@@ -19,7 +19,7 @@ from typing import Annotated
 
 from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import check_rank, offline, own_loss, where
+from rlkit.scripts.start import check_rank, offline, own_loss, report_adapter, where
 from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
 
 
@@ -56,8 +56,9 @@ def main(args: Args) -> Path:
     from rlkit.model.launch import load_judge, report_model
 
     check_rank(args.model.model, args.lora.lora_rank)
-    model = load_judge(args.model.model, **where(args), **args.lora.options())
+    model = load_judge(args.model.model, **where(args), adapter=args.model.adapter, **args.lora.options())
     report_model(model, dtype=str(args.optim.dtype))
+    report_adapter(args)
     return reward_model(
         model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,
         loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlkit.files import check_model_path
+from rlkit.files import base_of, check_model_path, is_adapter
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, log
@@ -117,6 +118,33 @@ def within_memory(args: Any, total: int) -> Any:
     kept = replace(parallel, activation_checkpointing=found.checkpointing)
     optim = replace(args.optim, max_tokens=found.tokens)
     return replace(args, model=replace(args.model, parallel=kept), optim=optim)
+
+
+def with_adapter(args: Any) -> Any:
+    """The flags with the base model in `model` and its adapter in `adapter`, and with the adapter's rank and scale.
+
+    ValueError for flags that contradict the adapter, and for one that is not trained (see `read_adapter`). Does not
+    import torch.
+    """
+    from rlkit._extras import lacks
+    from rlkit.model.adapter_files import read_adapter
+
+    model, lora = args.model, args.lora
+    path = model.model if is_adapter(model.model) else model.adapter
+    if path is None:
+        return args
+    refuse_if(model.adapter and path != model.adapter, f"`model` {path} is an adapter too: give one, or its base model")
+    refuse_if(not find_spec("peft"), lacks("peft", "lora", f"the adapter {path} needs"))
+    base = base_of(path) if path == model.model else model.model
+    file, what = read_adapter(path), f"the adapter {path} has"
+    if lora.lora_rank != 0:
+        fix = "drop the flag to train the adapter on, or give `lora_rank` 0 to merge it and train all weights"
+        for name, given, own in (("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha)):
+            refuse_if(given not in (None, own), f"`lora_{name}` {given}: {what} {name} {own:g}: {fix}")
+        same = {*lora.lora_targets} in (set(), file.last_names)
+        refuse_if(not same, f"`lora_targets`: {what} {', '.join(sorted(file.last_names))}: {fix}")
+        lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
+    return replace(args, model=replace(model, model=base, adapter=path), lora=lora)
 
 
 def check_device(device: str) -> None:
@@ -231,17 +259,29 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     """Load the model, print one line about it, and return it with the reference model or None."""
     from rlkit.model.launch import load_policy, reference_of, report_model
 
-    check_rank(args.model.model, args.lora.lora_rank)
+    adapter = args.model.adapter
+    if adapter is None:
+        check_rank(args.model.model, args.lora.lora_rank)
     load: Callable[..., Any] = partial(load_policy, **where(args), train_vision=args.model.train_vision)
-    model = load(args.model.model, **args.lora.options())
+    model = load(args.model.model, adapter=adapter, **args.lora.options())
     report_model(model, dtype=args.optim.dtype)
+    report_adapter(args)
     stop_at_template(model, args)
     if not has_reference:
         return model, None
-    return model, reference_of(model, args.reference, path=args.model.model, load=load)
+    return model, reference_of(model, args.reference, path=args.model.model, load=load, adapter=adapter)
 
 
-def check_rank(path: str, rank: int) -> None:
+def report_adapter(args: Any) -> None:
+    """Print what becomes of the adapter of the flags, on rank 0."""
+    from rlkit.run.console import say
+
+    if args.model.adapter and is_first():
+        what = "trains on" if args.lora.lora_rank else "is merged into the weights, which all train"
+        say(f"adapter: {args.model.adapter} {what}; a reference is the model with the adapter as it is now")
+
+
+def check_rank(path: str, rank: int | None) -> None:
     """ValueError for adapters of a rank that no matrix of the model has."""
     if rank:
         from rlkit.model.pretrained import load_config
@@ -259,7 +299,7 @@ def stop_at_template(model: Any, args: Any) -> None:
     from rlkit.data.template_files import read_template
     from rlkit.model import pretrained
 
-    tokenizer = pretrained.load_tokenizer(args.model.model)
+    tokenizer = pretrained.load_tokenizer(args.model.tokenizer)
     tokenizer.chat_template = read_template(file)[0]
     ends = list(stop_token_ids(tokenizer, model.config, config))
     config.update(eos_token_id=ends, _from_model_config=False)  # True: `generate` may go back to config.json's eos
@@ -303,13 +343,14 @@ def offline(
     """The flags (see `begin`), the tokenizer, the examples that `read` makes of the training rows (and their `mixture`)
     and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
+    args = with_adapter(args)
     if args.examples.stream:
         check_stream(args, *forms)
     parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
     of_answers = answers(args, held_out)
     warn_of_warmup(args)
     args = begin(args)
-    tokenizer = load_tokenizer(args.model.model, reference, chat_template=template_file(args))
+    tokenizer = load_tokenizer(args.model.tokenizer, reference, chat_template=template_file(args))
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_example_tokens": args.examples.max_example_tokens,

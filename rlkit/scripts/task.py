@@ -32,6 +32,7 @@ from rlkit.scripts.start import (
     warn_of_clip,
     warn_of_repeats,
     warn_of_warmup,
+    with_adapter,
 )
 from rlkit.settings import Rollouts, SamplingParams, refuse_if
 
@@ -42,6 +43,7 @@ OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once 
 
 def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The flags (see `begin`), the tokenizer and the `Task`; `options` are further fields of the task."""
+    args = with_adapter(args)
     check_rl(args)
     check_engine(args)
     from rlkit.data.rows import PROMPT
@@ -57,7 +59,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     from rlkit.model.pretrained import load_config
 
     others = args.reference, getattr(args, "critic", None)
-    tokenizer = load_tokenizer(args.model.model, *others, chat_template=template_file(args))
+    tokenizer = load_tokenizer(args.model.tokenizer, *others, chat_template=template_file(args))
     env, score = make_env(tokenizer), make_score(tokenizer)
     with data_progress():
         rendered = [render(args, tokenizer, part) for part in parts]
