@@ -19,7 +19,7 @@ from typing import Any
 
 from rlkit._numbers import show
 from rlkit.data.load import place_of
-from rlkit.data.prompts import prompt_messages
+from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.rewards.call import Need, WrongResult, check_signature
 from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.source import (
@@ -359,7 +359,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
-        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt_messages(row)[-1]["content"]
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else question_messages(row)[-1]["content"]
         return reward_func([prompt + completion], [prompt], [_gold(row, "label")]), read
 
     def read(result: Any) -> dict[str, Any]:
@@ -466,7 +466,7 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
     """
 
     def call(completion: str, row: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> _Call:
-        conversation = messages or [*prompt_messages(row), {"role": "assistant", "content": completion}]
+        conversation = messages or [*question_messages(row), {"role": "assistant", "content": completion}]
         return reward_fn(conversation, _gold(row)), _unchanged
 
     return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD_COLUMNS])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,43 @@ def render_text(
         if not arguments:
             raise
     return apply([_with_texts(message) for message in messages], **options)
+
+
+def opened_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """The text up to where the policy goes on: the generation prompt, and the text of a last assistant message.
+
+    Such a message begins the answer (`continue_final_message` of transformers). See `beginning`.
+    """
+    begun = len(messages) > 1 and messages[-1].get("role") == "assistant"
+    before = messages[:-1] if begun else messages
+    text = render_text(tokenizer, before, add_generation_prompt=True, tools=tools, template_args=template_args)
+    return text + beginning(messages[-1], text) if begun else text
+
+
+def beginning(message: Message, opened: str) -> str:
+    """The text of an assistant message that begins the answer, as it stands after the generation prompt `opened`.
+
+    It is taken literally, as if the policy had sampled it: what a template drops or rewrites in a finished turn stays.
+    A tag such as `<think>` with which the generation prompt ends is not written twice.
+
+    Errors: ValueError for calls or reasoning beside the text, and for a tag that is opened again further on.
+    """
+    if more := [key for key in (*TURN_TEXTS[1:], "tool_calls") if message.get(key)]:
+        raise ValueError(f"the last message begins the answer, and holds {more[0]!r}: write it into 'content'")
+    text, found = str(message.get("content") or ""), re.search(r"(<[\w:]+>|\[[A-Z_]+\])(\s*)\Z", opened)
+    if not found or found[1] not in text:
+        return text
+    if not text.lstrip().startswith(found[1]):
+        what = f"the chat template opens {found[1]}, and the prompt's beginning of the answer, {text[-60:]!r}, does too"
+        fix = "drop it there, or, where the template has that argument, --template-args '{\"enable_thinking\": false}'"
+        raise ValueError(f"{what}: {fix}")
+    return text.lstrip().removeprefix(found[1]).removeprefix(found[2])
 
 
 def check_arguments(args: Mapping[str, Any] | None, what: str) -> None:

@@ -14,7 +14,7 @@ from copy import copy
 from functools import cache
 from typing import Any
 
-from rlkit.data.chat import Message, encode, render_text, turn_tokens
+from rlkit.data.chat import Message, encode, opened_text, turn_tokens
 from rlkit.data.columns import joined_parts
 from rlkit.data.images import MARK, PARTS, PLACE, reader_of, short, source_of
 from rlkit.types import Picture
@@ -77,7 +77,7 @@ class EpisodeImages:
         """
         how: dict[str, Any] = {"tools": tools, "template_args": template_args}
         told = [self._split(message) for message in messages]
-        text = render_text(self._tokenizer, told, add_generation_prompt=True, **how)
+        text = opened_text(self._tokenizer, told, **how)
         report_unwritten(messages, text, tools)
         text, shown = self._placed(text)
         last = max((i for i, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)

@@ -49,6 +49,7 @@ def sft_examples(
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
     too_long: TooLong = "drop",
+    continue_answer: bool = False,
 ) -> tuple[list[Example], int]:
     """`(examples, num_dropped)` from rows of `{prompt, response}` or `{messages}`; only assistant tokens are trained.
 
@@ -57,7 +58,8 @@ def sft_examples(
     `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` renders it, the response verbatim, the
     end of turn. So the trained tokens are those that a rollout would sample after that prompt; the template never sees
     the response. With `apply_chat_template=False` both are plain text, and `eos_token` is the end. A response may also
-    be a list of messages, as in `preference_pairs`.
+    be a list of messages, as in `preference_pairs`. With `continue_answer` the response goes on after an assistant
+    message that ends the prompt, here and in the other readers.
 
     `{messages}`: the template writes everything. For each assistant turn i, in tokens,
 
@@ -86,6 +88,7 @@ def sft_examples(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
+    template = replace(template, continue_answer=continue_answer)
     text = len(rows) > 0 and is_text(rows[0])
     if text:
         template = replace(template, apply=False)
@@ -144,6 +147,7 @@ def preference_pairs(
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
     too_long: TooLong = "drop",
+    continue_answer: bool = False,
 ) -> tuple[list[Pair], int]:
     """`(pairs, num_dropped)` from rows of `{prompt or messages, chosen, rejected}`; responses are strings or messages.
 
@@ -170,6 +174,7 @@ def preference_pairs(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
+    template = replace(template, continue_answer=continue_answer)
     return _pairs(rows, template, max_example_tokens, too_long)
 
 
@@ -213,6 +218,7 @@ def labelled_examples(
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
     too_long: TooLong = "drop",
+    continue_answer: bool = False,
 ) -> tuple[list[Labelled], int]:
     """`(examples, num_dropped)` from rows of `{prompt or messages, completion or response, label}`, or from pairs.
 
@@ -234,6 +240,7 @@ def labelled_examples(
     """
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
+    template = replace(template, continue_answer=continue_answer)
     if rows and "chosen" in rows[0]:
         pairs, num_dropped = _pairs(rows, template, max_example_tokens, too_long)
         two = [Labelled(p.prompt, x, x is p.chosen, p.images) for p in pairs for x in (p.chosen, p.rejected)]

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
 from rlkit.data.images import ImageReader
+from rlkit.data.load import place_of
 from rlkit.data.messages import decoded
-from rlkit.data.rows import PROMPT, Template, TooLong, drop, prompt_messages, read_rows, shorten
+from rlkit.data.rows import (
+    PROMPT,
+    PROMPT_COLUMNS,
+    Template,
+    TooLong,
+    check_begun,
+    drop,
+    prompt_messages,
+    prompt_text,
+    question_messages,
+    read_rows,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlkit.types import Picture
 
-__all__ = ["Prompt", "joined_parts", "prompt_messages", "rl_prompts"]
+__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt, the row it came from, the index of that row, and the images that the prompt shows."""
+    """A rendered prompt, the row it came from, the index of that row, and the images that the prompt shows.
+
+    `begun` is the text with which the prompt begins the answer: a reward reads it before what was sampled.
+    """
 
     ids: list[int]
     row: dict[str, Any]
     index: int
     images: tuple[Picture, ...] = ()
+    begun: str = ""
 
 
 def rl_prompts(
@@ -41,6 +60,7 @@ def rl_prompts(
     template_args: Mapping[str, Any] | None = None,
     images: ImageReader | None = None,
     too_long: TooLong = "drop",
+    continue_answer: bool = False,
 ) -> tuple[list[Prompt], int]:
     """`(prompts, num_dropped)` from rows that have `messages` or `prompt`; all columns stay in `row`.
 
@@ -50,38 +70,71 @@ def rl_prompts(
     `prompt` is tokenised as it is, with the tokenizer's own special tokens such as a leading bos; of messages, the
     contents are joined without a separator. A row's `tools` (JSON schemas) go to the template unless `tools` is given.
 
+    An assistant message that ends the conversation begins the answer: its text stands literally after the generation
+    prompt, sampling goes on after it, and it is in `Prompt.begun`. It is the same in all rows, of which there are
+    several: texts that differ may be finished answers, which only `continue_answer` continues.
+
     `images` reads the images of rows for a vision model (`rlkit.data.images`); without it they are refused. A prompt
     with images is never cut.
 
     A prompt of more than `max_prompt_tokens` is dropped, and so is one without any text; `too_long` "cut-left" keeps
-    its last tokens instead, "cut-right" the first, and "error" raises. It is logged with the first rows, and the number
-    dropped is returned. Raises ValueError, with the row (see `place_of`), for a row without `messages` and `prompt`, a
-    conversation that is malformed (see `prompt_messages`), empty or ends with the assistant's answer, a role that is
-    neither in `ROLES` nor in the template, and where no prompt is left.
+    the end of the text of its last user message instead, "cut-right" the start, as much as fits once it is rendered
+    again (without a chat template, of the whole prompt), also in `row`, and "error" raises. It is logged with the first
+    rows, and the number dropped is returned.
 
-    Differs: verl `rollout.prompt_length` cuts a longer prompt on the left, as `too_long` "cut-left".
+    Raises ValueError, with the row (see `place_of`), for a row without `messages` and `prompt`, a conversation that is
+    malformed (see `prompt_messages`), empty or seems to end with the answer, a role that is neither in `ROLES` nor in
+    the template, and where no prompt is left.
+
+    Differs: verl `rollout.prompt_length` cuts the tokens of a longer prompt, bos, system message and headers too.
     """
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, of_run=True, images=images)
     turns = read_rows(rows, template, PROMPT, max_prompt_tokens=max_prompt_tokens)
+    check_begun(rows, [turn for (turn,) in turns], continue_answer=continue_answer)
     left = drop(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, _row(rows[i]), i, t.images)) for (i, t), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, _row(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)]
     prompts = shorten(
         rows,
         prompts,
         lambda p: len(p.ids),
-        _cut,
+        partial(_cut, rows, template),
         what="prompts",
         too_long=too_long,
+        lose="the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens",
         max_prompt_tokens=max_prompt_tokens,
     )
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
 
 
-def _cut(prompt: Prompt, limit: int, left: bool) -> Prompt | None:
-    return None if prompt.images else replace(prompt, ids=prompt.ids[-limit:] if left else prompt.ids[:limit])
+def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, limit: int, left: bool) -> Prompt | None:
+    """The prompt with as much of the text of its last user message as fits, rendered again; without a chat template,
+    of its whole text. None where no character of it fits, and for images. The row has the text that is left.
+    """
+    row = prompt.row
+    column = next(name for name in PROMPT_COLUMNS if row.get(name) is not None)
+    if isinstance(row[column], str):
+        text, with_text = row[column], lambda text: {column: text}
+    else:
+        messages = prompt_messages(row)
+        place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if place is None or prompt.images:
+            return None
+        head, user, tail = messages[:place], messages[place], messages[place + 1 :]
+        text, with_text = user["content"], lambda text: {column: [*head, {**user, "content": text}, *tail]}
+
+    def cut(size: int) -> Prompt:
+        own = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
+        written = prompt_text(own, place_of(rows, prompt.index), template)
+        (ids,) = encode_all(template.tokenizer, [written], add_special_tokens=not template.apply)
+        return replace(prompt, ids=ids, row=own)
+
+    size = bisect_right(range(1, len(text)), limit, key=lambda size: len(cut(size).ids))
+    while size and len((found := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
+        size -= 1
+    return found if size else None
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -51,6 +52,7 @@ _REPEATED = 12  # characters: a response may begin with a shorter prompt by chan
 ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _READ = "rlkit.compat.rows.read(rows) reads rows of other systems"
 RENAME = "; a column under another name is renamed with --rename"
+FINISHED = "drop that message (a known answer belongs in a column of its own)"
 _COLUMN_FIX = "check which columns hold the texts: one under another name is renamed with --rename"
 
 
@@ -58,7 +60,8 @@ class Turn(NamedTuple):
     """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
 
     A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
-    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `untrained`: another assistant message
+    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `begun`: the text with which a
+    prompt begins the answer. `untrained`: another assistant message
     of the row is context, though the row does not exclude it from the loss.
     """
 
@@ -71,6 +74,7 @@ class Turn(NamedTuple):
     blocks: list[int] | None = None
     untrained: bool = False
     images: tuple[Image, ...] = ()
+    begun: str = ""
 
 
 class Form(NamedTuple):
@@ -489,6 +493,7 @@ def shorten(
     *,
     what: str,
     too_long: TooLong,
+    lose: str = "their {side} tokens",
     **limit: int,
 ) -> list[tuple[int, X]]:
     """`drop` the items with more tokens than the limit, or raise ValueError for the first, or cut them.
@@ -511,7 +516,7 @@ def shorten(
         raise ValueError(f"{place_of(rows, index)}: {length(item)} tokens; {found}: {fix}")
     shorter = [(i, cut(item, value, too_long == "cut-left") if length(item) > value else item) for i, item in items]
     side = "first" if too_long == "cut-left" else "last"
-    why = f"are longer than `{name}` {value} and lose their {side} tokens"
+    why = f"are longer than `{name}` {value} and lose {lose.format(side=side)}"
     drop(rows, items, lambda item: length(item) > value, what=what, why=why, keep=True)
     kept = drop(rows, shorter, lambda item: item is None, what=what, why="have nothing left to train on")
     return [(index, item) for index, item in kept if item is not None]
@@ -542,20 +547,59 @@ def _context(row: Row, place: str, template: Template) -> tuple[str, list[dict[s
     if not template.apply:
         return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1], []
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
-    template.refuse_unwritten(messages, place)
-    return template.text(messages, place, opened=True), messages
+    begun = template.continue_answer and begins_answer(messages)
+    template.refuse_unwritten(messages[:-1] if begun else messages, place)
+    text = template.begun_text(messages, place) if begun else template.text(messages, place, opened=True)
+    return text, messages
+
+
+def prompt_text(row: Row, place: str, template: Template) -> str:
+    """The text of a row that was read, up to where the answer goes on, without its checks."""
+    if not template.apply:
+        return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1]
+    template = template.of_row(row, place)
+    messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
+    if begins_answer(messages):
+        return template.begun_text(messages, place)
+    return template.text(messages, place, opened=True)
+
+
+def begins_answer(messages: Sequence[Message]) -> bool:
+    """Whether the last message of a prompt is the beginning of the answer."""
+    return len(messages) > 1 and messages[-1]["role"] == "assistant"
 
 
 def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
-    text, messages = _context(row, place, template)
-    if messages and messages[-1]["role"] == "assistant":
-        raise ends_with_answer(place, "drop that message (a known answer belongs in a column of its own)")
-    return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip())]
+    text, messages = _context(row, place, replace(template, continue_answer=True))
+    if messages and messages[-1]["role"] == "assistant" and len(messages) == 1:
+        raise ends_with_answer(place, FINISHED)
+    begun = str(messages[-1].get("content") or "") if begins_answer(messages) else ""
+    return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip(), begun=begun)]
+
+
+def check_begun(rows: Sequence[Row], turns: Sequence[Turn], *, continue_answer: bool) -> None:
+    """Log prompts that begin the answer. ValueError for those that may be finished answers: not all rows begin alike.
+
+    With `continue_answer` they are continued whatever they are.
+    """
+    begun = [(index, turn.begun) for index, turn in enumerate(turns) if turn.begun]
+    alike = len(begun) == len(turns) > 1 and len({text for _, text in begun}) == 1
+    if begun and not (alike or continue_answer):
+        fix = f"{FINISHED}, or --continue-answer samples on after it"
+        raise ends_with_answer(place_of(rows, begun[0][0]), fix)
+    why = f"end with the beginning of the answer, after which sampling goes on: {(begun or [(0, '')])[0][1][-60:]!r}"
+    drop(rows, begun, bool, what="prompts", why=why, keep=True)
 
 
 def ends_with_answer(place: str, fix: str) -> ValueError:
     """The error of a prompt whose last message is the assistant's."""
     return ValueError(f"{place}: the conversation ends with an assistant message, so there is nothing to answer; {fix}")
+
+
+def question_messages(row: Row) -> list[dict[str, Any]]:
+    """`prompt_messages` without a last assistant message, which begins the answer."""
+    messages = prompt_messages(row)
+    return messages[:-1] if begins_answer(messages) else messages
 
 
 def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
@@ -638,7 +682,7 @@ def _response(
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
     several = names is _RESPONSE and len(ends) > 1
     response = "" if several else _last(messages, name, place)["content"]
-    before = [] if column == "messages" else _before(row, column, messages, place)
+    before = [] if column == "messages" else _before(row, column, messages, place, template.continue_answer)
     row = Converted(row, {"prompt": None, "messages": before + messages})
     if several:
         context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
@@ -669,11 +713,14 @@ def _last(messages: Sequence[Message], column: str, place: str) -> Message:
     return last
 
 
-def _before(row: Row, column: str, response: Sequence[Message], place: str) -> list[dict[str, Any]]:
+def _before(
+    row: Row, column: str, response: Sequence[Message], place: str, continue_answer: bool
+) -> list[dict[str, Any]]:
     """The messages of the row's prompt that stand before a response; none where the response repeats them.
 
     An assistant message that ends the prompt is left out where it is the response too (of a pair: `chosen`). A prompt
-    that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL.
+    that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL. With
+    `continue_answer` the response goes on after an assistant message that ends the prompt.
     """
     name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
     begins = response[0]["role"] in (*_SYSTEM, "user")
@@ -700,9 +747,11 @@ def _before(row: Row, column: str, response: Sequence[Message], place: str) -> l
         raise column_error(place, found, row, f"{fix}{column!r}")
     if prompt[-1]["role"] != "assistant" or response[0]["role"] != "assistant":
         return prompt
+    if continue_answer and len(response) == 1:
+        return prompt
     raise ValueError(
         f"{place}: column {own_name(row, name)!r} ends with an assistant message, and {own_name(row, column)!r} is "
-        "another answer; drop one of them (rlkit does not continue an answer that is begun in the prompt)"
+        "another answer; drop one of them, or --continue-answer, where the response goes on after the prompt's"
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns
-from rlkit.data.chat import TURN_TEXTS, Message, check_arguments, end_of_turn_id, render_text
+from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, end_of_turn_id, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
 from rlkit.data.messages import row_template_args, row_tools
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 X = TypeVar("X")
+_log = logging.getLogger("rlkit.data")
 ROLES = ("system", "user", "assistant", "tool")  # that every chat template is expected to know
 _OTHER_NAMES = {  # of these, for templates that do not name them
     "developer": "system", "function": "tool", "observation": "tool",
@@ -40,6 +42,8 @@ class Template:
     seen: dict[Any, Any] = field(default_factory=dict, compare=False)
     """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
     images: ImageReader | None = None
+    continue_answer: bool = False
+    """whether an assistant message that ends the prompt begins the answer, in any row"""
     lost: dict[Any, None] = field(default_factory=dict, compare=False)
     """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 
@@ -88,6 +92,25 @@ class Template:
             )
         except Exception as error:
             raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}") from error
+
+    def begun_text(self, messages: Sequence[Message], place: str) -> str:
+        """The conversation up to the end of its last message, which begins the answer: see `beginning`.
+
+        A template that writes such an answer otherwise once it is finished is named in the log, once.
+        """
+        opened = self.text(messages[:-1], place, opened=True)
+        try:
+            found = opened + beginning(messages[-1], opened)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if "begun" not in self.seen:
+            whole = self.text(messages, place, opened=False)
+            self.seen["begun"] = same = whole.startswith(found.rstrip())
+            shared = next((i for i, (a, b) in enumerate(zip(found, whole)) if a != b), len(found))
+            said = "prompts end with the beginning of the answer as it is, %r; the chat template writes a past one %r"
+            if not same:
+                _log.warning(said, found[shared:][:60], whole[shared:][:60])
+        return found
 
     def refuse_unwritten(self, messages: Sequence[Message], place: str) -> None:
         """ValueError for a content, tool call, reasoning or tools that the template does not write.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rlkit._numbers import is_number, show
 from rlkit._retrying import BUSY
-from rlkit.data.prompts import prompt_messages
+from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.rewards.http import HttpError, post_json
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ async def remote_reward_model(
     one, and only those that are rejected again are errors.
     """
     texts = [
-        render([*prompt_messages(row), {"role": "assistant", "content": completion}])
+        render([*question_messages(row), {"role": "assistant", "content": completion}])
         for completion, row in zip(completions, rows, strict=True)
     ]
 

@@ -28,7 +28,8 @@ def scorer(
 ) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
     """Rewards of a function, as the `score` argument of `rlkit.rollout.rollout`: decode a group, run the function.
 
-    `completion` is the text of the last sampled turn, without special tokens. The function may also ask for
+    `completion` is the text of the last sampled turn, without special tokens; of a prompt that begins the answer it has
+    that beginning, as in TRL (`completion_ids` have not). The function may also ask for
     `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
     `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
     `info["metrics"]`, texts (`reason`) to `info["notes"]`. `rlkit.compat.rewards.adapted` makes such a function of one
@@ -153,5 +154,7 @@ def completion_of(tokenizer: Any, trajectory: Trajectory) -> str:
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
     text = completion_of(tokenizer, trajectory)
+    if (begun := getattr(prompt, "begun", "")) and all(trajectory.mask):  # one turn: it goes on after the beginning
+        text = begun + text
     tokens = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.ids, "truncated": trajectory.truncated}
     return Sample(text, prompt.row, prompt.index, {**trajectory.info, **tokens})

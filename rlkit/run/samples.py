@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlkit._text import printable
-from rlkit.data.prompts import Prompt, prompt_messages
+from rlkit.data.prompts import Prompt, question_messages
 from rlkit.rewards.text import gold_answer
 from rlkit.rollout.limits import success
 from rlkit.run.console import line_width
@@ -97,7 +97,9 @@ class Samples:
         self._run.trajectories(step, [row for group in rows for row in group])
         if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
             shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
-            for line in table(rows[shown], question=self._question(prompts[shown]), width=line_width()):
+            prompt = prompts[shown]
+            told = {"question": self._question(prompt), "begun": getattr(prompt, "begun", "")}
+            for line in table(rows[shown], **told, width=line_width()):
                 self._run.say(line, whole=True)
 
     def _rows(
@@ -119,9 +121,9 @@ class Samples:
         return text
 
     def _question(self, prompt: Prompt) -> str:
-        """The last message of the prompt, without the chat template."""
+        """The last message of the prompt before the answer, without the chat template."""
         try:
-            content: str = prompt_messages(prompt.row)[-1]["content"]
+            content: str = question_messages(prompt.row)[-1]["content"]
             return content
         except (ValueError, KeyError, TypeError):  # made in Python, without a row
             return self._decode(prompt.ids)
@@ -181,9 +183,10 @@ def pieces(ids: Sequence[int], *, decode: Decode) -> list[str]:
     return out
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> list[str]:
+def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int, begun: str = "") -> list[str]:
     """The lines that show a few samples of one group: the highest reward, the lowest, and one between them.
 
+    `begun` is the text with which the prompt begins the answers.
     Texts are quoted as JSON, so that a line stays one line and no control character reaches the terminal.
     """
     order = sorted((row for row in rows if "continues" not in row), key=lambda row: row["reward"], reverse=True)
@@ -193,6 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int) -> li
     if isinstance(first["gold"], int | float):  # which no text equals
         shown_gold = f"{first['gold']} (a number)"
     gold = "" if first["gold"] is None else f"   gold: {shown_gold}"
+    gold = (f"   begun: {_quoted(begun, width // 3)}" if begun else "") + gold
     title = f"  step {first['step']}, row {first['group'] + 1} of the data: "
     parts = [name for name in first["rewards"] if "/" not in name]
     columns = ["reward", "advantage", *parts]

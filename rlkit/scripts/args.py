@@ -85,7 +85,12 @@ class Data:
     """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
     too_long: Literal["drop", "cut-left", "cut-right", "error"] = "drop"
     """prompts and examples above the limit of tokens: drop (and report) them, cut their first (left) or last tokens, or
-    end with an error. Of a pair, cut-left cuts the prompt, cut-right the responses"""
+    end with an error. Of a prompt the text of the last user message is cut; of a pair, cut-left cuts the prompt,
+    cut-right the responses"""
+
+    continue_answer: bool = False
+    """prompts that end with an assistant message begin the answer, whatever it is; in RL the same one in all rows does
+    without the flag, and answers that differ are refused"""
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("system_prompt", "template_args"))

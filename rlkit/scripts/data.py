@@ -56,6 +56,8 @@ class Args:
     """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
     template_args: str = "{}"
     """JSON object of further arguments of the chat template"""
+    continue_answer: bool = False
+    """prompts that end with an assistant message begin the answer, whatever it is"""
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("files", "system_prompt"))
@@ -113,12 +115,15 @@ def show_rendered(args: Args, data: Data, command: str, rows: Any, *, place: str
     """
     tokenizer, render = renderer(args, data, command, rows)
 
+    sure = args.continue_answer
+
     def read(some: Any) -> list[tuple[list[int], list[bool]]]:
-        return render(data.read(some, *forms_for(command)))
+        return render(data.read(some, *forms_for(command)), continue_answer=sure)
 
     good, wrong = checked(rows, read)
     if not good:
         return wrong
+    sure = True  # a row alone does not show whether all begin the answer alike
     chosen = next((i for i in good if rows.places[i] == place), good[0])
     say(f"{rows.places[chosen]}, as rlkit {command} reads it:")
     sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in read(_some(rows, [chosen]))))
@@ -200,7 +205,7 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
 
 def renderer(
     args: Args, data: Data, command: str, rows: Any
-) -> tuple[Any, Callable[[Any], list[tuple[list[int], list[bool]]]]]:
+) -> tuple[Any, Callable[..., list[tuple[list[int], list[bool]]]]]:
     """The tokenizer, and a function from rows to the ids and the mask of their examples."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
@@ -212,7 +217,8 @@ def renderer(
     how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
     how["images"] = image_reader(args.model or "", tokenizer, rows)
 
-    def render(rows: Any) -> list[tuple[list[int], list[bool]]]:
+    def render(rows: Any, *, continue_answer: bool) -> list[tuple[list[int], list[bool]]]:
+        how["continue_answer"] = continue_answer
         if command == "grpo":
             return [(p.ids, [False] * len(p.ids)) for p in rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]]
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(

@@ -359,6 +359,7 @@ def offline(
         "template_args": args.data.template() or None,
         "images": image_reader(args.model.model, tokenizer, chain(*parts, *held_out.values())),
         "too_long": args.data.too_long,
+        "continue_answer": args.data.continue_answer,
     }
     with data_progress():
         of_part = [read(part, **render)[0] for part in parts]

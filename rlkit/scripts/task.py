@@ -153,6 +153,7 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
                 part, tokenizer=tokenizer, max_prompt_tokens=args.examples.max_example_tokens,
                 system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
                 template_args=args.data.template() or None, too_long=args.data.too_long,
+                continue_answer=args.data.continue_answer,
                 images=image_reader(args.model.model, tokenizer, part),
             )[0]  # fmt: skip
             params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
@@ -482,6 +483,7 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
             rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
             apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
             template_args=args.data.template() or None, too_long=args.data.too_long,
+            continue_answer=args.data.continue_answer,
             images=image_reader(args.model.model, tokenizer, rows),
         )[0]  # fmt: skip
     except ValueError as error:

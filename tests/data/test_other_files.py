@@ -751,8 +751,8 @@ REFUSED = {  # script, row, the message after the file and the place
     "OpenAI preference after another answer": (
         "dpo", {"input": {"messages": [user("hi"), answer("hey")]}, "preferred_output": [answer("yo")],
                 "non_preferred_output": [answer("no")]},
-        ": column 'input' ends with an assistant message, and 'preferred_output' is another answer; drop one of them "
-        "(rlkit does not continue an answer that is begun in the prompt)",
+        ": column 'input' ends with an assistant message, and 'preferred_output' is another answer; drop one of "
+        "them, or --continue-answer, where the response goes on after the prompt's",
     ),
     "an answer beside a whole conversation": (
         "sft", {"input": [user("hi"), answer("hey")], "output": "yo"},
@@ -762,7 +762,7 @@ REFUSED = {  # script, row, the message after the file and the place
     "a conversation of ShareGPT without a question": (
         "grpo", {"conversations": [human("hi"), gpt("yo")]},
         ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "
-        "answer belongs in a column of its own)",
+        "answer belongs in a column of its own), or --continue-answer samples on after it",
     ),
     "a role of ShareGPT that is a list": (
         "sft", {"conversations": [{"from": ["gpt"], "value": "yo"}]},
@@ -800,13 +800,13 @@ REFUSED = {  # script, row, the message after the file and the place
     ),
     "a prompt that ends with another answer": (
         "dpo", {"messages": [user("hi"), answer("hey")], "chosen": "yo", "rejected": "no"},
-        ": column 'messages' ends with an assistant message, and 'chosen' is another answer; drop one of them (rlkit "
-        "does not continue an answer that is begun in the prompt)",
+        ": column 'messages' ends with an assistant message, and 'chosen' is another answer; drop one of them, or "
+        "--continue-answer, where the response goes on after the prompt's",
     ),
     "a prompt that ends with the rejected answer": (
         "dpo", {"prompt": [user("hi"), answer("no")], "chosen": [answer("yo")], "rejected": [answer("no")]},
-        ": column 'prompt' ends with an assistant message, and 'chosen' is another answer; drop one of them (rlkit "
-        "does not continue an answer that is begun in the prompt)",
+        ": column 'prompt' ends with an assistant message, and 'chosen' is another answer; drop one of them, or "
+        "--continue-answer, where the response goes on after the prompt's",
     ),
     "a system prompt beside a pair of conversations": (
         "dpo", {"prompt": "be brief", "chosen": [user("hi"), answer("yo")], "rejected": [user("hi"), answer("no")]},
@@ -839,7 +839,7 @@ REFUSED = {  # script, row, the message after the file and the place
     "a conversation without a question": (
         "grpo", {"messages": [user("hi"), answer("yo")]},
         ": the conversation ends with an assistant message, so there is nothing to answer; drop that message (a known "
-        "answer belongs in a column of its own)",
+        "answer belongs in a column of its own), or --continue-answer samples on after it",
     ),
 }  # fmt: skip
 HALF = "column {!r} holds '\\ud83d', half of a surrogate pair, which is no character: ...'{}\\ud83d'...; repair or drop"

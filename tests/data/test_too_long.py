@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.prompts import rl_prompts
+from rlkit.data.prompts import prompt_messages, rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rollout.envs.chat import Chat
 
 TOKENIZER = tiny_tokenizer()  # without a template one token per byte
 PLAIN = {"tokenizer": TOKENIZER, "apply_chat_template": False}
@@ -57,6 +58,73 @@ def test_a_labelled_response_is_cut_alike():
     assert (cut.prompt, cut.response) == ([*b"abcd"], [*b"ef"])
     (cut, _) = made(labelled_examples, LABELLED, 6, too_long="cut-left")
     assert (cut.prompt, cut.response) == ([*b"cd"], [*b"efg", END])
+
+
+BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+BOS += "{% if add_generation_prompt %}[assistant]{% endif %}"
+LONG = "abcdefghij" * 5
+SYSTEM = {"role": "system", "content": "SYS"}
+ROADS = {
+    "string": ({"prompt": LONG}, "[user]{}<|im_end|>[assistant]"),
+    "system": (
+        {"messages": [SYSTEM, {"role": "user", "content": LONG}]},
+        "[system]SYS<|im_end|>[user]{}<|im_end|>[assistant]",
+    ),
+    "tool": (
+        {
+            "prompt": [
+                {"role": "user", "content": LONG},
+                {"role": "assistant", "content": "x"},
+                {"role": "tool", "content": "T"},
+            ]
+        },
+        "[user]{}<|im_end|>[assistant]x<|im_end|>[tool]T<|im_end|>[assistant]",
+    ),
+    "begun": (
+        {"messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "So"}]},
+        "[user]{}<|im_end|>[assistant]So",
+    ),
+}
+
+
+@pytest.mark.parametrize("too_long", ["cut-left", "cut-right"])
+@pytest.mark.parametrize("road", ROADS)
+def test_the_text_of_the_last_user_message_is_cut_and_the_rest_stays(road, too_long, caplog):
+    """bos, system message, headers, the end of the turn and the generation prompt, and no character more is lost."""
+    row, form = ROADS[road]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template, tokenizer.bos_token = BOS, "<|im_start|>"
+    around = len(tokenizer.encode("<|im_start|>" + form.format(""), add_special_tokens=False))
+    limit = around + 7
+    (cut, _) = rl_prompts([row, row], tokenizer=tokenizer, max_prompt_tokens=limit, too_long=too_long)[0]
+    kept = LONG[-7:] if too_long == "cut-left" else LONG[:7]
+    assert tokenizer.decode(cut.ids) == "<|im_start|>" + form.format(kept)
+    assert len(cut.ids) == limit
+    assert [m["content"] for m in prompt_messages(cut.row) if m["role"] == "user"] == [kept], (
+        "as environments render it"
+    )
+    assert f"lose the {'first' if too_long == 'cut-left' else 'last'} tokens of the last user message" in caplog.text
+
+
+def test_a_prompt_whose_text_does_not_fit_at_all_is_dropped(caplog):
+    rows = [{"prompt": "hi"}, {"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": "hi"}]}]
+    found = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=40, too_long="cut-right")[0]
+    assert [prompt.index for prompt in found] == [0]
+    assert "dropped 1 of 2 prompts that have nothing left to train on" in caplog.text
+
+
+def test_a_character_of_several_tokens_is_kept_whole():
+    row = {"prompt": "\u00e9" * 20}  # two tokens each
+    for limit in (8, 9):
+        (cut,) = made(rl_prompts, [row], limit, too_long="cut-left")
+        assert TOKENIZER.decode(cut.ids) == "\u00e9" * 4
+
+
+def test_a_cut_prompt_is_what_environments_sample_after():
+    """`Chat` renders the row again, and refuses other tokens than the prompt's."""
+    (cut,) = rl_prompts([{"prompt": LONG}], tokenizer=TOKENIZER, max_prompt_tokens=30, too_long="cut-left")[0]
+    chat = Chat(cut, lambda *_: None, tokenizer=TOKENIZER)
+    assert chat.messages[-1]["content"] == cut.row["prompt"] != LONG
 
 
 SHORT = {"prompt": "a", "completion": "b", "label": False}

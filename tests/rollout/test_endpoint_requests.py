@@ -346,7 +346,7 @@ def test_another_distribution_is_named_by_what_asks_for_it():
     assert named(completions.read(asked)) == ["top_p", "tool_choice"]
     structured = {"messages": user, "response_format": {"type": "json_object"}, "parallel_tool_calls": False}
     assert named(completions.read(structured)) == ["response_format", "parallel_tool_calls"]
-    structured = {"messages": user, "guided_json": {"type": "object"}, "continue_final_message": False}
+    structured = {"messages": user, "guided_json": {"type": "object"}}
     assert named(completions.read(structured)) == ["guided_json"]
     structured = {"messages": user, "max_tokens": 5, "output_config": {"effort": "low"}}
     assert named(messages.read(structured)) == ["output_config"]

@@ -90,7 +90,7 @@ def test_lora_rank_0_merges_it_and_trains_all_weights(script, command, task, tmp
 
 def test_a_run_goes_on_where_another_ended_and_resumes(command, task, tmp_path):
     """From RUN/adapter, its base given, also resumed: the reference stays the adapter that the run began with."""
-    flags = "--data pairs.jsonl --eval-data pairs.jsonl --eval-steps 2 --batch-size 4 --warmup-steps 0 --lr 0.01 --lr-schedule constant "
+    flags = "--data pairs.jsonl --eval-data pairs.jsonl --eval-steps 2 --batch-size 4 --warmup-steps 0 --lr 0.01 "
     flags += f"--lr-schedule constant --model model --adapter {tmp_path}/first/adapter --output {tmp_path}"
     command(f"sft --model adapter {ROADS['sft']} --steps 1 --output {tmp_path}/first")
     command(f"dpo {flags}/whole --steps 4 --save-steps 2")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
 from rlkit.data.messages import row_template_args
+from rlkit.data.rows import begins_answer
 from rlkit.rollout.envs.calls import Call, Parse, message_of
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
 from rlkit.rollout.envs.turns import Turns
@@ -96,7 +97,7 @@ class Branches:
         stop: tuple[str, ...] = (),
         images: Sequence[Picture] = (),
     ) -> Said | None:
-        """The policy's turn after a conversation; None if a limit leaves no room.
+        """The policy's turn after a conversation; None if a limit leaves no room. A last assistant message begins it.
 
         `max_new_tokens` may lower the limit of the turn, `stop` are further strings at which it ends: its tokens
         include them, its text does not. If the template refuses the conversation, its error is raised. `images` are
@@ -137,17 +138,21 @@ class Branches:
         text, with_stop = _cut(text_of(out.ids, self._tokenizer), stop)
         turn = Turn(text, out.ids, out.finish_reason)
         said = Said(turn, self._calls(turn, tools), len(context))
-        whole = {"role": "assistant", "content": text}
-        name = _hash(names[-1] + self._key(whole, tools).encode() + str(number).encode())
-        texts = {text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False))}
+        begun = messages[-1].get("content") or "" if begins_answer(messages) else ""
+        before = names[-2] if begun else names[-1]  # a client sends both back as one message
+        messages = messages[:-1] if begun else messages
+        whole = {"role": "assistant", "content": begun + text}
+        name = _hash(before + self._key(whole, tools).encode() + str(number).encode())
+        shown_as = (text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False)))
+        texts = {begun + form for form in shown_as}
         for key in {
             self._key(whole, tools),
-            self._key(whole | {"content": with_stop}, tools),
+            self._key(whole | {"content": begun + with_stop}, tools),
         }:  # some clients add it again
-            same = self._nodes.setdefault(_hash(names[-1] + key.encode()), [])
+            same = self._nodes.setdefault(_hash(before + key.encode()), [])
             same.append(_Node(turns, len(turns.context), out.ids, shown, name, texts))
             self._keys.add(key)
-        self._contexts.add(names[-1])
+        self._contexts.add(before)
         self._order[number] = turns
         self._last = [*map(dict, messages), whole], out.finish_reason
         return said

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rlkit._numbers import is_number
 from rlkit.data.images import MARK, PLACE, gathered
-from rlkit.data.prompts import prompt_messages
+from rlkit.data.prompts import question_messages
 from rlkit.rollout import agents
 from rlkit.rollout.agents import AgentError
 from rlkit.rollout.calling import in_own_thread
@@ -132,7 +132,7 @@ def _filled(word: str, prompt: Prompt) -> str:
     def value(match: re.Match[str]) -> str:
         found = prompt.row.get(match[1])
         if match[1] == "prompt" and not isinstance(found, str):
-            found = prompt_messages({**prompt.row, **gathered(prompt.row, "")})[-1]["content"].replace(PLACE, MARK)
+            found = question_messages({**prompt.row, **gathered(prompt.row, "")})[-1]["content"].replace(PLACE, MARK)
         return found if isinstance(found, str) else json.dumps(found, default=str)
 
     return _NAME.sub(value, word).replace("\0", "")

@@ -32,7 +32,6 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     system = text_of(body.get("system"), "`system`")
     images: dict[str, bytes] = {}
     messages = [m for i, message in enumerate(given) for m in _messages(message, f"messages[{i}]", images)]
-    need(not messages or messages[-1]["role"] != "assistant", "the last message must be the user's: no prefill")
     tools = [
         tool_of(t.get("name") if t.get("type") in (None, "custom") else None, t, "input_schema")
         for t in objects(body.get("tools"), "`tools`")

@@ -24,7 +24,7 @@ _SAMPLING: Mapping[str, Any] = {  # fields that change what is sampled, with the
     "parallel_tool_calls": True, "reasoning": {}, "reasoning_effort": None, "thinking": {"type": "disabled"},
     "chat_template_kwargs": {}, "min_tokens": 0, "ignore_eos": False,
     "output_config": {}, "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
-    "guided_grammar": None, "regex": None, "ebnf": None, "json_schema": None, "continue_final_message": False,
+    "guided_grammar": None, "regex": None, "ebnf": None, "json_schema": None,
 }  # fmt: skip
 
 

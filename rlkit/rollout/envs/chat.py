@@ -11,6 +11,7 @@ from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
 from rlkit.data.images import PLACE, gathered
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
+from rlkit.data.rows import begins_answer
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory
@@ -31,7 +32,8 @@ class Chat:
     """One episode in messages. `async for turn in chat` samples turn after turn, with `chat.add(...)` between them.
 
     The conversation starts from the prompt's row (its tokens must then equal what this template, `tools` and
-    `system_prompt` render) or from `messages`. The row's own template arguments (docs/data.md) win over
+    `system_prompt` render) or from `messages`; a last assistant message begins the first turn, whose message then has
+    both, while `Turn` has what was sampled. The row's own template arguments (docs/data.md) win over
     `template_args`. After a turn, `turn_tokens` joins the new messages to the sampled
     tokens; if the template rewrites history, the conversation is rendered again and the episode gets a further piece.
     Within a piece every token was either sampled in exactly that context or written by the template.
@@ -80,7 +82,8 @@ class Chat:
             self._join(*self._last)
         turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
         if turn is not None:
-            self.messages.append({"role": "assistant", "content": turn.text})
+            begun = self.messages.pop()["content"] if self._last is None and begins_answer(self.messages) else ""
+            self.messages.append({"role": "assistant", "content": begun + turn.text})
             self._last = len(self.messages), turn.ids
         return turn
 
