@@ -120,7 +120,8 @@ class Args:
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
     reference: str | None = None
-    """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
+    """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
+    without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()
     engine: Flat[Engines] = Engines()
 

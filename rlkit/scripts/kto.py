@@ -51,7 +51,8 @@ class Args:
     optim: Flat[Optim] = Optim(lr=1e-6, lr_schedule="linear", warmup_steps=20)
     loss: Flat[Loss] = Loss()
     reference: str | None = None
-    """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
+    """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
+    without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()
 
 

@@ -68,7 +68,8 @@ class Args:
     """folder or hub id that the critic starts from, e.g. a reward model; None: `model`"""
     values: Flat[Critic] = Critic()
     reference: str | None = None
-    """reference model; None: the initial weights of `model` (with LoRA: `model` without its adapter, no second copy)"""
+    """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
+    without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()
     bins: Flat[Bins] = Bins()
     critic_lora_rank: CountOr0 = 0

@@ -8,7 +8,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
-from scripted import Script, check_exact, prompt_of, tokenizer_with
+from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.data.chat import render
 from rlkit.data.tiny import tiny_model
@@ -366,3 +366,31 @@ async def test_a_request_in_flight_does_not_delay_the_end_of_a_cancelled_episode
         with pytest.raises(RuntimeError, match="another one failed"):
             await all_or_cancel([agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), hangs), fails()])
         await cancelled.wait()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
+async def test_an_answer_that_the_request_begins_is_continued(path, template):
+    """The turn is sampled after the text; the conversation that has both as one message goes on token by token."""
+    tokenizer = tokenizer_with(template)
+    script = Script(tokenizer, "a", "b", end=END[template])
+    said = []
+
+    def ask(base_url, *messages):
+        data = json.dumps({"model": "policy", "max_tokens": 9, "messages": messages}).encode()
+        request = urllib.request.Request(f"{base_url}/{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=100) as reply:
+            found = json.loads(reply.read())
+        said.append(found["content"][0]["text"] if path == "messages" else found["choices"][0]["message"]["content"])
+
+    def agent(prompt, base_url):
+        ask(base_url, user("question"), {"role": "assistant", "content": "Sure, "})
+        ask(base_url, user("question"), {"role": "assistant", "content": f"Sure, {said[0]}"}, user("more"))
+        return {"reward": 1.0}
+
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), script)
+    assert said == ["a", "b"]
+    check_exact([piece], script.calls)
+    assert tokenizer.decode(piece.prompt_ids) == tokenizer.decode(prompt_of(tokenizer).ids) + "Sure, "
+    assert [m["content"] for m in piece.info["messages"]] == ["question", "Sure, a", "more", "b"]
+    assert piece.info["metrics"] == {"agent/branches": 0, "agent/rerendered": 0}
