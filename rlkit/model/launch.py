@@ -131,7 +131,8 @@ def load_critic(
     **lora: Any,
 ) -> Any:  # fmt: skip
     """`load_policy` for a critic, which has adapters of its own: one of the policy is merged into its weights."""
-    alone, sharded = partial(load_value_model, bins=bins), partial(load_value_parallel, bins=bins)
+    alone: Callable[..., Any] = partial(load_value_model, bins=bins)
+    sharded = partial(load_value_parallel, bins=bins)
     path = _with_base(path, lora)
     if (adapter := lora.pop("adapter", None)) is not None:
         plain = alone

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import re
 import warnings
 import zlib
@@ -123,7 +124,7 @@ def _inject(model: Any, layers: list[str], experts: list[str], options: dict[str
 
 
 def load_adapter(
-    model: Any, folder: Path | str, *, dropout: float = 0.0, base: str | None = None, fill: bool = True
+    model: Any, folder: str | os.PathLike[str], *, dropout: float = 0.0, base: str | None = None, fill: bool = True
 ) -> Any:
     """`add_lora` with the rank, the scale, the layers and the weights of an adapter: training it goes on.
 
@@ -145,7 +146,7 @@ def load_adapter(
 
 
 @torch.no_grad()
-def fill_adapter(model: Any, folder: Path | str) -> Any:
+def fill_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
     """Set the adapters to the weights in `folder`, also of a model that is already cut; ValueError for other shapes."""
     from safetensors.torch import load_file
 
@@ -165,7 +166,7 @@ def fill_adapter(model: Any, folder: Path | str) -> Any:
     return model
 
 
-def merge_adapter(model: Any, folder: Path | str) -> Any:
+def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
     """Add the adapter in `folder` to the weights, in place: the model is as without LoRA, and all of it trains."""
     trains = {name: p.requires_grad for name, p in model.named_parameters()}
     updates = adapters(load_adapter(model, folder))

@@ -14,8 +14,8 @@ import torch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
-from rlkit.model.forward import compute_log_probs, forward, prepare_model
-from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, without_adapter
+from rlkit.model.forward import Policy, compute_log_probs, forward, load_model, prepare_model, reference_policy
+from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, snapshot, without_adapter
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.sharding import mesh_of
@@ -238,3 +238,39 @@ def test_a_saved_adapter_names_its_model(trained, tmp_path, monkeypatch, given, 
     monkeypatch.setattr(trained, "name_or_path", given)
     save_adapter(trained, tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == kept
+
+
+def adapter_on_rank(rank, world, folder, sizes):
+    model = launch.load_policy(folder / "adapter", ParallelArgs(**sizes))
+    start = {name: x.clone() for name, x in adapter_weights(model)}
+    policy = Policy(model)
+    reference = reference_policy(policy, snapshot(model))
+    train(model, mesh_of(model))
+    both = [compute_log_probs(p, batch(), max_tokens=64, mesh=mesh_of(model)) for p in (reference, policy)]
+    return start, *both
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"shard": 2, "pp": 2}, pytest.param({"shard": 4, "reshard_after_forward": False}, marks=pytest.mark.slow)]
+)
+def test_ranks_train_an_adapter_on_and_keep_it_as_it_was_for_a_reference(ranks, tmp_path, sizes):
+    base().save_pretrained(tmp_path / "model")
+    save_adapter(trained_on_one(lambda: load_model(tmp_path / "model")), tmp_path / "adapter")
+    truth = adapter_on_rank(0, 1, tmp_path, {})
+    assert (truth[1] - truth[2]).abs().max() > 0.01
+    for start, *logps in ranks.run(adapter_on_rank, tmp_path, sizes):
+        assert start.keys() == truth[0].keys()
+        assert all(torch.equal(x, truth[0][name]) for name, x in start.items())
+        for found, expected in zip(logps, truth[1:], strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def merged_on_rank(rank, world, folder):
+    with pytest.raises(ValueError, match="is merged into weights that train in one process only: drop `lora_rank`"):
+        launch.load_policy(folder / "adapter", ParallelArgs(shard=4), lora_rank=0)
+
+
+def test_ranks_do_not_merge_an_adapter(ranks, tmp_path):
+    base().save_pretrained(tmp_path / "model")
+    save_adapter(add_lora(load_model(tmp_path / "model"), rank=4), tmp_path / "adapter")
+    ranks.run(merged_on_rank, tmp_path)
