@@ -20,6 +20,7 @@ from typing import Any
 from rlkit._numbers import show
 from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, question_messages
+from rlkit.data.rows import begins_answer
 from rlkit.rewards.call import Need, WrongResult, check_signature
 from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.source import (
@@ -135,6 +136,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         prompts = columns.pop("prompt", None) or columns.pop("messages", None) or [*map(prompt_messages, rows)]
+        prompts = [x[:-1] if isinstance(x, list) and begins_answer(x) else x for x in prompts]
         chat = not isinstance(prompts[0], str)
         turns = [ListOfMessages(text) for text in completions]
         given = {"prompts": prompts, "completions": turns if chat else completions, "completion_ids": completion_ids}

@@ -114,13 +114,15 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     of its whole text. None where no character of it fits, and for images. The row has the text that is left.
     """
     row = prompt.row
+    if prompt.images:
+        return None
     column = next(name for name in PROMPT_COLUMNS if row.get(name) is not None)
     if isinstance(row[column], str):
         text, with_text = row[column], lambda text: {column: text}
     else:
         messages = prompt_messages(row)
         place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if place is None or prompt.images:
+        if place is None:
             return None
         head, user, tail = messages[:place], messages[place], messages[place + 1 :]
         text, with_text = user["content"], lambda text: {column: [*head, {**user, "content": text}, *tail]}
@@ -131,7 +133,9 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
         (ids,) = encode_all(template.tokenizer, [written], add_special_tokens=not template.apply)
         return replace(prompt, ids=ids, row=own)
 
-    size = bisect_right(range(1, len(text)), limit, key=lambda size: len(cut(size).ids))
+    (whole,) = encode_all(template.tokenizer, [text])
+    room = len(template.tokenizer.decode(whole[-limit:] if left else whole[:limit])) + 16  # no more characters fit
+    size = bisect_right(range(1, min(len(text), room)), limit, key=lambda size: len(cut(size).ids))
     while size and len((found := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
         size -= 1
     return found if size else None

@@ -566,7 +566,7 @@ def prompt_text(row: Row, place: str, template: Template) -> str:
 
 def begins_answer(messages: Sequence[Message]) -> bool:
     """Whether the last message of a prompt is the beginning of the answer."""
-    return len(messages) > 1 and messages[-1]["role"] == "assistant"
+    return len(messages) > 1 and messages[-1].get("role") == "assistant"
 
 
 def _prompt(row: Row, place: str, template: Template) -> list[Turn]:

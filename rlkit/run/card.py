@@ -24,7 +24,8 @@ _NAMES = {
 }  # fmt: skip
 _SETTINGS = (
     "lr", "lr_schedule", "warmup_steps", "prompts_per_step", "group_size", "minibatches", "epochs", "batch_size",
-    "temperature", "max_new_tokens", "kl_coef", "entropy_coef", "beta", "lora_rank", "max_norm", "dtype", "seed",
+    "temperature", "max_new_tokens", "kl_coef", "entropy_coef", "beta", "adapter", "lora_rank", "max_norm", "dtype",
+    "seed",
 )  # fmt: skip
 
 

@@ -141,6 +141,27 @@ def test_a_reward_reads_the_answer_from_its_beginning():
     assert question_messages(prompt.row) == [ASKED]
 
 
+def test_rows_of_verl_and_rewards_of_trl_have_the_answer_from_its_beginning():
+    """TRL takes the beginning off the prompt that a reward gets, and puts it before the completion."""
+    from rlkit.compat.rewards import adapted
+    from rlkit.compat.rows import read
+    from rlkit.data.rows import PROMPT
+
+    rows = [{"data_source": "count", "prompt": conversation(), "reward_model": {"ground_truth": "2"}}] * 2
+    tokenizer, seen = tiny_tokenizer(), []
+    (prompt, _) = prompts(read(rows, PROMPT), tokenizer)
+    assert tokenizer.decode(prompt.ids).endswith(f"assistant\n{BEGUN}")
+
+    def reward(prompts, completions, **kwargs):
+        seen.append((prompts[0], completions[0][0]["content"]))
+        return [1.0]
+
+    ids = tokenizer.encode("2", add_special_tokens=False)
+    sampled = Trajectory(prompt.ids, ids, [True], [0.0], [0])
+    run_sync(scorer(adapted(reward), tokenizer=tokenizer, timeout_s=5)(prompt, [sampled]))
+    assert seen == [([ASKED], f"{BEGUN}2")]
+
+
 def test_an_environment_goes_on_after_it_and_joins_the_turns():
     """The first turn of `Chat` has the prompt's tokens, its message both texts, and the second turn extends them."""
     tokenizer = tiny_tokenizer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 
 import pytest
 import screens
@@ -110,6 +111,26 @@ def test_eval_and_chat_answer_as_the_merged_model(command, task, tmp_path, capsy
         command(f"chat {model} --prompt 12 --temperature 0 --max-new-tokens 8")
         found.append((table, capsys.readouterr().out))
     assert found[0] == found[1] != found[2]
+
+
+def test_servers_that_have_the_base_model_are_not_measured_as_the_adapter(task, monkeypatch):
+    monkeypatch.chdir(task)
+    argv = (
+        "eval adapter --eval-data prompts.jsonl --reward reward.py:score --engine vllm --engine-urls http://127.0.0.1:9"
+    )
+    said = " ".join(screens.refused(cli.main, argv.split()).split())
+    assert "error: --engine vllm has no adapter adapter: use local, or give the merged model" in said
+
+
+def test_chat_talks_to_the_checkpoint_of_a_run_that_trains_an_adapter_on(command, task, tmp_path, capsys):
+    command(f"sft --model adapter {ROADS['sft']} --steps 1 --lr 0.01 --output {tmp_path}/run")
+    capsys.readouterr()
+    found = []
+    for _ in range(2):
+        command(f"chat {tmp_path}/run --prompt 12 --temperature 0 --max-new-tokens 8")
+        found.append(capsys.readouterr().out)
+        shutil.rmtree(tmp_path / "run/model", ignore_errors=True)
+    assert found[0] == found[1]
 
 
 def test_an_engine_of_its_own_gets_the_adapter(command, task, tmp_path):
