@@ -24,7 +24,7 @@ from rlkit.files import base_of, is_adapter
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
-from rlkit.model.parallelize import COVERED, load_parallel
+from rlkit.model.parallelize import COVERED, load_parallel, parallelize
 from rlkit.model.pretrained import load_config
 from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import device_of, mesh_of
@@ -137,13 +137,14 @@ def load_critic(
     if (adapter := lora.pop("adapter", None)) is not None:
         plain = alone
         alone = lambda path, **options: merge_adapter(plain(path, **options), adapter)  # noqa: E731
-        sharded = partial(_refuse_merging, adapter)
+        sharded = partial(_cut_whole, alone, lora)
     return _load_headed(alone, sharded, path, args, device, dtype, lora)
 
 
-def _refuse_merging(adapter: Any, *_: Any, **__: Any) -> Any:
-    what = "is merged into its model in one process only: train it on, or merge it by peft (merge_and_unload) first"
-    raise ValueError(f"the adapter {str(adapter)!r} {what}")
+def _cut_whole(alone: Callable[..., Any], lora: dict[str, Any], path: Any, mesh: Mesh, **options: Any) -> Any:
+    """`alone(path)` with its adapters, cut over the mesh: each rank holds the whole model until then."""
+    model = _with_lora(lambda **_: alone(path, device="cpu"), "cpu", **lora)
+    return parallelize(model, mesh, **{name: x for name, x in options.items() if name not in lora})
 
 
 def _load_headed(

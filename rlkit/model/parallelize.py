@@ -31,7 +31,15 @@ from torch.utils.checkpoint import checkpoint
 from rlkit._moved import moved
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.forward import forward, load_model
-from rlkit.model.lora import adapters, add_lora, clean_of_peft, fill_adapter, load_adapter, reset_adapters
+from rlkit.model.lora import (
+    adapters,
+    add_lora,
+    clean_of_peft,
+    fill_adapter,
+    load_adapter,
+    merge_adapter,
+    reset_adapters,
+)
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.parallel.attention import recomputing
@@ -269,18 +277,15 @@ def load_parallel(
     outside `COVERED`, whose files may have other names than its weights, is read by transformers: each rank holds the
     whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
     downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
-    `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank), or the one in the folder `adapter`.
+    `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank), or the one in the folder `adapter`,
+    which with `lora_rank` 0 is merged, before the model is cut.
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
-    that the files lack or hold in another shape, for a `lora_base`: quantized weights are not cut, and for an
-    `adapter` with `lora_rank` 0: it is merged in one process only.
+    that the files lack or hold in another shape, and for a `lora_base`: quantized weights are not cut.
     """
-    if adapter is not None and lora_rank == 0:
-        fix = "drop `lora_rank`, or merge it by peft (merge_and_unload) first"
-        raise ValueError(f"the adapter {str(adapter)!r} is merged into weights that train in one process only: {fix}")
     if lora_base is not None:
         raise ValueError(f"`lora_base` {lora_base} is for one process: drop it, or torchrun and the `parallel` flags")
     from transformers import GenerationConfig
@@ -291,18 +296,20 @@ def load_parallel(
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
     adapt: Callable[[Any], Any] = lambda model: model  # noqa: E731
-    if adapter is not None:
+    if merging := adapter is not None and lora_rank == 0:
+        adapt = partial(merge_adapter, folder=adapter)
+    elif adapter is not None:
         adapt = partial(load_adapter, folder=adapter, dropout=lora_dropout, fill=False)
     elif lora_rank:
         lora: dict[str, Any] = {"rank": lora_rank, "alpha": lora_alpha or 2 * lora_rank, "dropout": lora_dropout}
         adapt = partial(add_lora, targets=[*lora_targets] or "all-linear", **lora)
-    if config.model_type not in COVERED:
+    if config.model_type not in COVERED or merging:
         if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
             check_model(config)
         model = whole(folder)
         model.config.name_or_path = str(path)
         adapt(model)
-        return parallelize(model if adapter is None else fill_adapter(model, adapter), mesh, **options)
+        return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
     with torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
         model = make(config, dtype=torch.float32, **NO_CODE)

@@ -265,12 +265,22 @@ def test_ranks_train_an_adapter_on_and_keep_it_as_it_was_for_a_reference(ranks, 
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def merged_on_rank(rank, world, folder):
-    with pytest.raises(ValueError, match="is merged into weights that train in one process only: drop `lora_rank`"):
-        launch.load_policy(folder / "adapter", ParallelArgs(shard=4), lora_rank=0)
+def merged_on_rank(rank, world, folder, sizes):
+    policy = launch.load_policy(folder / "adapter", ParallelArgs(**sizes), lora_rank=0)
+    critic = launch.load_critic(folder / "adapter", ParallelArgs(**sizes), lora_rank=3)
+    weights = [{name: x.clone() for name, x in stream_weights(model)} for model in (policy, critic)]
+    return *weights, len(adapters(policy)), len(adapters(critic))
 
 
-def test_ranks_do_not_merge_an_adapter(ranks, tmp_path):
+def test_ranks_merge_an_adapter_and_cut_what_it_makes(ranks, tmp_path):
     base().save_pretrained(tmp_path / "model")
-    save_adapter(add_lora(load_model(tmp_path / "model"), rank=4), tmp_path / "adapter")
-    ranks.run(merged_on_rank, tmp_path)
+    trained = trained_on_one(lambda: load_model(tmp_path / "model"))
+    save_adapter(trained, tmp_path / "adapter")
+    truth = dict(stream_weights(trained))
+    for policy, critic, adapted, of_critic in ranks.run(merged_on_rank, tmp_path, {"shard": 4}):
+        assert (adapted, of_critic) == (0, 14)
+        assert policy.keys() == truth.keys()
+        for name, x in truth.items():
+            torch.testing.assert_close(policy[name], x, atol=1e-6, rtol=1e-5)
+            if name in critic:
+                torch.testing.assert_close(critic[name], x, atol=1e-6, rtol=1e-5)
