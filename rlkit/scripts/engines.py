@@ -166,7 +166,8 @@ def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     """Arguments of a `LocalEngine` from the flags."""
     from rlkit.model.forward import DTYPES
 
-    how, half = args.engine, {"dtype": DTYPES[args.optim.dtype]} if args.optim.dtype != "fp32" else {}
+    how, dtype = args.engine, args.optim.dtype  # None in `rlkit eval`, which trains nothing
+    half = {} if dtype in (None, "fp32") else {"dtype": DTYPES[dtype]}
     options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile}
     return options | {"keep_turns": not args.episodes.one_turn} | half
 
