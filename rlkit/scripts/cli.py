@@ -367,15 +367,15 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
         fail(spelled(text or type(error).__name__, args[0] if args else None))
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError" or given.get("debug") or launched():
-            raise
-        fail(f"{str(error).partition('. ')[0]}: {LESS_MEMORY}", code=1)
     except Explained as error:
         if given.get("debug") or launched():
             raise
         lines = [spelled(str(error), args[0] if args else None), *getattr(error, "__notes__", ())]
         fail("\n  ".join([*lines, "--debug shows the traceback"]), code=1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" or given.get("debug") or launched():
+            raise
+        fail(f"{str(error).partition('. ')[0]}: {LESS_MEMORY}", code=1)
 
 
 LESS_MEMORY = (

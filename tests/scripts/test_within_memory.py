@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import Qwen3Config
 
-from rlkit.scripts.cli import parsed
+from rlkit.scripts.cli import on_ranks, parsed
 from rlkit.scripts.grpo import Args
 from rlkit.scripts.start import within_memory
 
@@ -48,3 +49,15 @@ def test_a_training_that_no_micro_batch_saves_is_refused(args):
         ValueError, match=r"all weights of 0\.6 B parameters on 8 GiB does not fit: give `lora_rank` 32"
     ):
         within_memory(args, 8 * GIB)
+
+
+def test_running_out_of_memory_names_the_flags(capsys):
+    def script(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    with pytest.raises(SystemExit) as stopped:
+        on_ranks(script, None)
+    assert stopped.value.code == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("error: CUDA out of memory: lower --max-tokens (of a micro-batch)")
+    assert "--parallel.activation-checkpointing" in said
