@@ -340,22 +340,6 @@ def logit_scale(config: Any) -> float:
     return 1.0 if name is None else float(getattr(config, name)) ** power
 
 
-def longest_sequence(config: Any) -> int | None:
-    """The maximum number of tokens of a packed sequence; None: no limit.
-
-    Rotary frequencies of type "dynamic" and "longrope" depend on the longest sequence of the whole pack.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    limits = []
-    for kind in [x for x in rope.values() if isinstance(x, dict)] or [rope]:  # one, or one per layer type
-        if "dynamic" in (name := kind.get("rope_type") or ""):
-            limits.append(text.max_position_embeddings)
-        elif name == "longrope":
-            limits.append(kind.get("original_max_position_embeddings") or text.max_position_embeddings)
-    return min(limits, default=None)
-
-
 def _why_not_packed(config: Any) -> str | None:
     """What the config says of layers that keep a state or choose their keys."""
     text = config.get_text_config()

@@ -29,11 +29,11 @@ from rlkit.model.families import (
     check_prompt_ids,
     gives_logits,
     logit_scale,
-    longest_sequence,
     runs_packed,
     set_packed,
 )
 from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
+from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
@@ -226,7 +226,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     joined = join(some)
     check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
-    _check_length(model.config, joined[1])
+    check_positions(int(joined[1].max()) + 1, model.config, what="the longest sequence of a batch", fix="shorten it")
     shown = vision.has_images(some)
     if shown:
         check_images(model)
@@ -266,15 +266,6 @@ def _check_recomputed(model: Any) -> None:
         raise ValueError(
             "gradient checkpointing would recompute layers without the plan of the pack: call "
             f"model.gradient_checkpointing_enable({fix})"
-        )
-
-
-def _check_length(config: Any, positions: Tensor) -> None:
-    limit = longest_sequence(config)
-    if limit is not None and (longest := int(positions.max()) + 1) > limit:
-        raise ValueError(
-            f"a sequence has {longest} tokens: with the rotary frequencies of model type {config.model_type!r}, which "
-            f"depend on the longest sequence of a pack, at most {limit} are supported"
         )
 
 

@@ -259,9 +259,13 @@ def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple
         layers = lora.layers if {*lora.layers} <= SGLANG_LAYERS else ["all"]
         given += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
         given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
-    if num_experts(load_config(model.model)) > 1:  # the trainer replays them
+    config, longest = load_config(model.model), args.episodes.max_len(args.rollouts)
+    if num_experts(config) > 1:  # the trainer replays them
         given += ["--enable-return-routed-experts"]
     env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if model.train_vision else {}  # features outlive an update of the tower
+    if longest > (getattr(config.get_text_config(), "max_position_embeddings", None) or longest):
+        given += ["--context-length", str(longest)]  # of YaRN it ignores the factor
+        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
         given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
         given += ["--enable-deterministic-inference"] if model.deterministic else []

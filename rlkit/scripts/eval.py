@@ -31,7 +31,7 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
-from rlkit.scripts.task import check_judged, eval_sets, own_rewards, read_env, read_reward
+from rlkit.scripts.task import check_context, check_judged, eval_sets, own_rewards, read_env, read_reward
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
@@ -84,6 +84,7 @@ class Args:
 def main(args: Args) -> None:
     """Print the numbers of each set, and write them and the answers to `output`."""
     from rlkit.data.rows import PROMPT
+    from rlkit.model.pretrained import load_config
     from rlkit.run.sync import run_sync
 
     folder = Path(args.model)
@@ -96,6 +97,8 @@ def main(args: Args) -> None:
     check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
     check_engine(flags)
+    exported = (Path(flags.model.model) / "config.json").is_file() or not kept
+    check_context(flags, load_config(flags.model.model if exported else kept["model"]), packed=False)
     if args.device:
         check_device(args.device)
     with data_progress():

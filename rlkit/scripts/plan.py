@@ -89,6 +89,7 @@ def main(args: Args) -> None:
     """Print the table and the flags."""
     from rlkit.model.memory import shape_of
     from rlkit.model.parallelize import check_model
+    from rlkit.model.positions import positions
     from rlkit.model.pretrained import load_config
 
     config = load_config(args.model)
@@ -96,6 +97,8 @@ def main(args: Args) -> None:
     shape, out = shape_of(config), sys.stdout
     rows = [row_of(shape, layout, args) for layout in layouts(shape, args)]
     size = f"{shape.parameters / 1e9:.1f} B parameters on {args.nodes} x {args.gpus} GPUs of {args.gpu_memory:g} GiB"
+    if limit := positions(config, packed=True):
+        size += f", {limit:,} positions"
     text = f"{args.model}: {size}, {args.max_tokens:,} tokens. GiB per GPU, counted; cache: thousands of tokens of an "
     out.write(wrapped(f"{text}engine on the same GPUs, beside training and with --engine-release", out) + "\n\n")
     out.write(f"{'layout':26}{'states':>7}{'layers':>7}{'tokens':>7}{'total':>7} fits{'cache':>8}{'release':>8}\n")

@@ -353,7 +353,7 @@ def offline(
     tokenizer = load_tokenizer(args.model.tokenizer, reference, chat_template=template_file(args))
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "max_example_tokens": args.examples.max_example_tokens,
+        "max_example_tokens": longest_example(args, args.model.model, reference),
         "system_prompt": args.data.system_prompt,
         "apply_chat_template": bool(args.data.chat_template),
         "template_args": args.data.template() or None,
@@ -371,6 +371,21 @@ def offline(
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples[0]))
     examples_of = {name: read(part, **render)[0] for name, part in held_out.items()}
     return args, tokenizer, examples, examples_of, of_answers
+
+
+def longest_example(args: Any, *paths: str | None) -> int:
+    """`max_example_tokens`, or the positions of one of the models where it has fewer, which is logged."""
+    from rlkit.model.positions import check_positions, positions
+    from rlkit.model.pretrained import load_config
+
+    longest = args.examples.max_example_tokens
+    for config in (load_config(path) for path in paths if path):
+        try:
+            check_positions(longest, config, what="--max-example-tokens", fix="longer examples count as too long")
+        except ValueError as error:
+            log.warning("%s", error)
+            longest = positions(config, packed=True) or longest
+    return longest
 
 
 def check_stream(args: Any, *forms: Any) -> None:

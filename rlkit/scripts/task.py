@@ -73,7 +73,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
         check_images(args, config)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
     config = config.get_text_config()
-    check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], config)
+    models = [config, *(load_config(path) for path in others if path)]
+    check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], *models)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
     sets = sets if args.schedule.eval_steps else {}
@@ -141,16 +142,18 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
         from rlkit.data.chat import stop_token_ids
         from rlkit.data.prompts import rl_prompts
         from rlkit.loops.evaluate import EvalSet
+        from rlkit.model.positions import positions
 
         found: dict[str, Any] = {}
         if not rows:
             return found
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if args.data.chat_template else ()
+        longest = min(args.examples.max_example_tokens, (positions(model.config) or sys.maxsize) - 1)
         for name, part in rows.items():
             sampling = how.sampling_of(name)
             samples = sampling.pop("samples", 1)
             prompts = rl_prompts(
-                part, tokenizer=tokenizer, max_prompt_tokens=args.examples.max_example_tokens,
+                part, tokenizer=tokenizer, max_prompt_tokens=longest,
                 system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
                 template_args=args.data.template() or None, too_long=args.data.too_long,
                 continue_answer=args.data.continue_answer,
@@ -493,13 +496,21 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
         raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", given)) from None
 
 
-def check_lengths(args: Any, prompts: list[Any], config: Any) -> None:
-    """ValueError if a sample may be longer than the model or a micro-batch allows."""
-    how, max_tokens = args.episodes, args.optim.max_tokens
-    longest, positions = how.max_len(args.rollouts), getattr(config, "max_position_embeddings", None)
+def check_context(args: Any, config: Any, *, packed: bool = True) -> None:
+    """ValueError if an episode may be longer than the model of this config has positions."""
+    from rlkit.model.positions import check_positions
+
+    how = args.episodes
     given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
-    if positions is not None and longest > positions:
-        raise ValueError(f"{given} is {longest}, and the model has {positions} positions: lower it")
+    check_positions(how.max_len(args.rollouts), config, what=given, packed=packed)
+
+
+def check_lengths(args: Any, prompts: list[Any], *configs: Any) -> None:
+    """ValueError if a sample may be longer than a model or a micro-batch allows."""
+    how, max_tokens = args.episodes, args.optim.max_tokens
+    for config in configs:
+        check_context(args, config)
+    longest = how.max_len(args.rollouts)
     if how.one_turn:
         longest = min(longest, max(len(prompt.ids) for prompt in prompts) + args.rollouts.max_new_tokens)
     if longest > max_tokens:

@@ -34,7 +34,8 @@ def rows(shown: str) -> dict[str, list[str]]:
 def test_what_fits_and_the_flags_for_it(model, capsys):
     cli.main(["plan", "--model", model, "--nodes", "2"])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{model}: 32.8 B parameters on 2 x 8 GPUs of 80 GiB, 16,384 tokens. GiB per GPU")
+    what = "32.8 B parameters on 2 x 8 GPUs of 80 GiB, 32,768 positions, 16,384 tokens. GiB per GPU"
+    assert shown.startswith(f"{model}: {what}")
     assert all(len(line) <= 80 for line in shown.splitlines()[1:] if model not in line)
     found = rows(shown)
     assert found["shard 16"][4] == "no"

@@ -54,7 +54,7 @@ class LocalEngine:
         model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
         tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
         max_batch: rows decoded together; further requests wait in order. Default: 64, with a `dtype` on CUDA 256.
-        max_len: prompt and completion together, in tokens; by default the model's `max_position_embeddings`.
+        max_len: prompt and completion together, in tokens; by default the model's positions.
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
         seed: seed of the generator that gives a seed to requests without one.

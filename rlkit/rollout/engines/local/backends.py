@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlkit._tensors import upcast
 from rlkit.model import vision
 from rlkit.model.families import NOT_CAUSAL, is_causal
+from rlkit.model.positions import check_positions, positions
 from rlkit.model.recurrent import States, recurrent_layers
 from rlkit.model.routing import Chosen, num_experts, routers
 from rlkit.parallel.attention import as_inference, masked_attention
@@ -29,6 +30,7 @@ from rlkit.types import Picture
 
 logger = logging.getLogger(__name__)
 IMPLEMENTATION = "rlkit_slots"
+UNBOUNDED = 1 << 20  # tokens of a context of models whose positions have no end
 _HARMLESS = ("position_ids", "cache_position")  # tensors that models pass to attention and that it does not use
 _STATES = ("linear_attention", "conv", "hybrid", "mamba", "mlp", "moe")  # types of layers without attention, or with
 _active: CachedForward | None = None
@@ -459,13 +461,12 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int, dtype: torch.dty
 
 
 def context_limit(model: Any, max_len: int | None) -> int:
-    """`max_len` if the model can serve it; None: the model's own limit."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    max_len = limit if max_len is None else max_len
+    """`max_len` if the model can serve it; None: the model's positions, `UNBOUNDED` where they have no end."""
     if max_len is None:
-        raise ValueError("max_len must be given: the model's config has no max_position_embeddings")
-    if max_len < 2 or (limit is not None and max_len > limit):
-        raise ValueError(f"max_len must be in [2, {limit}] (the model's max_position_embeddings), got {max_len}")
+        return positions(model.config) or UNBOUNDED
+    if max_len < 2:
+        raise ValueError(f"max_len must be at least 2, got {max_len}")
+    check_positions(max_len, model.config, what="max_len", packed=False)
     return max_len
 
 
