@@ -159,6 +159,13 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def share(path: Path) -> None:
+    """Give a file that another library wrote for its owner alone the permissions of any other new file."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def append_file(path: Path, data: bytes) -> None:
     """Append all of `data`, or nothing if the write fails; only a crash of the machine may leave a part of it."""
     with path.open("ab", buffering=0) as file:

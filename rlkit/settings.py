@@ -299,6 +299,8 @@ class Schedule:
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
     resume: bool = False
     """continue from the newest checkpoint in `output`"""
+    dtype_export: Literal["fp32", "bf16", "fp16"] | None = None
+    """dtype of exported models (`model/`, `best/`); checkpoints keep fp32. None: that of the files of `model`"""
     profile_memory: bool = False
     """log the peak memory of each phase of a step (memory/rollout, memory/train ...): of tensors on the GPU, else of
     the process"""

@@ -222,7 +222,7 @@ async def rl(
         if start < 0 and (scores := await in_time(held_out(0), no_scores)):
             front = pareto.advance(front, scores, step=0)
             run.log(0, scores | pareto.logged(front, folder))
-            saving.keep_best(run, 0, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
+            saving.keep_best(run, 0, schedule=schedule, model=policy.model, tokenizer=tokenizer)
         signal = Signal()
         async with SharedStream(
             prompt_order(task.prompts, seed=schedule.seed, parts=task.parts), engine=engine, params=params,
@@ -285,7 +285,7 @@ async def rl(
                 clock.lap("eval")
                 run.log(done, line | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
                 if is_due(done, schedule) and task.held_out:
-                    saving.keep_best(run, done, metric=schedule.keep_best, model=policy.model, tokenizer=tokenizer)
+                    saving.keep_best(run, done, schedule=schedule, model=policy.model, tokenizer=tokenizer)
                 signal = report_no_signal(run, batch, before=signal)
                 if save(done):
                     break
@@ -296,8 +296,8 @@ async def rl(
         models = state["model"].items() if isinstance(state["model"], nn.ModuleDict) else ()
         for name, model in models:
             if hasattr(model, "save_pretrained") and model is not policy.model:
-                export_hf(model, tokenizer, run.folder / name)
-        exported = saving.export(run, policy.model, tokenizer)
+                export_hf(model, tokenizer, run.folder / name, dtype=saving.dtype_of(schedule))
+        exported = saving.export(run, policy.model, tokenizer, schedule=schedule)
         report(run)
         return exported
 

@@ -179,7 +179,7 @@ def supervised(
         samples = Samples(run, tokenizer, engine=None)
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             run.log(0, scores)
-            saving.keep_best(run, 0, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
+            saving.keep_best(run, 0, schedule=schedule, model=model, tokenizer=tokenizer)
         order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts)
         for step, rows in zip(range(first, schedule.steps), order):
             done, clock = step + 1, Clock(memory=schedule.profile_memory)
@@ -196,7 +196,7 @@ def supervised(
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             run.log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
             if (sets or eval_sets) and is_due(done, schedule):
-                saving.keep_best(run, done, metric=schedule.keep_best, model=model, tokenizer=tokenizer)
+                saving.keep_best(run, done, schedule=schedule, model=model, tokenizer=tokenizer)
             if saving.save_if_due(
                 run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
             ):
@@ -205,7 +205,7 @@ def supervised(
         if max(start, schedule.steps) < 1:
             report(run)
             return schedule.output
-        exported = saving.export(run, model, tokenizer)
+        exported = saving.export(run, model, tokenizer, schedule=schedule)
         report(run)
         return exported
 

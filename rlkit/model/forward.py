@@ -37,6 +37,7 @@ from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
+from rlkit.model.source import untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
@@ -145,6 +146,9 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
         name, there, here = wrong[0]
         what = f"{name} is {[*there]} there and {[*here]} in the model of its config"
         raise ValueError(f"model {str(path)!r}: {what} ({len(wrong)} differences in all)")
+    head = model.get_output_embeddings()
+    if head is not None and hasattr(head, "weight"):
+        untie(model.config, equal=head.weight is model.get_input_embeddings().weight, path=path)
     return model, info["missing_keys"]
 
 

@@ -28,6 +28,7 @@ from rlkit.model.parallelize import COVERED, load_parallel, parallelize
 from rlkit.model.pretrained import load_config
 from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import device_of, mesh_of
+from rlkit.model.source import said_of, source_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
 from rlkit.ranks import launched, rank, world_size
@@ -214,7 +215,8 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
         size = sum(num for num, _ in params.values()) - lora
         count = "" if trained == size else f" ({trained:,} parameters)"
         text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what}{count}{kinds}\n"
-        sys.stdout.write(text)
+        said = said_of(source_of(model), model.config)
+        sys.stdout.write(printable(text + f"{name}: {said}\n" * bool(said)))
         sys.stdout.flush()
 
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit._extras import optional
-from rlkit.files import explain_full_disk
+from rlkit.files import explain_full_disk, share
 from rlkit.model.adapter_files import WEIGHTS, read_adapter
 from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of
@@ -508,6 +508,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
     config.save_pretrained(folder)
     whole = {name: x.contiguous() for name, x in tensors.items()}
     save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+    share(folder / WEIGHTS)
 
 
 def _full(x: Any) -> Tensor:

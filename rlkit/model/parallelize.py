@@ -42,6 +42,7 @@ from rlkit.model.lora import (
 )
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, device_of
+from rlkit.model.source import same_tensors, untie
 from rlkit.parallel.attention import recomputing
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -310,6 +311,7 @@ def load_parallel(
         model.config.name_or_path = str(path)
         adapt(model)
         return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
+    untie(config, equal=same_tensors(folder, "lm_head.weight", "model.embed_tokens.weight"), path=path)
     with torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
         model = make(config, dtype=torch.float32, **NO_CODE)

@@ -24,6 +24,7 @@ from rlkit import files as _files
 from rlkit.model.lora import Adapter, adapter_weights, adapters, clean_of_peft, merged, only_adapter_trains
 from rlkit.model.quantized import dequantized
 from rlkit.model.sharding import mesh_of
+from rlkit.model.source import Source, class_of, corrected, source_of
 from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
@@ -171,25 +172,31 @@ def export_hf(
     """Write a folder that `transformers.from_pretrained` loads: config, safetensors, tokenizer and chat template.
 
     All ranks call it together, and rank 0 writes. Files hold up to `shard_bytes` each, which is also roughly the memory
-    that rank 0 needs. Atomic: the folder is complete or absent. An earlier export at `path` is replaced. `dtype` casts
-    the weights (for example fp32 master weights to bf16); None keeps their dtype.
+    that rank 0 needs. Atomic: the folder is complete or absent. An earlier export at `path` is replaced.
+
+    A checkpoint goes out as it came in (`rlkit.model.source`): `dtype` None gives each weight the dtype that it has in
+    the files which the model was read from (a model from no file keeps its own), tensors there that the model's class
+    has no place for are copied, and config keys that contradict the weights are corrected, which is logged.
 
     Errors: FileExistsError where `path` is a folder with other files; OSError (ENOSPC, EDQUOT, EFBIG) with the
-    space needed and free. An error on rank 0 is raised on every rank.
+    space needed and free; ValueError for a weight that overflows in fp16. An error on rank 0 is raised on every rank.
     Differs: `save_pretrained` first collects the full state dict; torch's HuggingFaceStorageWriter leaves the shards
     beside the consolidated files and cannot rename fused experts.
     """
     path = Path(path).absolute()
     temp = path.with_name(_files.TEMP_PREFIX + path.name)
-    size = sum(x.numel() * _dtype(model, name, x, dtype).itemsize + 256 for name, x in _stage_tensors(model).items())
-    needed = (1 << 16) + sum(each_stage(size, mesh=mesh_of(model)))
+    source = on_all_ranks(lambda: source_of(model) if rank() == 0 else Source(""))[0]
+    kind = dtype or source.dtype
+    size = sum(x.numel() * _dtype(model, name, x, kind).itemsize + 256 for name, x in _stage_tensors(model).items())
+    needed = (1 << 16) + sum(each_stage(size, mesh=mesh_of(model))) + source.carried_bytes
     on_rank0(lambda: _prepare(path, temp, needed))
-    weights = stream_weights(model, dtype=dtype)
+    weights = stream_weights(model, dtype=dtype if dtype != torch.float16 else None)
 
     def write() -> None:
         with _files.explain_full_disk(_WHAT, path.parent, needed=needed, fix=_FIX), _files.removed_on_error(temp):
-            _write_weights(temp, weights, shard_bytes)
-            _write_config(model, temp, dtype)
+            cast = ((name, _as_stored(model, name, x, dtype, source)) for name, x in weights)
+            written = _write_weights(temp, chain(cast, source.carried()), shard_bytes)
+            _write_config(model, temp, kind, source, written)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
             _files.replace_folder(temp, path)
@@ -222,15 +229,27 @@ def clean_name(name: str) -> str:
     return name
 
 
-def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+def _as_stored(model: Any, name: str, x: Tensor, dtype: torch.dtype | None, source: Source) -> Tensor:
+    """A weight in the dtype of an export; ValueError for one that overflows there."""
+    there = source.dtype_of(name) if dtype is None and x.is_floating_point() else None
+    kind = there if there is not None and name in source.tensors else _dtype(model, name, x, dtype or there)
+    if kind == torch.float16 and x.dtype != kind and float(x.abs().max() if x.numel() else 0) > 65504:
+        raise ValueError(f"{name} has weights above 65504, which fp16 cannot hold: export in bf16 or fp32")
+    return x.to(kind)
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> dict[str, torch.Size]:
+    """Write the shards; returns the shapes by name."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
     shard: dict[str, Tensor] = {}
+    written: dict[str, torch.Size] = {}
     total = size = 0
 
     def flush() -> None:
-        save_file(shard, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        save_file(shard, part := folder / f"{len(files)}.part", metadata={"format": "pt"})
+        _files.share(part)
         files.append(list(shard))
         shard.clear()
 
@@ -239,7 +258,7 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_by
         if shard and size + nbytes > shard_bytes:
             flush()
             size = 0
-        shard[name] = x.cpu().contiguous()
+        shard[name], written[name] = x.cpu().contiguous(), x.shape
         size, total = size + nbytes, total + nbytes
     flush()
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
@@ -250,18 +269,18 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_by
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: n for n, ks in zip(names, files) for k in ks}}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return written
 
 
-def _write_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
+def _write_config(
+    model: Any, folder: Path, dtype: torch.dtype | None, source: Source, written: dict[str, torch.Size]
+) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     copy_processor(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    classes = (c for c in type(model).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 makes a subclass
-    config["architectures"] = [next(classes).__name__]
+    config = corrected(json.loads((folder / "config.json").read_text()), source, model, written)
+    config["architectures"] = [class_of(model).__name__]
     config["dtype"] = str(dtype if dtype is not None else model.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -191,17 +191,19 @@ def _with_reference(model: Any, reference: Any) -> Any:
     return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 
-def keep_best(run: Run, step: int, *, metric: str | None, model: Any, tokenizer: Any) -> None:
-    """Write the model to `best/` in the run folder, as `export` does, if no evaluation had a better `metric`.
+def keep_best(run: Run, step: int, *, schedule: Schedule, model: Any, tokenizer: Any) -> None:
+    """Write the model to `best/` in the run folder, as `export` does, if no evaluation had a better
+    `schedule.keep_best`.
 
     The highest is best, and of a loss the lowest; the model before the first step is not written. A full disk is
     reported. Errors: Explained for a metric that the evaluation has not.
     """
+    metric = schedule.keep_best
     if metric is None or not any(on_all_ranks(lambda: run.active and _is_best(run.folder, step, metric))):
         return
     run.status("saving the best model")
     with _reported(run, fatal=False, what="no best model"):
-        folder = export_hf(model, tokenizer, run.folder / "best")
+        folder = export_hf(model, tokenizer, run.folder / "best", dtype=dtype_of(schedule))
         _write_card(run, folder, step=step)
 
 
@@ -226,7 +228,13 @@ def _write_card(run: Run, folder: Path, *, step: int | None = None) -> None:
         run.say(f"no model card: {type(error).__name__}: {error}".splitlines()[0])
 
 
-def export(run: Run, model: Any, tokenizer: Any) -> Path:
+def dtype_of(schedule: Schedule) -> torch.dtype | None:
+    """The dtype of `schedule.dtype_export`; None: that of the model's files."""
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    return named[schedule.dtype_export]
+
+
+def export(run: Run, model: Any, tokenizer: Any, *, schedule: Schedule) -> Path:
     """Write the model, with its card, to `model/` in the run folder, for transformers' `from_pretrained`.
 
     LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
@@ -235,6 +243,6 @@ def export(run: Run, model: Any, tokenizer: Any) -> Path:
     run.status("saving the model")
     if adapters(model) and not hasattr(model, "score"):  # of a reward model peft's file would lack the head
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)
-    folder = export_hf(model, tokenizer, run.folder / "model")
+    folder = export_hf(model, tokenizer, run.folder / "model", dtype=dtype_of(schedule))
     _write_card(run, folder)
     return folder

@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from rlkit.files import share
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
@@ -138,3 +139,4 @@ def _write(path: Path, named: Named) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.cpu().contiguous() for name, tensor in named}, path, metadata={"format": "pt"})
+    share(path)
