@@ -241,7 +241,8 @@ def check_prompt_ids(ids: Tensor, model: Any, name: str = "prompt_ids") -> None:
     low, high = map(int, ids.aminmax())
     if low < 0 or high >= size:
         wrong = low if low < 0 else high
-        raise ValueError(f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}: is this its tokenizer?")
+        what = f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}"
+        raise ValueError(f"{what}: is this its tokenizer, or were tokens added to it (--resize-embeddings)?")
 
 
 def check_loaded(model: Any, forward: PackedForward) -> Verdict:

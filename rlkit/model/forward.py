@@ -89,12 +89,14 @@ def default_dtype(device: torch.device | str) -> str:
 
 
 def load_model(
-    path: str | os.PathLike[str], *, device: str = "cpu", train_vision: bool = False, dtype: Any = torch.float32
-) -> PreTrainedModel:
+    path: str | os.PathLike[str], *, device: str = "cpu", train_vision: bool = False, dtype: Any = torch.float32,
+    min_rows: int = 0,
+) -> PreTrainedModel:  # fmt: skip
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
     A vision tower is frozen, unless `train_vision`. The parameters are fp32, whatever the checkpoint holds: under bf16
     compute they are the master weights. `dtype` "auto" leaves them in the checkpoint's, for `add_lora(base=...)`.
+    `min_rows` is that of `resized`.
 
     Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
@@ -108,7 +110,26 @@ def load_model(
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
     if not train_vision:
         vision.freeze_tower(model)
-    return prepare_model(model.to(device))
+    return prepare_model(resized(model, min_rows).to(device))
+
+
+@torch.no_grad()
+def resized(model: Any, min_rows: int) -> Any:
+    """The model with at least `min_rows` rows in its embedding and head; each new row is the mean of those before.
+
+    A new token is then read as an average one, and has the logit of the mean row: about as likely as any other. The
+    config's `vocab_size` follows. Differs: transformers draws new rows at random around that mean.
+    Reference: https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    """
+    before = model.get_input_embeddings().weight.shape[0]
+    if min_rows <= before:
+        return model
+    model.resize_token_embeddings(min_rows, mean_resizing=False)
+    for module in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+        for x in (module.weight, getattr(module, "bias", None)):
+            if x is not None:
+                x[before:] = x[:before].double().mean(0).to(x.dtype)
+    return model
 
 
 def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **options: Any) -> tuple[Any, list[str]]:

@@ -36,7 +36,7 @@ from rlkit.model.families import (
     set_packed,
     warn_full_size,
 )
-from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, token_outputs
+from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, resized, token_outputs
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.sharding import ShardedModel, mesh_of
@@ -51,7 +51,9 @@ from rlkit.types import Batch, Trajectory
 _HEAD = "score."
 
 
-def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu", bins: Bins = Bins()) -> Any:
+def load_value_model(
+    path: str | os.PathLike[str], *, device: str = "cpu", bins: Bins = Bins(), min_rows: int = 0
+) -> Any:
     """A critic from a folder or hub id. A head that the files lack (a policy's files) starts at 0: all values are 0, or
     the middle of the range of `bins`. Without `bins` the critic has those of its files.
 
@@ -60,14 +62,14 @@ def load_value_model(path: str | os.PathLike[str], *, device: str = "cpu", bins:
     """
     from transformers import AutoModelForTokenClassification
 
-    return _load(AutoModelForTokenClassification, path, device, bins)
+    return _load(AutoModelForTokenClassification, path, device, bins, min_rows)
 
 
-def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu") -> Any:
+def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu", min_rows: int = 0) -> Any:
     """A reward model with one label from a folder or hub id. A head that the files lack starts at 0."""
     from transformers import AutoModelForSequenceClassification
 
-    return _load(AutoModelForSequenceClassification, path, device)
+    return _load(AutoModelForSequenceClassification, path, device, min_rows=min_rows)
 
 
 def load_value_parallel(
@@ -164,7 +166,7 @@ def _labels(model: Any, hidden: Tensor) -> Float[Tensor, "R B"]:
     return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
-def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bins()) -> Any:
+def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bins(), min_rows: int = 0) -> Any:
     config = load_config(path)
     check_causal_lm(config)
     kind = _class_of(kind, config)
@@ -184,7 +186,7 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
         warn_full_size(config)
     _set_up(model, checked)
     freeze_tower(model)
-    return _checked(model.to(device).eval())
+    return _checked(resized(model, min_rows).to(device).eval())
 
 
 def _set_up(model: Any, found: Verdict | None) -> None:

@@ -55,6 +55,7 @@ def load_policy(
     dtype: str = "fp32",
     frozen: bool = False,
     train_vision: bool = False,
+    min_rows: int = 0,
     **lora: Any,
 ) -> Any:
     """The model of a script's flags: `load_parallel` on many ranks, `load_model` in a plain process.
@@ -63,6 +64,7 @@ def load_policy(
     `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
     frozen weights in `lora_base` (None: fp32, on many ranks `dtype`). With a folder `adapter`, or one as `path`, the
     adapter is on its base model, and alone trains on, or with `lora_rank` 0 is merged into weights that all train.
+    `min_rows`, in a plain process, is that of `rlkit.model.forward.resized`.
     """
     path = _with_base(path, lora)
     mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
@@ -70,7 +72,7 @@ def load_policy(
     if mesh is not None:
         whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
-    return _with_lora(partial(load_model, path, train_vision=train_vision), device, **lora)
+    return _with_lora(partial(load_model, path, train_vision=train_vision, min_rows=min_rows), device, **lora)
 
 
 def _with_lora(
@@ -121,18 +123,21 @@ def reference_of(
 
 
 def load_judge(
-    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", **lora: Any
-) -> Any:
+    path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", min_rows: int = 0,
+    **lora: Any,
+) -> Any:  # fmt: skip
     """`load_policy` for a reward model."""
-    return _load_headed(load_reward_model, load_reward_parallel, path, args, device, dtype, lora)
+    return _load_headed(
+        partial(load_reward_model, min_rows=min_rows), load_reward_parallel, path, args, device, dtype, lora
+    )
 
 
 def load_critic(
     path: str | os.PathLike[str], args: ParallelArgs, *, device: str = "cpu", dtype: str = "fp32", bins: Bins = Bins(),
-    **lora: Any,
+    min_rows: int = 0, **lora: Any,
 ) -> Any:  # fmt: skip
     """`load_policy` for a critic, which has adapters of its own: one of the policy is merged into its weights."""
-    alone: Callable[..., Any] = partial(load_value_model, bins=bins)
+    alone: Callable[..., Any] = partial(load_value_model, bins=bins, min_rows=min_rows)
     sharded = partial(load_value_parallel, bins=bins)
     path = _with_base(path, lora)
     if (adapter := lora.pop("adapter", None)) is not None:

@@ -48,6 +48,9 @@ class Model:
     """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is sharded over the ranks of torchrun"""
+    resize_embeddings: bool = False
+    """add a row to the embedding (and the head) for each token that was added to the tokenizer: the mean of the others.
+    In one process with --engine local, without --lora-rank, which would not train them"""
     train_vision: bool = False
     """train the tower of a vision model too; by default it is frozen"""
     deterministic: bool = False

@@ -38,6 +38,7 @@ TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their ty
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
     "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list,
     "stop_token_ids": list, "lora_rank": int | None, "ref_sync_steps": int, "adapter": str | None,
+    "resize_embeddings": bool,
 }  # fmt: skip
 
 
@@ -224,6 +225,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     import torch
 
     from rlkit.data.template_files import KEPT, read_template
+    from rlkit.data.vocabulary import vocabulary_size
     from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
     from rlkit.model.launch import choose_device, load_policy
     from rlkit.model.pretrained import load_tokenizer
@@ -243,10 +245,12 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
         raise FileNotFoundError(errno.ENOENT, what, str(folder))
     of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base", "adapter")
     lora: dict[str, Any] = {name: kept[name] for name in of_lora if name in kept}
+    tokenizer = load_tokenizer(Model(kept["model"], adapter=kept.get("adapter")).tokenizer)
+    if kept.get("resize_embeddings"):
+        lora["min_rows"] = vocabulary_size(tokenizer)
     model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))
-    tokenizer = load_tokenizer(Model(kept["model"], adapter=kept.get("adapter")).tokenizer)
     if isinstance(kept.get("chat_template"), str):
         tokenizer.chat_template = read_template(folder / KEPT)[0]
     return model, tokenizer

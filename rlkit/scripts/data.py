@@ -209,10 +209,14 @@ def renderer(
     """The tokenizer, and a function from rows to the ids and the mask of their examples."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
+    from rlkit.data.vocabulary import check_vocabulary
+    from rlkit.model.pretrained import load_config
     from rlkit.scripts.start import image_reader, load_tokenizer
 
     file = None if isinstance(args.chat_template, bool) else Path(args.chat_template)
     tokenizer = load_tokenizer(args.model or "", chat_template=file)
+    size = load_config(args.model or "").get_text_config().vocab_size
+    known: dict[str, Any] = {"tokenizer": tokenizer, "num_rows": size}
     how: dict[str, Any] = {"system_prompt": data.system_prompt, "apply_chat_template": bool(data.chat_template)}
     how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
     how["images"] = image_reader(args.model or "", tokenizer, rows)
@@ -220,11 +224,14 @@ def renderer(
     def render(rows: Any, *, continue_answer: bool) -> list[tuple[list[int], list[bool]]]:
         how["continue_answer"] = continue_answer
         if command == "grpo":
-            return [(p.ids, [False] * len(p.ids)) for p in rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]]
+            prompts = rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]
+            check_vocabulary(prompts, rows=rows, **known)
+            return [(p.ids, [False] * len(p.ids)) for p in prompts]
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(
             command, examples.preference_pairs
         )
         made = make(rows, max_example_tokens=sys.maxsize, **how)[0]
+        check_vocabulary(made, rows=rows, **known)
         if command == "sft":
             return [(example.ids, example.mask) for example in made]
         if command == "kto":

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from rlkit.data.vocabulary import check_vocabulary
 from rlkit.files import check_model_path, is_adapter, replace_file
 from rlkit.run.console import data_progress, say
 from rlkit.scripts import grpo
@@ -110,6 +111,10 @@ def main(args: Args) -> None:
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
     sets = eval_sets(flags, tokenizer, rows, own)
+    size = load_config(flags.model.model if exported else kept["model"]).get_text_config().vocab_size
+    size = model.get_input_embeddings().num_embeddings if model is not None else size
+    for name, one in sets.items():
+        check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=rows[name])
     for part in rows.values():
         note_strings(flags.data, part)
     answers: list[dict[str, Any]] = []

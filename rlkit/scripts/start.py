@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rlkit.data.vocabulary import check_vocabulary, vocabulary_size
 from rlkit.files import base_of, check_model_path, is_adapter
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
@@ -252,7 +253,31 @@ def template_file(args: Any) -> Path | None:
 
 def where(args: Any) -> dict[str, Any]:
     """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge` from the flags."""
-    return {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
+    given: dict[str, Any] = {"args": args.model.parallel, "device": args.model.device, "dtype": args.optim.dtype}
+    if args.model.resize_embeddings:
+        given["min_rows"] = vocabulary_size(load_tokenizer(args.model.model))
+    return given
+
+
+def check_resize(args: Any) -> None:
+    """Refuse (ValueError) `resize_embeddings` where the new rows would not train, or another process lacks them."""
+    if not args.model.resize_embeddings:
+        return
+    engine, rollouts = getattr(args, "engine", None), getattr(args, "rollouts", None)
+    adapter = args.lora.lora_rank or getattr(args, "critic_lora_rank", 0)
+    refuse_if(adapter, "`resize_embeddings` adds rows that adapters do not train: drop `lora_rank`")
+    apart = launched() or (engine is not None and engine.engine != "local") or getattr(rollouts, "overlap", False)
+    fix = "resize in a run of rlkit sft, and give its model/"
+    refuse_if(apart, f"`resize_embeddings` is for one process with the model in it: {fix}")
+
+
+def rows_of(args: Any, tokenizer: Any, *others: str | None) -> int:
+    """The rows of the smallest embedding of the model, and of the `others` that read the same tokens."""
+    from rlkit.model.pretrained import load_config
+
+    paths = [base_of(path) if is_adapter(path) else path for path in (args.model.model, *others) if path]
+    size = min(load_config(path).get_text_config().vocab_size for path in paths)
+    return max(size, vocabulary_size(tokenizer)) if args.model.resize_embeddings else size
 
 
 def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
@@ -344,6 +369,7 @@ def offline(
     and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
     args = with_adapter(args)
+    check_resize(args)
     if args.examples.stream:
         check_stream(args, *forms)
     parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
@@ -351,6 +377,7 @@ def offline(
     warn_of_warmup(args)
     args = begin(args)
     tokenizer = load_tokenizer(args.model.tokenizer, reference, chat_template=template_file(args))
+    known = {"tokenizer": tokenizer, "num_rows": rows_of(args, tokenizer, reference)}
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_example_tokens": longest_example(args, args.model.model, reference),
@@ -361,15 +388,21 @@ def offline(
         "too_long": args.data.too_long,
         "continue_answer": args.data.continue_answer,
     }
+
+    def make(rows: Any) -> list[Any]:
+        made = read(rows, **render)[0]
+        check_vocabulary(made, rows=rows, **known)
+        return made
+
     with data_progress():
-        of_part = [read(part, **render)[0] for part in parts]
+        of_part = [make(part) for part in parts]
     every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
     if args.examples.stream:
-        every, sizes = _streamed(args, lambda rows: read(rows, **render)[0], *forms, head=every)
+        every, sizes = _streamed(args, make, *forms, head=every)
     examples = every, mixture(args.data, sizes)
     note_strings(args.data, parts[0])
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples[0]))
-    examples_of = {name: read(part, **render)[0] for name, part in held_out.items()}
+    examples_of = {name: make(part) for name, part in held_out.items()}
     return args, tokenizer, examples, examples_of, of_answers
 
 

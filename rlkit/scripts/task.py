@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from rlkit.data.load import place_of
+from rlkit.data.vocabulary import check_vocabulary
 from rlkit.ranks import launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Episodes, log
@@ -22,12 +23,14 @@ from rlkit.scripts.engines import check_engine
 from rlkit.scripts.start import (
     begin,
     check_ranks,
+    check_resize,
     function_of,
     image_reader,
     load_policies,
     load_tokenizer,
     mixture,
     note_strings,
+    rows_of,
     template_file,
     warn_of_clip,
     warn_of_repeats,
@@ -67,6 +70,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     note_strings(args.data, parts[0])
     starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
+    known = {"tokenizer": tokenizer, "num_rows": rows_of(args, tokenizer, *others)}
+    for some, of in [*zip(rendered, parts), *((one.prompts, held_out[name]) for name, one in sets.items())]:
+        check_vocabulary(some, rows=of, **known)
+    note_unknown(args, tokenizer, known["num_rows"])
     mixed = mixture(args.data, map(len, rendered))
     config = load_config(args.model.model)
     if any(prompt.images for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one):
@@ -75,12 +82,20 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     config = config.get_text_config()
     models = [config, *(load_config(path) for path in others if path)]
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], *models)
-    beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < config.vocab_size]
-    refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {config.vocab_size - 1}")
+    beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < known["num_rows"]]
+    refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {known['num_rows'] - 1}")
     sets = sets if args.schedule.eval_steps else {}
     objectives = tuple(name for name, (_, weight) in args.episodes.rewards().items() if weight != 0)
     options |= {"objectives": objectives if len(objectives) > 1 else ()}
     return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
+
+
+def note_unknown(args: Any, tokenizer: Any, num_rows: int) -> None:
+    """Log tokens that the model has no rows for, where an environment's text may have them in some later turn."""
+    more = [token for token, i in tokenizer.get_vocab().items() if i >= num_rows]
+    if more and not args.episodes.one_turn:
+        said = "the tokenizer has %d tokens without a row in the model's embedding (%s): a turn with one would fail; "
+        log.warning(said + "--resize-embeddings adds their rows", len(more), ", ".join(sorted(more)[:3]))
 
 
 def check_images(args: Any, config: Any) -> None:
@@ -199,6 +214,7 @@ def check_judged(how: Episodes) -> None:
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     check_ranks(args.model.parallel)
+    check_resize(args)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
     penalties.kl_place("reward" if hasattr(args, "values") else "loss")
