@@ -9,8 +9,30 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-Parts = Sequence[tuple[int, float]]  # (number of rows, weight) of consecutive parts of the rows
+
+class Part(NamedTuple):
+    """Consecutive rows of the data: how many, their weight in the mixture, and whose files they are: names and, after
+    the last blank, a number of their contents; "" where nobody knows."""
+
+    size: int
+    weight: float = 1.0
+    source: str = ""
+
+
+Parts = Sequence[tuple[int, float] | Part]
+
+
+class Leg(NamedTuple):
+    """A stretch of the stream: the parts are mixed as they are from place `first` on, when `taken` rows of each had
+    been visited. A resumed run with other data begins a new one."""
+
+    first: int = 0
+    taken: tuple[int, ...] = ()
+
+
 Rests = Mapping[int, tuple[int, int]]  # row -> the length of its rest in passes, and the pass in which it comes back
 
 
@@ -25,7 +47,7 @@ def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
     return list(_order(n, seed, epoch))
 
 
-def batch_indices(n: int, *, batch_size: int, seed: int, step: int, parts: Parts = ()) -> list[int]:
+def batch_indices(n: int, *, batch_size: int, seed: int, step: int, parts: Parts = (), leg: Leg = Leg()) -> list[int]:
     """The rows of one step: a pure function of its arguments, so a resumed run needs only the step number.
 
         stream[step * batch_size : (step + 1) * batch_size],   stream = epoch_order(0) + epoch_order(1) + ...
@@ -46,10 +68,10 @@ def batch_indices(n: int, *, batch_size: int, seed: int, step: int, parts: Parts
     check_parts(n, parts)
     positions = range(step * batch_size, (step + 1) * batch_size)
     parts = parts or [(n, 1.0)]
-    return [mixed_index(position, parts=parts, seed=seed) for position in positions]
+    return [mixed_index(position, parts=parts, seed=seed, leg=leg) for position in positions]
 
 
-def mixed_index(position: int, *, parts: Parts, seed: int) -> int:
+def mixed_index(position: int, *, parts: Parts, seed: int, leg: Leg = Leg()) -> int:
     """The row at a position of a stream that mixes parts of the data in fixed shares: a pure function.
 
     `parts` are (number of rows, weight) of consecutive parts of the rows. Any first m positions hold each part
@@ -59,19 +81,78 @@ def mixed_index(position: int, *, parts: Parts, seed: int) -> int:
 
     The first part takes the positions at which floor(position * share) grows, and the others divide the rest likewise.
     """
-    return mixed_place(position, parts=parts, seed=seed)[0]
+    return mixed_place(position, parts=parts, seed=seed, leg=leg)[0]
 
 
-def mixed_place(position: int, *, parts: Parts, seed: int) -> tuple[int, int]:
+def mixed_place(position: int, *, parts: Parts, seed: int, leg: Leg = Leg()) -> tuple[int, int]:
     """The row at a position of the stream of `mixed_index`, and the number of the pass over its part, from 0."""
-    first, left = 0, sum(Fraction(weight) for _, weight in parts)
-    for n, weight in parts:
-        share = Fraction(weight) / left
-        taken = math.floor(position * share)
-        if math.floor((position + 1) * share) > taken:
-            return first + _order(n, seed, taken // n)[taken % n], taken // n
-        first, left, position = first + n, left - Fraction(weight), position - taken
+    first, before, place = 0, leg.taken or (0,) * len(parts), position - leg.first
+    now, after = (_taken(parts, place + more) for more in (0, 1))
+    for (n, *_), old, taken, then in zip(parts, before, now, after, strict=True):
+        if then > taken:
+            return first + _order(n, seed, (old + taken) // n)[(old + taken) % n], (old + taken) // n
+        first += n
     raise AssertionError("the last part has share 1")
+
+
+def _taken(parts: Parts, place: int) -> list[int]:
+    """How many of the first `place` rows of a stream are of each part."""
+    left, found = sum(Fraction(weight) for _, weight, *_ in parts), []
+    for _, weight, *_ in parts:
+        found.append(math.floor(place * Fraction(weight) / left))
+        left, place = left - Fraction(weight), place - found[-1]
+    return found
+
+
+def to_save(parts: Parts, leg: Leg, *, position: int) -> dict[str, Any]:
+    """What a checkpoint holds of the order, after `position` rows of the stream."""
+    taken = [a + b for a, b in zip(leg.taken or (0,) * len(parts), _taken(parts, position - leg.first), strict=True)]
+    now = [[*[*part, ""][:3], num] for part, num in zip(parts, taken, strict=True)]
+    return {"first": leg.first, "before": [*leg.taken], "position": position, "parts": now}
+
+
+def resumed(
+    saved: Mapping[str, Any] | None, parts: Parts, *, position: int, names: str | None = None
+) -> tuple[Leg, list[tuple[int, int, int]], list[str]]:
+    """The leg of a run that goes on at `position` of the stream, the parts that go on (index of the first row before,
+    number of rows, index now), and what is to be reported.
+
+    A part whose files are those of a part of the checkpoint (`saved`, of `to_save`) goes on after its last row. One
+    with other contents, or new in the mixture, begins at the first row of its order. Without `saved`, the state of an
+    earlier version, the `names` of that run's files decide, and where one is new all parts begin anew.
+    """
+    sources = [part[2] if len(part) > 2 else "" for part in parts]
+    if not all(sources) or not parts or (saved is None and names is None):
+        return Leg(), [], []
+    if saved is None and all(f" {source.rpartition(' ')[0]} " in f" {names} " for source in sources):
+        return Leg(), [], []
+    before = [] if saved is None else saved["parts"]
+    old = dict(zip(_keys([part[2] for part in before]), zip(before, starts_of(before)), strict=True))
+    keys = _keys(sources)
+    weights = [(key, part[1]) for key, part in zip(keys, parts, strict=True)]
+    if saved is not None and position == saved["position"] and weights == [(k, p[1]) for k, (p, _) in old.items()]:
+        return Leg(saved["first"], tuple(saved["before"])), [], []
+    kept = [
+        (old[key][1], old[key][0][0], start) for key, start in zip(keys, starts_of(parts), strict=True) if key in old
+    ]
+    taken = [old[key][0][3] if key in old else 0 for key in keys]
+    said = [
+        f"data: {source.rpartition(' ')[0]} "
+        + (f"goes on after {num} rows" if key in old else "is new or has changed: it begins at its first row")
+        for key, source, num in zip(keys, sources, taken, strict=True)
+    ]
+    return Leg(position, tuple(taken)), kept, said if {*keys} != {*old} else []
+
+
+def _keys(sources: Sequence[str]) -> list[tuple[str, int]]:
+    """The number of the contents of each source, and how many of the sources before it have the same."""
+    numbers = [source.rpartition(" ")[2] for source in sources]
+    return [(number, numbers[:i].count(number)) for i, number in enumerate(numbers)]
+
+
+def starts_of(parts: Sequence[Sequence[Any]]) -> list[int]:
+    """The index of the first row of each part."""
+    return [*accumulate((part[0] for part in parts), initial=0)][:-1]
 
 
 def rested(rests: Rests, outcomes: Iterable[tuple[int, int, bool]], *, longest: int) -> dict[int, tuple[int, int]]:
@@ -101,16 +182,18 @@ def is_resting(rests: Rests, row: int, lap: int) -> bool:
 
 def check_parts(n: int, parts: Parts) -> None:
     """ValueError for parts that are not those of n rows, are empty, or have a weight that is not above 0."""
-    if parts and sum(size for size, _ in parts) != n:
-        raise ValueError(f"parts hold {sum(size for size, _ in parts)} rows, and there are {n}")
-    for size, weight in parts:
+    if parts and sum(size for size, *_ in parts) != n:
+        raise ValueError(f"parts hold {sum(size for size, *_ in parts)} rows, and there are {n}")
+    for size, weight, *_ in parts:
         if size < 1 or not 0 < weight < math.inf:
             raise ValueError(f"parts: each needs rows and a weight above 0, got {size} rows, weight {weight}")
 
 
-def batches(n: int, *, batch_size: int, seed: int, start_step: int = 0, parts: Parts = ()) -> Iterator[list[int]]:
+def batches(
+    n: int, *, batch_size: int, seed: int, start_step: int = 0, parts: Parts = (), leg: Leg = Leg()
+) -> Iterator[list[int]]:
     """`batch_indices` for start_step, start_step + 1, ... without end."""
-    at = partial(batch_indices, n, batch_size=batch_size, seed=seed, parts=parts)
+    at = partial(batch_indices, n, batch_size=batch_size, seed=seed, parts=parts, leg=leg)
     at(step=start_step)
     return (at(step=step) for step in itertools.count(start_step))
 

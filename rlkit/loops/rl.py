@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from rlkit.data.order import Parts, check_parts, is_resting, mixed_index, mixed_place, rested
+from rlkit.data.order import Leg, Parts, check_parts, is_resting, mixed_index, mixed_place, rested, resumed, to_save
 from rlkit.loops import coefficients, nans, pareto, roles
 from rlkit.loops.evaluate import (
     Clock,
@@ -36,7 +36,7 @@ from rlkit.ranks import on_all_ranks, on_this_device
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.groups import Env, Group, Prompt, Score, check_sampling, single_turn
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
-from rlkit.rollout.shared import SharedEngine, SharedStream, rest
+from rlkit.rollout.shared import SharedEngine, SharedStream, reached, rest, samplers_of, state_at
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.run.plot import draw
@@ -181,8 +181,8 @@ async def rl(
             run.say(f"the reference never moves: ref_sync_steps {penalties.ref_sync_steps} is above steps {steps}")
 
         front = pareto.start(task.objectives, saved=saved.get("pareto"))
-        rests = {row: (length, back) for row, length, back in saved.get("rests", ())}
-        place = partial(mixed_place, parts=task.parts or [(len(task.prompts), 1.0)], seed=schedule.seed)
+        leg, before, rests = resumed_order(saved, task, rollouts, engine, start=first, say=run.say)
+        place = partial(mixed_place, parts=task.parts or [(len(task.prompts), 1.0)], seed=schedule.seed, leg=leg)
         no_scores: dict[str, float] = {}
         in_time = partial(saving.unless_hung, engine=engine, stop=stop, run=run)
 
@@ -192,6 +192,9 @@ async def rl(
                 state={
                     "controllers": coefficients.to_save(controllers, now), "pareto": pareto.to_save(front),
                     "rests": [[row, *rest] for row, rest in rests.items()],
+                    "order": to_save(
+                        task.parts, leg, position=reached(stream.state, num=rollouts.prompts_per_step, step=done)
+                    ),
                     "averages": {role: state._asdict() for role, state in averages.items()},
                 },
             )  # fmt: skip
@@ -225,10 +228,10 @@ async def rl(
             saving.keep_best(run, 0, schedule=schedule, model=policy.model, tokenizer=tokenizer)
         signal = Signal()
         async with SharedStream(
-            prompt_order(task.prompts, seed=schedule.seed, parts=task.parts), engine=engine, params=params,
+            prompt_order(task.prompts, seed=schedule.seed, parts=task.parts, leg=leg), engine=engine, params=params,
             group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
             staleness=staleness, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
-            max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=saved.get("stream"),
+            max_dropped=rollouts.max_dropped, on_group=samples.completed, version=first, state=before,
             journal=folder / "completions" if rollouts.journal or rollouts.overlap else None,
             rests=(lambda index: is_resting(rests, *place(index))) if rollouts.max_rest else None,
         ) as stream:  # fmt: skip
@@ -364,13 +367,35 @@ def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequ
     return mask_off_policy(groups, version=version) if rollouts.drop_off_policy else groups
 
 
-def prompt_order(prompts: Sequence[Prompt], *, seed: int, parts: Parts = ()) -> Callable[[int], Prompt]:
+def resumed_order(
+    saved: Mapping[str, Any], task: Task, rollouts: Rollouts, engine: Engine, *, start: int, say: Callable[[str], None]
+) -> tuple[Leg, Any, dict[int, tuple[int, int]]]:
+    """Where a resumed run goes on in the data, the state of its stream, and the prompts that rest.
+
+    Where the files have changed (`rlkit.data.order.resumed`), groups in flight and rests of prompts that are gone are
+    dropped.
+    """
+    state, num = saved.get("stream"), rollouts.prompts_per_step
+    rests = {row: (length, back) for row, length, back in saved.get("rests", ())}
+    place = reached(state, num=num, step=start)
+    leg, kept, said = resumed(saved.get("order"), task.parts, position=place, names=saved.get("files"))
+    for text in said:
+        say(text)
+    if said:
+        state = state_at(place, samplers=len(samplers_of(engine)[:num]), num=num)
+        rests = {row - a + b: x for a, size, b in kept for row, x in rests.items() if a <= row < a + size}
+    return leg, state, rests
+
+
+def prompt_order(
+    prompts: Sequence[Prompt], *, seed: int, parts: Parts = (), leg: Leg = Leg()
+) -> Callable[[int], Prompt]:
     """Index in an endless stream -> prompt: each epoch visits all prompts, in its own order. A pure function.
 
     With `parts` they are mixed by their weights, see `rlkit.data.order.mixed_index`.
     """
     check_parts(len(prompts), parts)
-    return lambda index: prompts[mixed_index(index, parts=parts or [(len(prompts), 1.0)], seed=seed)]
+    return lambda index: prompts[mixed_index(index, parts=parts or [(len(prompts), 1.0)], seed=seed, leg=leg)]
 
 
 async def run_inline(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlkit.data.order import Parts, batches
+from rlkit.data.order import Parts, batches, resumed, to_save
 from rlkit.data.streaming import Streamed
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.metrics import Metrics, finalize, merge
@@ -180,7 +180,10 @@ def supervised(
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             run.log(0, scores)
             saving.keep_best(run, 0, schedule=schedule, model=model, tokenizer=tokenizer)
-        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts)
+        leg, _, said = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
+        for text in said:
+            run.say(text)
+        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts, leg=leg)
         for step, rows in zip(range(first, schedule.steps), order):
             done, clock = step + 1, Clock(memory=schedule.profile_memory)
             metrics, num_tokens = backward(rows)
@@ -198,8 +201,9 @@ def supervised(
             if (sets or eval_sets) and is_due(done, schedule):
                 saving.keep_best(run, done, schedule=schedule, model=model, tokenizer=tokenizer)
             if saving.save_if_due(
-                run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer, state={}
-            ):
+                run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer,
+                state={"order": to_save(parts, leg, position=done * batch_size)},
+            ):  # fmt: skip
                 break
         draw(run)
         if max(start, schedule.steps) < 1:

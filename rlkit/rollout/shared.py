@@ -313,6 +313,22 @@ class SharedStream:
             self._stream.saved(state.get("samplers", [state])[self._number or 0])
 
 
+def reached(state: Mapping[str, Any] | None, *, num: int, step: int) -> int:
+    """The place in the stream of prompts up to which the samplers of a checkpoint of `step` have started prompts."""
+    if state is None:
+        return step * num
+    states = state.get("samplers", [state])
+    if len(states) == 1:
+        return int(states[0]["next"])
+    return num * max(-(-x["next"] // Share.of(i, len(states), num).size) for i, x in enumerate(states))
+
+
+def state_at(place: int, *, samplers: int, num: int) -> dict[str, Any]:
+    """The state of samplers that start at `place` of the stream with nothing in flight."""
+    sizes = [Share.of(k, samplers, num).size for k in range(samplers)]
+    return {"samplers": [{"next": place if samplers == 1 else place // num * n, "waiting": []} for n in sizes]}
+
+
 def state_of(state: Mapping[str, Any], *, k: int, samplers: int, num: int) -> dict[str, Any]:
     """The state of the k-th of `samplers` streams that resume a run with `num` groups a step, see `SharedStream`."""
     states = state.get("samplers", [state])

@@ -178,6 +178,11 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     lines = [f"skipped a checkpoint: {reason}" for reason in skipped]
     if None not in (run, args.get("run")) and run != args["run"]:
         lines.append(f"the checkpoint of step {state['step']} was written by another run, and is now part of this one")
+    if state:
+        data = args.get("data", [])
+        state["files"] = " ".join(
+            spec.rpartition("=")[0] or spec for spec in ([data] if isinstance(data, str) else data)
+        )
     if not state:
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
     elif skipped:

@@ -448,10 +448,13 @@ def _streamed(args: Any, make: Callable[[Any], Any], *forms: Any, head: list[Any
     return Streamed(rows, of_row, head=head), rows.sizes
 
 
-def mixture(data: Data, sizes: Iterable[int]) -> list[tuple[int, float]]:
-    """The size and the weight of each part of the data; [] where its files have no weights."""
-    parts = data.parts()
-    return [(size, weight) for size, (_, weight) in zip(sizes, parts, strict=True)] if len(parts) > 1 else []
+def mixture(data: Data, sizes: Iterable[int]) -> list[Any]:
+    """The parts of the data: size, weight, and whose files they are."""
+    from rlkit.data.order import Part
+    from rlkit.data.sources import identity
+
+    parts = zip(sizes, data.parts(), strict=True)
+    return [Part(size, weight, identity(files)) for size, (files, weight) in parts]
 
 
 def function_of(flag: str, spec: str) -> Any:
