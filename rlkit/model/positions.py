@@ -56,8 +56,8 @@ def _raise(config: Any, num: int, limit: int) -> str:
     if positions(config) != limit:
         kind = next(x["rope_type"] for x in ropes if x.get("rope_type") not in (None, "default"))
         return f"replace {kind} in config.json: its frequencies depend on the longest sequence of a batch"
-    before = int(ropes[0].get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", 0))
-    yarn = f'"rope_type": "yarn", "factor": {float(math.ceil(num / (before or limit)))}, '
+    before: int = ropes[0].get("original_max_position_embeddings") or text.max_position_embeddings
+    yarn = f'"rope_type": "yarn", "factor": {float(math.ceil(num / before))}, '
     yarn += f'"original_max_position_embeddings": {before}'
     return f"extend it in the model's config.json: rope_parameters {{{yarn}, ...}}"
 
