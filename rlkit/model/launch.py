@@ -67,9 +67,11 @@ def load_policy(
     `min_rows`, in a plain process, is that of `rlkit.model.forward.resized`.
     """
     path = _with_base(path, lora)
-    mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
+    mesh = open_mesh(args, device=device, alone=min_rows > 0 or _stays_plain(path, **lora))
     _report_loading(path)
     if mesh is not None:
+        if min_rows:
+            raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
         whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
     return _with_lora(partial(load_model, path, train_vision=train_vision, min_rows=min_rows), device, **lora)
@@ -163,7 +165,8 @@ def _load_headed(
     lora: dict[str, Any],
 ) -> Any:
     path = _with_base(path, lora)
-    mesh = open_mesh(args, device=device, alone=_stays_plain(path, **lora))
+    resizes = getattr(alone, "keywords", {}).get("min_rows", 0) > 0
+    mesh = open_mesh(args, device=device, alone=resizes or _stays_plain(path, **lora))
     _report_loading(path)
     if mesh is None:
         return _with_lora(lambda device, **_: alone(path, device=device), device, **lora)  # checked in fp32
