@@ -147,7 +147,7 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
         local = LocalEngine(model, tokenizer=tokenizer, **options)
         if local.copied_bytes:
             size = f"{local.copied_bytes / 2**30:.1f} GiB"
-            say(f"engine: samples from a copy of the weights in {args.optim.dtype} ({size}), updated after every step")
+            say(f"engine: samples from a copy of the weights in 16 bits ({size}), updated after every step")
         yield local
         return
     with _servers(args, model) as urls:
@@ -164,10 +164,11 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
 
 def _local_options(args: Any, max_len: int) -> dict[str, Any]:
     """Arguments of a `LocalEngine` from the flags."""
-    from rlkit.model.forward import DTYPES
+    from rlkit.model.forward import DTYPES, default_dtype
 
-    how, dtype = args.engine, args.optim.dtype  # None in `rlkit eval`, which trains nothing
-    half = {} if dtype in (None, "fp32") else {"dtype": DTYPES[dtype]}
+    how, device = args.engine, args.model.device
+    dtype = args.optim.dtype or default_dtype(device or "cpu")  # `rlkit eval` leaves it open
+    half = {"dtype": DTYPES[dtype]} if dtype != "fp32" else {}
     options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile}
     return options | {"keep_turns": not args.episodes.one_turn} | half
 
