@@ -71,8 +71,10 @@ two cores (`benchmarks/sharing.py`; ratios within a round):
 Rotary frequencies of type `longrope` and `dynamic` depend on the longest sequence of a pack. With these a sequence
 longer than the original context (`original_max_position_embeddings`, or `max_position_embeddings`) is refused.
 
-The length that a model reads is `rlkit.model.positions.positions(config)`, in every command and engine: with YaRN `factor`
-times the original context, as vLLM derives it, also where `max_position_embeddings` was left as it is; without limit for
+The length that a model reads is `rlkit.model.positions.positions(config)`, in every command and engine: with YaRN
+`factor`
+times the original context, as vLLM derives it, also where `max_position_embeddings` was left as it is; without limit
+for
 ALiBi and Mamba. `sft`, `dpo`, `kto` and `reward_model` count longer examples as too long.
 
 Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
@@ -86,14 +88,18 @@ any other type every rank reads the whole model before it keeps its shard. See [
 
 `model/`, `best/` and `export_hf` write a checkpoint as it was read:
 
-- Each weight has the dtype that it has in the files of `--model`; `--dtype-export bf16|fp16|fp32` gives all of them another.
+- Each weight has the dtype that it has in the files of `--model`; `--dtype-export bf16|fp16|fp32` gives all of them
+  another.
   Training and checkpoints are in fp32 whatever it is, and resume bit for bit.
 - Tensors that transformers' class has no place for (`mtp.*` of Qwen3-Next and Qwen3.5, the layer past the last one of
-  DeepSeek-V3 and GLM-4.5) are copied from those files, which a line at the start says. They do not train. Where the files
+  DeepSeek-V3 and GLM-4.5) are copied from those files, which a line at the start says. They do not train. Where the
+  files
   are gone by then, and in reward models, they are left out, and config.json promises none
   (`num_nextn_predict_layers` 0).
-- `tie_word_embeddings`, `vocab_size` and `num_hidden_layers` in config.json are those of the weights; a correction is logged.
-- `--resize-embeddings` gives tokens that were added to the tokenizer rows in embedding and head, each the mean of the rows
+- `tie_word_embeddings`, `vocab_size` and `num_hidden_layers` in config.json are those of the weights; a correction
+  is logged.
+- `--resize-embeddings` gives tokens that were added to the tokenizer rows in embedding and head, each the mean of
+  the rows
   before. It is for one process with `--engine local`, without LoRA, whose adapters would not train them.
 
 ## Images
