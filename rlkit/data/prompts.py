@@ -95,7 +95,7 @@ def rl_prompts(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, _row(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)]
+    prompts = [(i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)]
     prompts = shorten(
         rows,
         prompts,
@@ -141,6 +141,6 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     return found if size else None
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with messages where their JSON text is."""
+def row_given(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as rewards and environments get it: with messages where their JSON text is."""
     return {**row, **decoded({name: row[name] for name in ("prompt", "messages") if isinstance(row.get(name), str)})}

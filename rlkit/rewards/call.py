@@ -40,12 +40,16 @@ RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no na
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to be rewarded: its text, the data row and its index, and what else a function may ask for."""
+    """One completion to be rewarded: its text, the data row and its index, and what else a function may ask for.
+
+    `read` gets the names of the row's columns that the function reads.
+    """
 
     completion: str
     row: dict[str, Any]
     index: int
     extra: dict[str, Any] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class Reward:
 
 
 class RewardError(Explained):
-    """A reward function gave no usable reward. `index` is the row's index (None: the whole batch), `cause` says why."""
+    """A reward function gave no usable reward. `index` is the row's index (None: the whole batch), `cause` says why,
+    and `fix` what to change."""
 
-    def __init__(self, message: str, *, index: int | None = None, cause: str = "") -> None:
+    def __init__(self, message: str, *, index: int | None = None, cause: str = "", fix: str = "") -> None:
         super().__init__(message)
         self.index = index
         self.cause = cause
+        self.fix = fix
 
 
 class WrongResult(Exception):
@@ -130,14 +136,20 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
 
 
 async def run_reward_each(
-    function: Callable[..., Any], samples: Sequence[Sample], *, timeout_s: float, missing: float | None = None
+    function: Callable[..., Any],
+    samples: Sequence[Sample],
+    *,
+    timeout_s: float,
+    missing: float | None = None,
+    stop: bool = False,
 ) -> list[Reward | RewardError]:
     """`run_reward`, but a failed sample has its `RewardError` in the list, and the others are still rewarded.
 
     A sync function is called for every sample even if each call times out: the whole may take `timeout_s` per sample.
-    `missing` is the reward of a sample for which the function returns None; without it, None is an error.
+    With `stop` the list ends with the first sample of such a function that fails. `missing` is the reward of a sample
+    for which the function returns None; without it, None is an error.
     """
-    return await _results(function, samples, timeout_s, go_on=True, missing=missing)
+    return await _results(function, samples, timeout_s, go_on=not stop, missing=missing)
 
 
 async def _results(
@@ -151,7 +163,7 @@ async def _results(
     leading, names = check_signature(function, set(known[0]).intersection(*known))
     batched = leading == "completions"
     absent, here = set[str](), os.getcwd()
-    rows = [Watched(sample.row, absent) for sample in samples]
+    rows = [Watched(sample.row, absent, sample.read) for sample in samples]
     if batched:
         extra = {name: own_copy([sample[name] for sample in known]) for name in names}
         calls = [partial(function, [s.completion for s in samples], rows, **extra)]
@@ -165,6 +177,7 @@ async def _results(
     if os.getcwd() != here:
         os.chdir(here)  # of the whole process, which writes the run folder below it
         report_once(name_of(function), "changes the working folder", ", which is changed back: use absolute paths")
+    absent -= {str(error.args[0]) for error in values if isinstance(error, KeyError) and error.args}  # an error says it
     report_absent(name_of(function), absent, set[str]().union(*(sample.row for sample in samples)))
     if batched:
         values = _one_each(function, values[0], len(samples))
@@ -380,4 +393,4 @@ def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | 
         text = sample.completion
         shown = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
         lines.insert(1, f"  completion ({len(text)} characters): {shown}")
-    return RewardError("\n".join(lines), index=None if sample is None else sample.index, cause=cause)
+    return RewardError("\n".join(lines), index=None if sample is None else sample.index, cause=cause, fix=fix)

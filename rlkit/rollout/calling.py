@@ -57,14 +57,20 @@ def own_copy(value: Any) -> Any:
 
 
 class Watched(dict[str, Any]):
-    """A copy of a row, or of an object in it, for the user's code; `absent` gets the keys that this asks for in vain.
+    """A copy of a row, or of an object in it, for the user's code; `absent` gets the keys that this asks for in vain,
+    and `read` those that it finds.
 
     A key that is required (`row[key]`) is an error anyway; `get`, `pop` and `in` would hide a wrong name.
     """
 
-    def __init__(self, row: Mapping[str, Any], absent: set[str]) -> None:
+    def __init__(self, row: Mapping[str, Any], absent: set[str], read: set[str] | None = None) -> None:
         super().__init__(own_copy(dict(row)))
-        self._absent = absent
+        self._absent, self._read = absent, set[str]() if read is None else read
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key, which is noted."""
+        self._look(key)
+        return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default of a key that is noted."""
@@ -80,10 +86,6 @@ class Watched(dict[str, Any]):
         self._look(key)
         return super().__contains__(key)
 
-    def __missing__(self, key: str) -> Any:
-        self._look(key)  # the error may be caught
-        raise KeyError(key)
-
     def __setitem__(self, key: str, value: Any) -> None:
         self._absent.discard(key)
         super().__setitem__(key, value)
@@ -92,8 +94,8 @@ class Watched(dict[str, Any]):
         return dict, (dict(self),)
 
     def _look(self, key: object) -> None:
-        if isinstance(key, str) and key not in self.keys() and not _asked_by_rlkit():
-            self._absent.add(key)
+        if isinstance(key, str) and not _asked_by_rlkit():
+            (self._read if key in self.keys() else self._absent).add(key)
 
 
 def _asked_by_rlkit() -> bool:

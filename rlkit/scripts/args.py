@@ -235,7 +235,7 @@ def _hashed(row: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards and sampling of the held-out sets."""
+    """Rewards and sampling of the held-out sets, and the trial of rewards."""
 
     eval_reward: tuple[str, ...] = ()
     """reward on held-out prompts in place of --reward: FILE.py:FUNCTION, with a weight where there are several, as for
@@ -245,6 +245,9 @@ class Evaluation:
     the set NAME of --eval-data"""
     eval_limit: Count = 128
     """maximum number of held-out prompts of each set"""
+    trial: bool = True
+    """call reward functions and the environment on the first row before the model is loaded (--no-trial: not, e.g.
+    where a call costs money; rlkit's own judges are not called)"""
 
     def __post_init__(self) -> None:
         check(self)

@@ -3,6 +3,7 @@
     rlkit data train.jsonl                    forms, and rows that are wrong
     rlkit data train.jsonl --model MODEL      also a rendered row, and lengths
     rlkit data pairs.jsonl --model MODEL --script dpo --row 3
+    rlkit data train.jsonl --reward my.py:f   the reward of the gold answer
 
 Trained tokens are green on a terminal, else between « and ».
 """
@@ -24,9 +25,11 @@ import tyro
 from rlkit._text import printable
 from rlkit.files import check_model_path
 from rlkit.run.console import data_progress, say
-from rlkit.scripts.args import Data
+from rlkit.scripts.args import Data, Episodes
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
+from rlkit.scripts.task import reward_functions
+from rlkit.scripts.trial import reward_trials, trial_lines
 from rlkit.settings import Count, check, refuse_if
 
 _MOST_WRONG = 20  # rows that are named
@@ -48,6 +51,9 @@ class Args:
     """row to show, counted from 1"""
     max_tokens: Count | None = None
     """report how many examples are longer; None: no limit"""
+    reward: str | tuple[str, ...] | None = None
+    """FILE.py:FUNCTION of reward functions, as for grpo: prints what each gives the first row's gold answer, an empty
+    completion and another row's answer"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name"""
     system_prompt: str | None = None
@@ -97,6 +103,7 @@ def _main(args: Args) -> None:
     if command is None or command not in fitting:
         raise SystemExit(1)
     good, wrong = checked(rows, lambda some: data.read(some, *forms_for(command)))
+    failed = bool(args.reward and good) and show_rewards(args, data, _some(rows, good))
     if args.model and good:
         wrong |= show_rendered(args, data, command, _some(rows, good), place=rows.places[args.row - 1])
     if wrong:
@@ -105,7 +112,21 @@ def _main(args: Args) -> None:
             say(f"  {error}")
         if len(wrong) > _MOST_WRONG:
             say(f"  ... and {len(wrong) - _MOST_WRONG} more")
+    if wrong or failed:
         raise SystemExit(1)
+
+
+def show_rewards(args: Args, data: Data, rows: Any) -> bool:
+    """Print what each reward function gives; returns whether one failed."""
+    episodes, failed = Episodes(reward=args.reward), False
+    read = data.read(rows, *forms_for("grpo"))
+    functions = reward_functions(episodes, read, flag="reward")
+    for spec, _, trial in reward_trials(functions, episodes, read):
+        say(f"{spec} gives, on {trial.place}:")
+        for line in [*trial_lines(trial), *[f"  {trial.note}"] * bool(trial.note)]:
+            say(line)
+        failed = failed or bool(trial.failures)
+    return failed
 
 
 def show_rendered(args: Args, data: Data, command: str, rows: Any, *, place: str) -> dict[str, str]:

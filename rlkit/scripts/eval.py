@@ -106,8 +106,9 @@ def main(args: Args) -> None:
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
     own = own_rewards(flags, rows)
-    make_score = read_reward(flags.episodes, *(part for name, part in rows.items() if name not in own))
     make_env = read_env(flags, *rows.values())
+    others = (part for name, part in rows.items() if name not in own)
+    make_score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
     sets = eval_sets(flags, tokenizer, rows, own)

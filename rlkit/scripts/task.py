@@ -37,6 +37,7 @@ from rlkit.scripts.start import (
     warn_of_warmup,
     with_adapter,
 )
+from rlkit.scripts.trial import try_rewards
 from rlkit.settings import Rollouts, SamplingParams, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
@@ -53,10 +54,9 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
 
     parts, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
     own = own_rewards(args, held_out)
-    make_score, make_env = (
-        read_reward(args.episodes, *parts, *(held_out[x] for x in held_out if x not in own)),
-        read_env(args, *parts, *held_out.values()),
-    )
+    make_env = read_env(args, *parts, *held_out.values())
+    unnamed = (held_out[x] for x in held_out if x not in own)
+    make_score = read_reward(args.episodes, *parts, *unnamed, trial=args.evaluation.trial)
     args = begin(args)
     from rlkit.loops.rl import Task
     from rlkit.model.pretrained import load_config
@@ -113,7 +113,9 @@ def own_rewards(args: Any, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer
     """`read_reward` of each held-out set that has a reward of its own."""
     given = {name: args.evaluation.reward_of(name) for name in held_out}
     return {
-        name: read_reward(replace(args.episodes, reward=specs), held_out[name], flag="eval_reward")
+        name: read_reward(
+            replace(args.episodes, reward=specs), held_out[name], flag="eval_reward", trial=args.evaluation.trial
+        )
         for name, specs in given.items() if specs
     }  # fmt: skip
 
@@ -151,7 +153,7 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
             rows[name] = Rows(
                 map(asked, part), source="", places=[place_of(held_out[name], i) for i in range(len(part))]
             )
-            own[name] = read_reward(Episodes(reward=specs), rows[name], flag="eval_reward")
+            own[name] = read_reward(Episodes(reward=specs), rows[name], flag="eval_reward", trial=how.trial)
 
     def sets(tokenizer: Any, model: Any) -> dict[str, Any]:
         from rlkit.data.chat import stop_token_ids
@@ -245,13 +247,16 @@ def warn_of_escapes(stop: Sequence[str]) -> None:
             log.warning(said, text, found[0][1], what, text)
 
 
-def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward") -> OfTokenizer:
+def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bool = True) -> OfTokenizer:
     """A function from the tokenizer to the `score` of `rlkit.rollout.rollout`, of the functions of `reward`.
 
-    They are checked against the rows of each of the `parts` of the data. ValueError for a function that does not exist,
-    that cannot be called with what a sample has, or that needs a column which a row lacks. Does not import torch.
+    They are checked against the rows of each of the `parts` of the data, and with `trial` called on a row of each.
+    ValueError for a function that does not exist, that cannot be called with what a sample has, that needs a column
+    which a row lacks, or that fails. Does not import torch.
     """
-    found = _reward_functions(episodes, *parts, flag=flag)
+    found = reward_functions(episodes, *parts, flag=flag)
+    if trial:
+        try_rewards(found, episodes, *parts, flag=flag)
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.rewards.combine import scalarized, weighted
@@ -292,7 +297,7 @@ def combining(episodes: Episodes) -> Any:
             return lambda rewards, weights: objectives.lexicographic(rewards)  # noqa: ARG005
 
 
-def _reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:
+def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:
     """The checked functions of `reward`, by name."""
     from rlkit.compat.rewards import adapted
     from rlkit.data.rows import drop

@@ -147,8 +147,9 @@ REWARDS = {
 def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind):
     body, cause = REWARDS[kind]
     (task / f"{kind}.py").write_text(f"def score(completion, row):\n    {body}\n")
-    result = run(task, tmp_path / "run", "--reward-timeout", "0.5", "--eval-steps", "0", reward=f"{kind}.py:score")
-    assert result.returncode != 0
+    flags = ["--reward-timeout", "0.5", "--eval-steps", "0", "--no-trial"]
+    result = run(task, tmp_path / "run", *flags, reward=f"{kind}.py:score")
+    assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-6:]
     assert re.search(cause, "\n".join(last)), result.stderr
     assert "row" in "\n".join(last)

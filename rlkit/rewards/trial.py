@@ -1,0 +1,180 @@
+"""Try a reward function on a row before a model is loaded: on the row's gold answer, on "" and on another answer.
+
+A mistake in the function is then an error of the command line, and a function that no answer satisfies is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlkit.data.load import place_of
+from rlkit.data.prompts import prompt_messages, row_given
+from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, needs_of, run_reward_each
+from rlkit.rewards.failures import name_of, unwrapped
+from rlkit.rewards.text import GOLD_COLUMNS, final_answer, first_value, gold_answer
+
+_SHOWN = 60  # characters of an answer
+_LONGEST = 1000  # characters of an answer that is tried in other forms
+_FORMS = (  # in which rewards look for an answer
+    "{}", r"\boxed{{{}}}", "<answer>{}</answer>", "<think>\n1\n</think>\n<answer>{}</answer>", "#### {}",
+    "The answer is {}.", "The answer is {}", "Answer: {}", "**{}**", "({})", '{{"answer": "{}"}}', "```python\n{}\n```",
+    "<think>\n1\n</think>\n\\boxed{{{}}}", "<think>\n1\n</think>\n<answer>\\boxed{{{}}}</answer>",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a reward function gave: texts with the words for what they are, and the result of each.
+
+    `place` is the row's, and `note` says that the gold answer gets no more than the others (empty: it does, or the
+    function does not compare with it).
+    """
+
+    place: str
+    tried: Sequence[tuple[str, str, Reward | RewardError]]
+    note: str = ""
+
+    @property
+    def failures(self) -> list[tuple[str, RewardError]]:
+        """What the function failed on, in words, and the error."""
+        return [(what, result) for _, what, result in self.tried if isinstance(result, RewardError)]
+
+
+async def try_reward(
+    function: Callable[..., Any],
+    rows: Sequence[dict[str, Any]],
+    *,
+    timeout_s: float,
+    one_turn: bool = True,
+    alone: bool = True,
+    stop: bool = True,
+) -> Trial | None:
+    """Call a reward function as for samples of one row, the first that has a gold answer (else the first).
+
+    The texts are its gold answer, "" and another row's answer. Where the gold answer gets no more than these, it is
+    tried as rewards often read it too (`\\boxed{7}`, `<answer>7</answer>`, ...). The ids of a text are its bytes, since
+    there is no tokenizer yet. None for a function that asks for what only an environment knows (`one_turn` False), and
+    for a judge of this package, whose calls cost something.
+
+    `alone`: no other function adds to the reward, so that None is an error, and one number for all texts is told.
+    `stop` after the first text that the function fails on.
+    """
+    if str(getattr(unwrapped(function), "__module__", "")) == "rlkit.rewards.judge":
+        return None
+    index = next((i for i, row in enumerate(rows) if gold_answer(row) is not None), 0)
+    row, seen, values = row_given(rows[index]), set[str](), set[float]()
+    gold, other = _text(gold_answer(row)), _other(rows, index)
+
+    async def call(given: Sequence[str]) -> list[Reward | RewardError]:
+        samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in given]
+        missing = None if alone else math.nan
+        found = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
+        values.update(map(_number, found))
+        return found
+
+    try:
+        check_signature(function, {"index", *_extra(row, "", one_turn=one_turn)})
+    except TypeError:
+        if one_turn:
+            raise
+        return None
+    texts = _texts(gold, other)
+    results = await call([*texts])
+    tried = [(text, what, result) for (text, what), result in zip(texts.items(), results)]
+    found = Trial(place_of(rows, index), tried)
+    if gold is None or found.failures:
+        return found
+    numbers = {text: _number(result) for text, _, result in tried}
+    if numbers.pop(gold) > max(numbers.values(), default=-math.inf):
+        return found
+    if written := await _written(call, gold, other, numbers[""]):
+        return Trial(found.place, [(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
+    same = alone and not _is_ours(function) and len(values) == 1
+    return Trial(found.place, tried, _note(function, row, tried) if same or _reads_gold(function, seen) else "")
+
+
+def _texts(gold: str | None, other: str | None) -> dict[str, str]:
+    """The texts to try, with the words for what they are."""
+    texts = {} if gold is None else {gold: f"its gold answer {_shown(gold)}"}
+    texts |= {"": "an empty completion"} | ({other: f"another row's answer {_shown(other)}"} if other else {})
+    if gold is None:
+        texts |= {text: f"the completion {_shown(text)}" for text in ("7", "The answer is 7.")}
+    return texts
+
+
+async def _written(call: Callable[..., Any], gold: str, other: str | None, nothing: float) -> tuple[str, Reward] | None:
+    """The gold answer in a form that gets more than `nothing` and than another answer in that form, and its reward."""
+    marked = gold.rpartition("####")[2].strip()
+    answers = dict.fromkeys([gold, marked, marked.replace(",", ""), final_answer(gold) or gold, gold.strip().lower()])
+    forms = [(form, text) for text in answers if len(text) < _LONGEST for form in _FORMS][1:]
+    results = [*zip(forms, await call([form.format(text) for form, text in forms]))]
+    better = [(given, result) for given, result in results if isinstance(result, Reward) and result.reward > nothing]
+    if not better:
+        return None
+    (form, text), best = max(better, key=lambda one: one[1].reward)
+    same_form = await call([form.format(other)]) if other is not None else []
+    if any(best.reward <= _number(result) for result in same_form):
+        return None
+    return form.format(text), best
+
+
+def _note(function: Callable[..., Any], row: Mapping[str, Any], tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that gives the gold answer no more than other texts."""
+    (_, gold, best), *others = tried
+    gold = gold.replace("its gold", "the row's own")
+    given = " and ".join(f"{_number(result):g} to {what}" for _, what, result in others)
+    kind = type(gold_answer(row)).__name__
+    why = "" if kind == "str" else f"; the row's answer is {_article(kind)} and a completion is a text"
+    return (
+        f"{name_of(function)} gives {_number(best):g} to {gold}, {given}{why}: "
+        "compare how the function reads an answer with how the data writes it"
+    )
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def _reads_gold(function: Callable[..., Any], seen: set[str]) -> bool:
+    """Whether the function reads a gold answer: of the row, or as an argument (of another system)."""
+    named = {name for need in needs_of(function) for name in ((need,) if isinstance(need, str) else need)}
+    return bool((seen | named | {*inspect.signature(unwrapped(function)).parameters}) & {*GOLD_COLUMNS})
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
+
+
+def _extra(row: dict[str, Any], text: str, *, one_turn: bool) -> dict[str, Any]:
+    """What a sample has beside its text and row."""
+    ids = [*text.encode(errors="replace")]
+    extra = {"completion_ids": ids, "prompt_ids": [0], "finish_reason": "stop", "truncated": False}
+    if one_turn:
+        return extra
+    return extra | {"num_turns": 1, "messages": [*prompt_messages(row), {"role": "assistant", "content": text}]}
+
+
+def _text(gold: Any) -> str | None:
+    """A gold answer as a policy would write it: of a list its first entry."""
+    if isinstance(gold, list | tuple) and gold:
+        return _text(gold[0])
+    return gold if isinstance(gold, str | None) else str(gold) if not isinstance(gold, dict) else json.dumps(gold)
+
+
+def _other(rows: Sequence[dict[str, Any]], index: int) -> str | None:
+    """The gold answer of the first row that has another one."""
+    own = _text(gold_answer(rows[index]))
+    return next((text for row in rows if (text := _text(first_value(row, *GOLD_COLUMNS))) not in (None, own, "")), None)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
+
+
+def _number(result: Reward | RewardError) -> float:
+    return math.nan if isinstance(result, RewardError) else result.reward + 0.0  # no -0

@@ -1,0 +1,59 @@
+"""Try the user's functions before a model is loaded, so that their mistakes are errors of the command line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlkit.ranks import is_first
+from rlkit.scripts.args import Episodes
+
+_log = logging.getLogger("rlkit.rewards")
+
+
+def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, flag: str) -> None:
+    """Call each reward function on a row of each of the `parts` of the data: see `rlkit.rewards.trial.try_reward`.
+
+    ValueError for one that fails, unless `reward_max_failed` lets some samples fail and not all of them did. What gives
+    the gold answer no more than other texts is logged.
+    """
+    for spec, function, trial in reward_trials(functions, episodes, *parts) if is_first() else ():
+        from rlkit.rewards.failures import name_of
+
+        for what, error in trial.failures:
+            said = f"{name_of(function)} failed on {trial.place} with {what}: {error.cause}; {error.fix}"
+            if not episodes.max_failed or len(trial.failures) == len(trial.tried):
+                raise ValueError(f"`{flag}` {spec}: {said}; --no-trial skips this call")
+            _log.warning("%s", said)
+        if trial.note:
+            _log.warning("%s: %s", trial.place, trial.note)
+
+
+def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any) -> Iterator[tuple[str, Any, Any]]:
+    """FILE.py:FUNCTION, the function and its `Trial`, of each function on each part."""
+    from rlkit.rewards.trial import try_reward
+    from rlkit.run.sync import run_sync
+
+    for (name, (spec, _)), rows in ((one, rows) for one in episodes.rewards().items() for rows in filter(len, parts)):
+        trial = run_sync(
+            try_reward(
+                functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
+                alone=len(functions) == 1, stop=not episodes.max_failed,
+            )
+        )  # fmt: skip
+        if trial is not None:
+            yield spec, functions[name], trial
+
+
+def trial_lines(trial: Any) -> Sequence[str]:
+    """The reward of each text, for `rlkit data`."""
+    width = max(len(what) for _, what, _ in trial.tried)
+    shown = [
+        (what, getattr(result, "reward", None), getattr(result, "cause", ""), getattr(result, "fix", ""))
+        for _, what, result in trial.tried
+    ]
+    return [
+        f"  {what:{width}}  {f'{cause}; {fix}' if reward is None else f'{reward:g}'}"
+        for what, reward, cause, fix in shown
+    ]

@@ -1,0 +1,275 @@
+"""Reward functions are called on a row before a model is loaded: what of plausible mistakes is told then."""
+
+from __future__ import annotations
+
+import json
+import logging
+import textwrap
+from functools import partial
+
+import pytest
+import screens
+
+from rlkit.data.load import load_rows
+from rlkit.rewards.load import load_function
+from rlkit.rewards.trial import try_reward
+from rlkit.run.sync import run_sync
+from rlkit.scripts import cli
+from rlkit.scripts.args import Episodes
+from rlkit.scripts.task import read_reward
+
+HEAD = "import asyncio, json, math, re, sys\nimport numpy as np\n\n"
+NEVER = "to the row's own answer"
+ROWS = [{"prompt": f"{a}+4=", "answer": str(a + 4), "level": a} for a in (3, 5, 6)]
+PARIS = [{"prompt": "Capital of France?", "answer": "Paris"}, {"prompt": "Of Italy?", "answer": "Rome"}]
+INTS = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": 8}]
+GSM = [{"prompt": "q", "answer": "6*7 = 42\n#### 1,042"}, {"prompt": "r", "answer": "so 1\n#### 13"}]
+MESSAGES = [{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}]
+
+# the body of f(completion, row), or a whole file; the rows; what is said. ! is an error (exit code 2), ~ a line
+MISTAKES = {
+    "None": ("print(completion)", ROWS, "!returned NoneType None"),
+    "a path without return": ("if completion:\n    return 1.0", ROWS, "!with an empty completion: returned NoneType"),
+    "a text": ("return '1.0'", ROWS, "!returned str '1.0'"),
+    "a list": ("return [1.0]", ROWS, "!returned list [1.0]"),
+    "a tuple": ("return 1.0, 'right'", ROWS, "!returned tuple"),
+    "NaN": ("return math.nan", ROWS, "!returned nan"),
+    "infinity": ("return math.log(0) if 0 else -math.inf", ROWS, "!returned -inf"),
+    "an array": ("return np.ones(3)", ROWS, "!returned ndarray"),
+    "the end": ("sys.exit('no')", ROWS, "!SystemExit: no (mine.py, line 5); do not call exit()"),
+    "another key": ("return {'score': 1.0}", ROWS, "!returned a dict without 'reward' (keys: ['score'])"),
+    "a reserved key": ("return {'reward': 1.0, 'mean': 2.0}", ROWS, "!returned the key 'mean'"),
+    "a number as text in a dict": ("return {'reward': '1'}", ROWS, "!returned str '1' under 'reward'"),
+    "JSON": ("return json.loads(completion)['x']", ROWS, "!TypeError: 'int' object is not subscriptable (mine.py, l"),
+    "JSON of ''": ("return float(json.loads(completion) == 7)", ROWS, "!an empty completion: JSONDecodeError"),
+    "a column that no row has": ("return float(completion == row['gold'])", ROWS, "!the row has no column 'gold'"),
+    "an attribute": ("return float(completion == row.answer)", ROWS, "!AttributeError: 'Watched' object has no attri"),
+    "int of a text": ("return float(int(completion) == row['level'])", ROWS, "!an empty completion: ValueError: inval"),
+    "the last word": ("return float(completion.split()[-1] == row['answer'])", ROWS, "!IndexError: list index out of"),
+    "a search in vain": (r"return float(re.search(r'\d+', completion).group() == row['answer'])", ROWS, "!AttributeEr"),
+    "a division": ("return row['answer'].count('7') / len(completion)", ROWS, "!ZeroDivisionError"),
+    "a name": ("return float(completion == anwser)", ROWS, "!NameError: name 'anwser' is not defined (mine.py, line 5"),
+    "a message": ("return float(completion[0]['content'] == row['answer'])", ROWS, "!the completion is a text here"),
+    "another argument's form": ("return float(completion == row['answer']['value'])", ROWS, "!TypeError: string indice"),
+    "no end": ("while True: pass", ROWS, "!no result after 0.5 s"),
+    "input": ("return float(input('ok? '))", ROWS, "!return a number without input()"),
+    "a coroutine": (
+        "async def judge(x):\n    return 1.0\n\ndef f(completion, row):\n    return judge(completion)\n", ROWS,
+        "!returned coroutine"),
+    "no await": (
+        "async def g(x):\n    return 1.0\n\nasync def f(completion, row):\n    return g(completion) + 1\n", ROWS,
+        "!await the async function that this line calls"),
+    "one number for a batch": ("def f(completions, rows):\n    return 1.0\n", ROWS, "!returned float 1.0 for a batch"),
+    "too few": ("def f(completions, rows):\n    return [1.0 for x in completions if x]\n", ROWS, "!returned 2 results"),
+    "a set of a batch": ("def f(completions, rows):\n    return {float(len(x)) for x in completions}\n", ROWS, "!returned"),
+    "TRL, a column": (
+        "def f(completions, solution, **kwargs):\n    return [1.0] * len(completions)\n", ROWS, "!column 'solution'"),
+    "TRL, messages for texts": (
+        "def f(completions, answer, **kwargs):\n"
+        "    return [float(c[0]['content'] == a) for c, a in zip(completions, answer)]\n", ROWS, "!as in TRL"),
+    "TRL, texts for messages": (
+        "def f(completions, answer, **kwargs):\n    return [float(c == a) for c, a in zip(completions, answer)]\n",
+        MESSAGES, "!as in TRL"),
+    "verl, a key": (
+        "def f(data_source, solution_str, ground_truth, extra_info):\n    return {'acc': 1.0}\n", ROWS, "!without 'rewa"),
+    "the names swapped": ("def f(row, completion):\n    return 1.0\n", ROWS, "!names them ['row', 'completion']"),
+    "a number and a text": ("return float(completion == row['level'])", ROWS, f"~gives 0 {NEVER} '7', 0 to an"),
+    "int of the answer": ("return float(completion == int(row['answer']))", ROWS, f"~gives 0 {NEVER} '7'"),
+    "an int in the data": ("return float(completion.strip() == row['answer'])", INTS, "~is an int and a completion is a"),
+    "lower case": ("return float(completion.lower() == row['answer'])", PARIS, f"~gives 0 {NEVER} 'Paris'"),
+    "always 0": ("return 0.0", ROWS, "~gives 0"),
+    "always 1": ("return 1.0", ROWS, "~gives 1"),
+    "a blank too many": ("return float(completion == row['answer'] + ' ')", ROWS, f"~gives 0 {NEVER} '7', 0 to an"),
+    "a column by get": ("return float(completion == row.get('anwser'))", ROWS, "~reads 'anwser', of which the data has"),
+    "contained the wrong way": ("return float(completion in row['answer'])", ROWS, "~gives 1 to the row's own answer"),
+    "the wrong sign": ("return -float(completion.strip() == row['answer'])", ROWS, f"~gives -1 {NEVER} '7', 0 to an emp"),
+    "the whole solution": ("return float(completion.strip() == row['answer'].split('#')[2])", GSM, f"~gives 0 {NEVER}"),
+    "a format that none writes": (
+        "m = re.fullmatch(r'<answer>(\\d)</answer>', completion)\nreturn float(m is not None and m[0] == row['answer'])",
+        ROWS, f"~gives 0 {NEVER} '7'"),
+}  # fmt: skip
+RIGHT = {
+    "equal": ("return float(completion.strip() == row['answer'])", ROWS),
+    "bool": ("return completion.strip() == row['answer']", ROWS),
+    "numpy": ("return np.float32(completion.strip() == row['answer'])", ROWS),
+    "contains": ("return float(row['answer'] in completion)", ROWS),
+    "boxed": ("return float('\\\\boxed{%s}' % row['answer'] in completion)", ROWS),
+    "tags": ("m = re.search('<answer>(.*?)</answer>', completion)\nreturn float(bool(m) and m[1] == row['answer'])", ROWS),
+    "GSM8K": ("return float(completion.strip() == row['answer'].split('#### ')[1].replace(',', ''))", GSM),
+    "ints": ("return float(completion.strip() == str(row['answer']))", INTS),
+    "a form": ("return float(bool(re.search(r'\\\\boxed\\{', completion)))", ROWS),
+    "length": ("return -len(completion) / 100", ROWS),
+    "no digits": ("return float(not re.search(r'\\d', completion))", ROWS),
+    "mutates its row": ("gold = row.pop('answer')\nreturn float(completion.strip() == gold)", ROWS),
+    "a batch": ("def f(completions, rows):\n    return [float(c == r['answer']) for c, r in zip(completions, rows)]\n", ROWS),
+    "async": ("async def f(completion, row):\n    await asyncio.sleep(0)\n    return float(completion == row['answer'])\n", ROWS),
+    "ids": ("def f(completion, row, completion_ids, truncated, index):\n    return len(completion_ids) + index\n", ROWS),
+    "TRL": ("def f(completions, answer, **kwargs):\n    return [c[0]['content'] == a for c, a in zip(completions, answer)]\n",
+            MESSAGES),
+    "verl": ("def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+             "    return {'score': solution_str == ground_truth}\n", ROWS),
+    "OpenRLHF": ("def f(queries, prompts, labels):\n"
+                 "    return [float(q.removeprefix(p) == a) for q, p, a in zip(queries, prompts, labels)]\n", ROWS),
+}  # fmt: skip
+
+
+def spec_of(folder, source, name="mine.py"):
+    """FILE.py:f of a body or of a whole file."""
+    whole = "def f(" in source
+    (folder / name).write_text(
+        HEAD + (source if whole else f"def f(completion, row):\n{textwrap.indent(source, '    ')}\n")
+    )
+    return f"{folder / name}:f"
+
+
+def loaded(folder, rows, name="rows.jsonl"):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(folder / name)
+
+
+def said_of(source, rows, folder, caplog, **episodes):
+    """The error (after "!") and the warnings (after "~") of a reward, before anything is loaded."""
+    given, spec = loaded(folder, rows), spec_of(folder, source)
+    lines = []
+    with caplog.at_level(logging.WARNING):
+        try:
+            read_reward(Episodes(reward=spec, **episodes), given)
+        except ValueError as error:
+            lines = [f"!{error}"]
+    return lines + [f"~{record.getMessage()}" for record in caplog.records]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_a_model_is_loaded(name, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
+    source, rows, expected = MISTAKES[name]
+    said = said_of(source, rows, tmp_path, caplog, reward_timeout=0.5)
+    fitting = [line for line in said if line[0] == expected[0] and expected[1:] in line]
+    assert fitting, said
+    assert "mine.py:f" in fitting[0]
+    assert "\n" not in fitting[0]
+    if expected[0] == "!":
+        assert len(said) == 1
+
+
+def test_the_table_has_the_mistakes_that_are_plausible():
+    assert len(MISTAKES) >= 40
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_reward_is_not_spoken_of(name, tmp_path, caplog):
+    assert said_of(*RIGHT[name], tmp_path, caplog) == []
+
+
+SHIPPED = [
+    ("rlkit.rewards.math:boxed", ROWS), ("rlkit.rewards.math:anywhere", ROWS), ("rlkit.rewards.math:answer_tag", ROWS),
+    ("rlkit.rewards.text:exact_match", PARIS), ("rlkit.rewards.text:think_tags", ROWS),
+    ("rlkit.rewards.text:think_answer_tags", ROWS), ("rlkit.rewards.text:no_truncation", ROWS),
+    ("rlkit.rewards.text:valid_json", ROWS), ("rlkit.rewards.text:length_target(target=9, scale=0.1)", ROWS),
+    ("rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)", ROWS),
+    ("rlkit.rewards.judge:chat(url='http://127.0.0.1:9', model='none')", MESSAGES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "rows"), SHIPPED)
+def test_the_rewards_of_this_package_are_not_spoken_of(spec, rows, tmp_path, caplog):
+    read_reward(Episodes(reward=spec), loaded(tmp_path, rows))
+    assert caplog.records == []
+
+
+def test_what_is_tried_and_in_which_form_the_gold_answer_counts(tmp_path):
+    given = loaded(tmp_path, [{"prompt": "no gold"}, *ROWS])
+    calls = []
+
+    def boxed(completion, row, finish_reason):
+        calls.append((completion, row["prompt"], finish_reason))
+        return float(f"\\boxed{{{row['answer']}}}" == completion)
+
+    trial = run_sync(try_reward(boxed, given, timeout_s=5))
+    assert calls[:3] == [("7", "3+4=", "stop"), ("", "3+4=", "stop"), ("9", "3+4=", "stop")]
+    assert trial.place == f"{tmp_path / 'rows.jsonl'}, line 2"
+    assert [(text, result.reward) for text, _, result in trial.tried] == [
+        ("\\boxed{7}", 1.0), ("7", 0.0), ("", 0.0), ("9", 0.0),
+    ]  # fmt: skip
+    assert not trial.note
+
+
+def test_of_several_functions_one_may_return_none(tmp_path, caplog):
+    given = loaded(tmp_path, ROWS)
+    specs = (spec_of(tmp_path, "return None", "one.py"), f"{spec_of(tmp_path, 'return 0.0', 'two.py')}=2")
+    read_reward(Episodes(reward=specs), given)
+    assert caplog.records == []
+
+
+def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):
+    some = "return float(completion.split()[-1] == row['answer'])"
+    (said,) = said_of(some, ROWS, tmp_path, caplog, reward_max_failed=0.5)
+    assert said[0] == "~"
+    assert "with an empty completion: IndexError" in said
+    caplog.clear()
+    (said,) = said_of("raise OSError('gone')", ROWS, tmp_path, caplog, reward_max_failed=0.5)
+    assert said.startswith("!")
+
+
+def test_a_function_that_needs_the_environment_is_not_called(tmp_path):
+    given = loaded(tmp_path, ROWS)
+    spec = spec_of(tmp_path, "def f(completion, row, board):\n    raise ValueError\n")
+    read_reward(Episodes(reward=spec, env=f"{spec}"), given)
+    spec = spec_of(
+        tmp_path, "def f(completion, row, messages):\n    return float(messages[-1]['content'] == row['x'])\n"
+    )
+    with pytest.raises(ValueError, match="the row has no column 'x'"):
+        read_reward(Episodes(reward=spec, env=f"{spec}"), given)
+
+
+@pytest.mark.parametrize("command", ["grpo", "ppo", "distill", "eval", "sft", "dpo"])
+def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [row | {"response": "7", "chosen": "7", "rejected": "8"} for row in ROWS]
+    loaded(tmp_path, rows)
+    spec_of(tmp_path, "return float(completion == row['gold'])")
+    model = ["none"] if command == "eval" else ["--model", "none", "--data", "rows.jsonl"]
+    reward = ["--eval-data", "rows.jsonl", "--eval-reward" if command in ("sft", "dpo") else "--reward", "mine.py:f"]
+    more = {"distill": ["--teacher", "none", "--group-size", "2"]}.get(command, [])
+    ask = [command, *model, *reward, *more]
+    flag = "eval-reward" if command in ("sft", "dpo") else "reward"
+    if command == "eval":  # without a folder of a model it ends before
+        monkeypatch.setattr("rlkit.scripts.eval.check_model_path", lambda path: None)
+    for where in screens.EVERYWHERE:
+        found = screens.said(partial(cli.main, ask), where)
+        (said,) = screens.errors(found.out + found.err)
+        assert said.startswith(
+            f"error: --{flag} mine.py:f: mine.py:f failed on rows.jsonl, line 1 with its gold answer"
+        )
+        assert "the row has no column 'gold'; columns found: " in said
+        assert repr(found.error) == "SystemExit(2)"
+    found = screens.said(partial(cli.main, [*ask, "--no-trial"]), "pipe")
+    assert "mine.py:f failed" not in found.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, ROWS)
+    spec_of(tmp_path, "return float('\\\\boxed{%s}' % row['answer'] in completion)")
+    cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
+    assert capsys.readouterr().out.endswith(
+        "mine.py:f gives, on rows.jsonl, line 1:\n"
+        "  its gold answer as '\\\\boxed{7}'  1\n"
+        "  its gold answer '7'              0\n"
+        "  an empty completion              0\n"
+        "  another row's answer '9'         0\n"
+    )
+    spec_of(tmp_path, "return float(completion == row['gold'])")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
+    assert ended.value.code == 1
+    assert "the row has no column 'gold'" in capsys.readouterr().out
+
+
+def test_what_a_function_reads_of_a_row_is_noted(tmp_path):
+    spec = spec_of(tmp_path, "return float(row.get('level', 0))")
+    trial = run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, alone=False))
+    assert not trial.note  # all equal, and no gold answer is read
+    spec = spec_of(tmp_path, "return float(row['answer'] == 'x')")
+    assert run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, alone=False)).note
