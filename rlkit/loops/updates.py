@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlkit._numbers import show
 from rlkit._tensors import FILLED_BY
+from rlkit.loops.trial import is_ours, try_surrogate
 from rlkit.losses import (
     constant_length,
     k3,
@@ -105,14 +106,20 @@ class PolicyLoss:
         aggregate: the weight of each token of an optimizer step's batch (`per_token`, `per_episode`, ...).
         correction: `correction(old_logp - rollout_logp)`, an importance weight of the surrogate's tokens against the
             engine's numerics and older weights. It does not scale KL and entropy.
+        loss_unchecked: take a surrogate of your own without calling it on a small batch (`rlkit.loops.trial`), which
+            refuses one that climbs.
     """
 
     surrogate: Surrogate = clipped
     aggregate: Aggregate = per_token
     correction: Callable[[Tensor], Tensor] = field(default=partial(tis, max_weight=2.0))
+    loss_unchecked: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "surrogate", as_surrogate(self.surrogate))
+        given = self.surrogate
+        object.__setattr__(self, "surrogate", as_surrogate(given))
+        if not (self.loss_unchecked or is_ours(given)):
+            try_surrogate(given, self.surrogate)
 
 
 def check_loss(loss: PolicyLoss) -> None:

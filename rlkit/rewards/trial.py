@@ -68,9 +68,9 @@ async def try_reward(
         return None
     index = next((i for i, row in enumerate(rows) if gold_answer(row) is not None), 0)
     row, seen, values = row_given(rows[index]), set[str](), set[float]()
-    gold, other = _text(gold_answer(row)), _other(rows, index)
+    gold, other = _text(gold_answer(row)) or None, _other(rows, index)
 
-    async def call(given: Sequence[str]) -> list[Reward | RewardError]:
+    async def call(given: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
         samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in given]
         missing = None if alone else math.nan
         found = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
@@ -83,8 +83,7 @@ async def try_reward(
         if one_turn:
             raise
         return None
-    texts = _texts(gold, other)
-    results = await call([*texts])
+    results = await call([*(texts := _texts(gold, other))], stop=stop)
     tried = [(text, what, result) for (text, what), result in zip(texts.items(), results)]
     found = Trial(place_of(rows, index), tried)
     if gold is None or found.failures:

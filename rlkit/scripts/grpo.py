@@ -56,6 +56,8 @@ class Loss:
     loss: Annotated[str, named(*CONSTANTS)] = "ppo_clip"
     """ppo_clip, dual_clip, gspo, gmpo, cispo or sapo; all coincide on-policy (one minibatch, one epoch).
     Or FILE.py:FUNCTION, `def loss(log_ratio, batch)`, which returns a loss per token"""
+    loss_unchecked: bool = False
+    """take a FILE.py:FUNCTION of --loss that is refused before the model is loaded, as one that climbs is"""
     clip_low: LimitOr0 | None = None
     """clip the ratio below at 1 - clip_low; None: 0.2 (gspo: 3e-4, per sequence; gmpo: 0.4, on the log-ratio)"""
     clip_high: LimitOr0 | None = None
@@ -98,9 +100,11 @@ class Loss:
             self.baseline != "role_average" and not is_default(self, "baseline_decay"),
             "`baseline_decay` is for `baseline` role_average",
         )
+        own = ":" in self.loss
+        refuse_if(self.loss_unchecked and not own, "`loss_unchecked` is for a function of your own: drop it, or `loss`")
         refuse_if(low > high, f"`success_range` is from low to high, got {low} {high}")
         refuse_if(
-            (self.clip_low, self.clip_high) != (None, None) and (self.loss in ("cispo", "sapo") or ":" in self.loss),
+            (self.clip_low, self.clip_high) != (None, None) and (self.loss in ("cispo", "sapo") or own),
             f"`clip_low` and `clip_high` are not part of `loss` {self.loss}: drop them",
         )
 
@@ -145,7 +149,8 @@ def main(args: Args) -> Path:
         args.loss.max_ratio and args.rollouts.minibatches * args.rollouts.epochs == 1,
         "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
     )
-    own, flags = own_loss(args.loss.loss), args.loss
+    flags = args.loss
+    own = own_loss(flags.loss, partial(tried_loss, loss_unchecked=flags.loss_unchecked))
     advantage = advantage_of(flags.advantage, values=False) if flags.advantage else None
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
     from rlkit import advantages
@@ -178,6 +183,13 @@ def keep_group(args: Loss) -> Any:
     return success_between(*args.success_range)
 
 
+def tried_loss(function: Any, *, loss_unchecked: bool) -> None:
+    """Refuse (ValueError) a loss that is no surrogate, or that climbs."""
+    from rlkit.loops.updates import PolicyLoss
+
+    PolicyLoss(function, loss_unchecked=loss_unchecked)
+
+
 def policy_loss(args: Args, own: Any) -> Any:
     """The `PolicyLoss` of the flags; `own` is the user's surrogate, or None for one of `CONSTANTS`."""
     from rlkit import losses
@@ -195,7 +207,7 @@ def policy_loss(args: Args, own: Any) -> Any:
     aggregate = getattr(updates, f"per_{mean}")
     if mean == "length":
         aggregate = partial(aggregate, max_length=args.rollouts.max_new_tokens)
-    return updates.PolicyLoss(surrogate, aggregate, args.correction.function())
+    return updates.PolicyLoss(surrogate, aggregate, args.correction.function(), loss_unchecked=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline, own_loss
+from rlkit.scripts.start import load_policies, offline, own_loss, trial_named
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
 
 
@@ -62,7 +62,11 @@ def main(args: Args) -> Path:
     from rlkit.data.rows import LABELLED, PAIR
 
     flags = args.loss
-    own = own_loss(flags.loss)
+    weights: dict[str, Any] = {
+        "desirable_weight": flags.desirable_weight,
+        "undesirable_weight": flags.undesirable_weight,
+    }
+    own = own_loss(flags.loss, trial_named("try_label_loss", beta=flags.beta, **weights))
     args, tokenizer, (examples, parts), held_out, _ = offline(
         args, labelled_examples, PAIR, LABELLED, reference=args.reference
     )
@@ -71,10 +75,6 @@ def main(args: Args) -> Path:
     from rlkit.loops.preference import kto
 
     model, reference = load_policies(args, has_reference=True)
-    weights: dict[str, Any] = {
-        "desirable_weight": flags.desirable_weight,
-        "undesirable_weight": flags.undesirable_weight,
-    }
     return kto(
         model, tokenizer, examples, args.schedule, args.optim,
         reference=reference, loss=partial(own or losses.kto_unpaired, beta=flags.beta, **weights),

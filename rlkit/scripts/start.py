@@ -471,9 +471,11 @@ def function_of(flag: str, spec: str) -> Any:
 
 def advantage_of(text: str, *, values: bool, **given: Any) -> Any:
     """The estimator of `--advantage`, with those of the options `given` that it has; ValueError for one that does not
-    exist, or that needs a critic's `values` that are not there."""
+    exist, or that needs a critic's `values` that are not there, or of yours that fails on a small batch."""
     name = text.partition("(")[0]
-    function = function_of("advantage", text if ":" in name else f"rlkit.loops.estimators:{text}")
+    own = ":" in name
+    trial = trial_named("try_advantage", values=values) if own else callable
+    function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
     refuse_if(
         name in OF_VALUES and not values,
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
@@ -501,9 +503,30 @@ def own_optimizer(spec: str) -> Any:
     return make
 
 
-def own_loss(spec: str) -> Any:
-    """The function of `--loss FILE.py:FUNCTION`; None for the name of one of rlkit."""
-    return _checked_loss(f"--loss {spec}", spec, function_of("loss", spec)) if ":" in spec else None
+def tried_function(flag: str, spec: str, trial: Callable[[Any], object]) -> Any:
+    """`function_of`, after `trial(function)` has called it; ValueError, with the flag, for one that it refuses."""
+    function = function_of(flag, spec)
+    try:
+        trial(function)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`{flag}` {spec}: {error}") from error
+    return function
+
+
+def trial_named(name: str, **options: Any) -> Callable[[Any], object]:
+    """The function of `rlkit.loops.trial` of this name, which is imported with torch when it is called."""
+
+    def trial(function: Any) -> None:
+        from rlkit.loops import trial
+
+        getattr(trial, name)(function, **options)
+
+    return trial
+
+
+def own_loss(spec: str, trial: Callable[[Any], object]) -> Any:
+    """`tried_function` of `--loss FILE.py:FUNCTION`, a loss per element; None for the name of one of rlkit."""
+    return _checked_loss(f"--loss {spec}", spec, tried_function("loss", spec, trial)) if ":" in spec else None
 
 
 def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """Reward functions are called on a row before a model is loaded: what of plausible mistakes is told then."""
 
+# ruff: noqa: E501 - each mistake is a line
+
 from __future__ import annotations
 
 import json

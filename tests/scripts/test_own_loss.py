@@ -8,7 +8,7 @@ import re
 import pytest
 import screens
 
-from rlkit.scripts import grpo
+from rlkit.scripts import cli, grpo
 from rlkit.scripts.cli import LossError, run
 
 OWN = """
@@ -54,32 +54,115 @@ def average(log_ratio, batch):
 def detached(log_ratio, batch):
     return -batch.advantages * log_ratio.detach().exp()
 
+def climbs(log_ratio, advantages, *, mask):
+    return log_ratio.exp() * advantages * mask
+
+def half(log_ratio, batch):
+    return -log_ratio.exp() * batch.advantages / 2
+
+def other(x):
+    return x
+
 def nothing(log_ratio, batch):
     return log_ratio * float("nan")
 """
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("broken", "failed: AttributeError: 'Tensor' object has no attribute 'advantages' (own.py, line 12)"),
-    ("number", "must return a loss for each element, a tensor of shape [*] like its first argument, got int 3"),
-    ("average", "must return a loss for each element, a tensor of shape [*] like its first argument, got shape []: do"),
-    ("detached", "must return a loss for each element, a tensor of shape [*] like its first argument, and it has no g"),
-    ("nothing", "must return a loss for each element, a tensor of shape [*] like its first argument, and all of it is"),
+    ("broken", "own.py:broken failed on a batch of 18 tokens: AttributeError: 'Tensor' object has no"),
+    ("number", "it must return a loss for each element, a tensor of shape [18] like its first argument, got int 3"),
+    ("average", "it must return a loss for each element, a tensor of shape [18] like its first argument, got shape []"),
+    ("detached", "a loss for each element, a tensor of shape [18] like its first argument, and it has no gradient"),
+    ("nothing", "own.py:nothing: the loss or its gradient at a sampled token is NaN or infinite (law shape)"),
+    ("climbs", "own.py:climbs: at ratio 1 the gradient is +A, expected -A (law on_policy)"),
+    ("other", "a policy loss takes (log_ratio, batch) or (log_ratio, advantages), and other does not"),
 ])  # fmt: skip
-def test_a_loss_that_fails_or_returns_no_loss_is_one_error(task, tmp_path, name, message):
+def test_a_wrong_loss_is_one_error_before_a_model_or_a_folder(task, tmp_path, name, message):
     (tmp_path / "own.py").write_text(OWN + WRONG)
     spec = f"{tmp_path / 'own.py'}:{name}"
-    runs = iter(range(9))
-
-    def call():
-        train(task, tmp_path / f"run{next(runs)}", "--loss", spec)
-
-    pattern = re.escape(f"error: --loss {spec} {message}").replace(r"\[\*\]", r"\[\d+\]")
     for where in screens.EVERYWHERE:
-        found = screens.said(call, where)
+        found = screens.said(lambda: train(task, tmp_path / "run", "--loss", spec), where)
         (said,) = screens.errors(found.out + found.err)
-        assert re.match(pattern, said), said
-        assert said.endswith("--debug shows the traceback")
-        assert repr(found.error) == "SystemExit(1)"
+        assert said.startswith(f"error: --loss {spec}: ")
+        assert message in said
+        assert repr(found.error) == "SystemExit(2)"
+        assert not (tmp_path / "run").exists()
+    if name != "other":
+        assert "--loss-unchecked takes it as it is" in said or name == "broken"
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("broken", "failed: AttributeError: 'Tensor' object has no attribute 'advantages' (own.py, line 12)"),
+    ("number", "must return a loss for each element, a tensor of shape [*] like its first argument, got int 3"),
+    ("nothing", "must return a loss for each element, a tensor of shape [*] like its first argument, and all of it is"),
+])  # fmt: skip
+def test_an_unchecked_loss_that_fails_is_one_error_in_the_run(task, tmp_path, name, message):
+    (tmp_path / "own.py").write_text(OWN + WRONG)
+    spec = f"{tmp_path / 'own.py'}:{name}"
+    found = screens.said(lambda: train(task, tmp_path / "run", "--loss", spec, "--loss-unchecked"), "pipe")
+    (said,) = screens.errors(found.out + found.err)
+    assert re.match(re.escape(f"error: --loss {spec} {message}").replace(r"\[\*\]", r"\[\d+\]"), said), said
+    assert said.endswith("--debug shows the traceback")
+    assert repr(found.error) == "SystemExit(1)"
     with pytest.raises(LossError):
-        train(task, tmp_path / "debug", "--loss", spec, "--debug")
+        train(task, tmp_path / "debug", "--loss", spec, "--loss-unchecked", "--debug")
+
+
+def test_a_loss_that_climbs_runs_unchecked_and_what_a_loss_may_do_is_named(task, tmp_path, caplog):
+    (tmp_path / "own.py").write_text(OWN + WRONG)
+    assert train(task, tmp_path / "climbs", "--loss", f"{tmp_path / 'own.py'}:climbs", "--loss-unchecked")
+    assert not [record for record in caplog.records if "law" in record.getMessage()]
+    train(task, tmp_path / "half", "--loss", f"{tmp_path / 'own.py'}:half")
+    (said,) = [record.getMessage() for record in caplog.records if "law" in record.getMessage()]
+    assert said.startswith("own.py:half: at ratio 1 the gradient is -0.5 A, expected -A (law on_policy)")
+
+
+OTHERS = """
+import torch
+
+def pairs(chosen, rejected):
+    return -torch.nn.functional.logsigmoid(chosen - rejected)
+
+def swapped(chosen, rejected):
+    return pairs(rejected, chosen)
+
+def average(chosen, rejected):
+    return pairs(chosen, rejected).mean()
+
+def labels(log_ratio, desirable, *, kl, beta, desirable_weight, undesirable_weight):
+    return torch.where(desirable, log_ratio, -log_ratio) * beta
+
+def rows(log_q, log_p):
+    return -(log_q.exp() * (log_q - log_p)).sum(-1)
+
+def whole(log_q, log_p):
+    return log_q.exp() * (log_q - log_p)
+
+def advantage(batch, bootstrap):
+    return batch.token_rewards
+"""
+
+
+@pytest.mark.parametrize(("command", "flags", "error", "line"), [
+    ("dpo", "--loss own.py:average", "own.py:average: it must return a loss for each element, a tensor", ""),
+    ("dpo", "--loss own.py:swapped", "", "own.py:swapped rises with the log-ratio of the chosen"),
+    ("dpo", "--loss own.py:pairs", "", ""),
+    ("reward_model", "--loss own.py:swapped", "", "own.py:swapped rises with the log-ratio of the chosen"),
+    ("kto", "--loss own.py:labels", "", "own.py:labels rises with the log-ratio of desirable responses"),
+    ("kto", "--loss own.py:pairs", "own.py:pairs failed: TypeError: pairs() got an unexpected keyword", ""),
+    ("distill", "--loss own.py:whole --teacher t", "own.py:whole: it must return a loss for each element", ""),
+    ("distill", "--loss own.py:rows --teacher t", "", "own.py:rows is larger where the student is the teacher"),
+    ("grpo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
+    ("ppo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
+])  # fmt: skip
+def test_losses_and_estimators_of_every_command_are_tried(tmp_path, monkeypatch, caplog, command, flags, error, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OTHERS)
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    ask = [command, "--model", "none", "--data", "rows.jsonl", *flags.split()]
+    found = screens.said(lambda: cli.main(ask), "pipe")
+    (said,) = screens.errors(found.err)
+    assert (error or "model 'none': no folder") in said or "r.py" in said
+    assert [line] * bool(line) == [x.getMessage()[: len(line)] for x in caplog.records if "own.py" in x.getMessage()]
+    assert repr(found.error) == "SystemExit(2)"

@@ -1,0 +1,289 @@
+"""Call a loss or an estimator of the user's on a small batch before a model is loaded, and check five plain laws.
+
+`rlkit.testing.check_loss` checks more laws on many batches, and finds the smallest counterexample.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlkit._numbers import show
+from rlkit.packing import pack, select, with_streams
+from rlkit.rewards.failures import name_of, place_in, unwrapped
+from rlkit.segments import broadcast_to_tokens
+from rlkit.types import Batch, Trajectory
+
+_log = logging.getLogger("rlkit.losses")
+# (which tokens the policy sampled, advantage) of each sequence of each group; over the tokens, sum A |A| = 0
+_GROUPS = (
+    (("11011", 1.0), ("1101", -1.0)),
+    (("1", 1.0), ("11", -1.0)),
+    (("11", 0.5), ("101", -0.5)),
+    (("1", 0.0),),
+)
+_TOLERANCE = 1e-4
+
+
+class Broken(NamedTuple):
+    """A law that a loss breaks, and how. A `refused` one trains on something else than the advantages."""
+
+    law: str
+    how: str
+    refused: bool = False
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function, or what a partial binds, is of this package, whose laws are tested."""
+    return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
+
+
+def toy_batch(*, masked: bool = True, values: bool = True) -> Batch:
+    """Seven sequences in four groups, with every stream. Without `masked`, only the tokens that the policy sampled."""
+    token, groups, advantages = 10, [], []
+    for sequences in _GROUPS:
+        group = []
+        for sampled, advantage in sequences:
+            mask = [x == "1" for x in sampled]
+            ids = [*range(token, token + len(mask))]
+            token += len(mask)
+            kept = [i for i, on in enumerate(mask) if on or masked]
+            logp = [-0.5 - 0.1 * (ids[i] % 7) if mask[i] else 0.0 for i in kept]
+            rewards = [0.1 * (ids[i] % 3) if mask[i] else 0.0 for i in kept]
+            group.append(
+                Trajectory([1, 2], [ids[i] for i in kept], [mask[i] for i in kept], logp, [0] * len(kept),
+                           advantage, rewards)
+            )  # fmt: skip
+            advantages.append(advantage)
+        groups.append(group)
+    batch = pack(groups)
+    per_token = broadcast_to_tokens(torch.tensor(advantages), cu_seqlens=batch.cu_seqlens)
+    noise = torch.sin(batch.targets.float())
+    streams = {
+        "old_logp": batch.rollout_logp, "ref_logp": batch.rollout_logp + 0.1 * noise, "advantages": per_token,
+        "kept_mass": torch.full_like(noise, 0.9), "returns": per_token + 0.2 * noise,
+    }  # fmt: skip
+    streams |= {"values": 0.3 * noise} if values else {}
+    return with_streams(batch, **{name: x.where(batch.mask, 0.0) for name, x in streams.items()})
+
+
+def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Batch], Tensor]) -> None:
+    """Check five laws of a policy loss, `surrogate(log_ratio, batch)`, which `function` of the user's computes.
+
+        shape            a loss per token, with a gradient
+        mask_isolation   tokens that the policy did not sample (streams 0) change no other token, and are finite
+        on_policy        at ratio 1 the gradient is -A
+        descends         no token's gradient has the sign of its advantage
+        additive         the losses of two micro-batches are those of the batch
+
+    Raises ValueError where one of the first two is broken, or where the gradient at ratio 1 is along the advantages
+    rather than against them. Any other broken law is logged: sequence ratios, statistics of the batch and penalties
+    break some of them.
+    """
+    name = name_of(function)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            broken = [*broken_laws(surrogate)]
+    except Exception as error:
+        what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
+        raise ValueError(what) from error
+    proof = "`rlkit.testing.check_loss` has the counterexample"
+    for law, how, refused in broken:
+        if refused:
+            raise ValueError(f"{name}: {how} (law {law}): {proof}; `loss_unchecked` takes it as it is")
+        _log.warning("%s: %s (law %s): rlkit.testing.check_loss has the counterexample", name, how, law)
+
+
+def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken]:
+    """The laws of `try_surrogate` that a loss breaks; those after a broken shape are not checked."""
+    batch = toy_batch()
+    found, wrong = _loss(surrogate, batch)
+    if wrong:
+        yield Broken("shape", wrong, refused=True)
+        return
+    again, _ = _loss(surrogate, batch, seed=1)
+    random = not torch.equal(found[0], again[0])
+    if not bool(found[0].isfinite().all() and found[1].isfinite().all()):
+        place = "at a token that the policy did not sample, where all streams are 0,"
+        sampled = found[0][batch.mask].isfinite().all() and found[1][batch.mask].isfinite().all()
+        how = f"the loss or its gradient {'' if sampled else 'at a sampled token '}is NaN or infinite"
+        yield Broken("mask_isolation" if sampled else "shape", f"{place} {how}" if sampled else how, refused=True)
+        return
+    if not random and (how := _isolation(surrogate, batch, found)):
+        yield Broken("mask_isolation", how, refused=True)
+    g, a = _loss(surrogate, batch, ratio=0.0)[0][1][batch.mask], batch.advantages[batch.mask]
+    if not _near(g, -a):
+        climbs = bool((g * a > _TOLERANCE).any()) and bool((g * a).sum() > _TOLERANCE)
+        if climbs or not random:
+            yield Broken("on_policy", f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
+    pushed = batch.mask & (found[1] * batch.advantages > _TOLERANCE)
+    for t in pushed.nonzero().flatten().tolist()[:1]:
+        x, how = log_ratio(batch)[t].exp(), "has the sign of its advantage"
+        slope, advantage = found[1][t], batch.advantages[t]
+        yield Broken("descends", f"at ratio {x:.3g} the gradient {slope:.3g} {how} {advantage:g}")
+    if not random and (how := _additivity(surrogate, batch, found[0])):
+        yield Broken("additive", how)
+
+
+def log_ratio(batch: Batch, size: float = 0.4) -> Float[Tensor, "T"]:
+    """Log-ratios between `-size` and `size`, a function of the token; 0 where the policy did not sample."""
+    return (size * torch.cos(3.0 * batch.targets.float())).where(batch.mask, 0.0)
+
+
+def _loss(
+    surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, *, ratio: float = 0.4, seed: int = 0
+) -> tuple[tuple[Tensor, Tensor], str]:
+    """The loss per token and the gradient of its sum, or what is wrong with the result."""
+    torch.manual_seed(seed)
+    with torch.enable_grad():
+        x = log_ratio(batch, ratio).requires_grad_()
+        loss = surrogate(x, batch)
+        if wrong := _wrong(loss, x.shape):
+            return (x.detach(), x.detach()), wrong
+        return (loss.detach(), _slopes(loss, x)[0]), ""
+
+
+def _wrong(loss: Any, shape: torch.Size) -> str:
+    """What is wrong with the result of a loss; empty for a loss per element with a gradient."""
+    expected = f"it must return a loss for each element, a tensor of shape {list(shape)} like its first argument"
+    if not isinstance(loss, Tensor):
+        return f"{expected}, got {show(loss)}"
+    if loss.shape != shape:
+        return f"{expected}, got shape {list(loss.shape)}: do not average it"
+    if not loss.requires_grad:
+        fix = "compute it with torch, without .detach(), .item() or no_grad"
+        return f"{expected}, and it has no gradient with respect to that: {fix}"
+    return ""
+
+
+def _slopes(loss: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss.sum(), x, allow_unused=True, materialize_grads=True)
+
+
+def _isolation(surrogate: Any, batch: Batch, found: tuple[Tensor, Tensor]) -> str:
+    """How tokens that the policy did not sample change the others; empty if they do not."""
+    alone, wrong = _loss(surrogate, toy_batch(masked=False))
+    if wrong:
+        return f"without tokens of the environment {wrong}"
+    for what, whole, part in zip(("loss", "gradient"), found, alone):
+        if not _near(whole[batch.mask], part):
+            return f"tokens that the policy did not sample (mask False) change the {what} of those that it sampled"
+    return ""
+
+
+def _additivity(surrogate: Any, batch: Batch, whole: Tensor) -> str:
+    """How the loss of a token depends on the others of its micro-batch; empty if it does not."""
+    parts = [select(batch, (batch.group_ids == g).nonzero().flatten()) for g in range(len(_GROUPS))]
+    for part in parts:
+        (loss, _), wrong = _loss(surrogate, part)
+        there = torch.isin(batch.targets, part.targets)
+        if wrong or not _near(loss, whole[there]):
+            return wrong or "the loss of a token depends on what else is in its micro-batch"
+    return ""
+
+
+def _times(g: Tensor, a: Tensor) -> str:
+    """The gradient in terms of the advantages."""
+    share = g[a != 0] / a[a != 0]
+    if _near(share, share[:1].expand_as(share)) and _near(g, share[0] * a):
+        x = float(share[0])
+        return (
+            "0"
+            if abs(x) < _TOLERANCE
+            else f"{'+' if x > 0 else '-'}{'' if abs(abs(x) - 1) < 1e-3 else f'{abs(x):.3g} '}A"
+        )
+    worst = int((g + a).abs().argmax())
+    return f"{g[worst]:.3g} where A = {a[worst]:g}"
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y.to(x.dtype), rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def try_pair_loss(function: Callable[..., Any]) -> None:
+    """Call a loss of pairs, `function(chosen, rejected)`, of log-ratios or scores `[N]`.
+
+    ValueError for one that fails or gives no finite loss per pair with a gradient. One that rises with the margin is
+    logged.
+    """
+    chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (0.3, -0.3))
+    loss = _called(function, chosen, rejected)
+    up, down = _slopes(loss, chosen, rejected)
+    if float((up - down).sum()) > _TOLERANCE:
+        _log.warning("%s rises with the log-ratio of the chosen response less that of the rejected", name_of(function))
+
+
+def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
+    """The same of a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, with these options."""
+    x, desirable = torch.linspace(-0.3, 0.3, 6).requires_grad_(), torch.tensor([True, False] * 3)
+    (slope,) = _slopes(_called(function, x, desirable, kl=torch.tensor(0.0), **options), x)
+    if float(slope[desirable].sum() - slope[~desirable].sum()) > _TOLERANCE:
+        _log.warning("%s rises with the log-ratio of desirable responses", name_of(function))
+
+
+def try_divergence(function: Callable[..., Any]) -> None:
+    """The same of a divergence per row of log-probs, `function(log_q, log_p)`, of student and teacher `[.., V]`."""
+    logits = torch.sin(torch.arange(1.0, 41.0)).view(5, 8)
+    log_q, log_p = logits.log_softmax(1).requires_grad_(), (2 * logits.flip(0)).log_softmax(1)
+    loss = _called(function, log_q, log_p)
+    with torch.no_grad():
+        least = function(log_p, log_p)
+    if float(loss.detach().sum()) < float(least.sum()) - _TOLERANCE:
+        _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
+
+
+def _called(function: Callable[..., Any], *given: Tensor, **options: Any) -> Tensor:
+    """The loss of each entry of the first argument's first axis; ValueError for anything else."""
+    name = name_of(function)
+    try:
+        with torch.enable_grad():
+            loss = function(*given, **options)
+    except Exception as error:
+        raise ValueError(f"{name} failed: {type(error).__name__}: {error}{place_in(function, error)}") from error
+    if wrong := _wrong(loss, given[0].shape[:1]):
+        raise ValueError(f"{name}: {wrong}")
+    if not bool(loss.isfinite().all()):
+        raise ValueError(f"{name}: its loss is NaN or infinite")
+    return loss
+
+
+def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
+    """Call an estimator `function(batch, bootstrap) -> Gae` on a small batch, with a critic's `values` or without.
+
+    ValueError for one that fails, or whose advantages (and with `values` its returns) are no finite number per token,
+    also for a group of one. A result that depends on the order of the groups is logged.
+    """
+    batch, name = toy_batch(values=values), name_of(function)
+    batch = replace(batch, advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
+
+    def estimated(of: Batch) -> list[Tensor]:
+        try:
+            found = function(of, torch.zeros(of.num_seqs))
+        except Exception as error:
+            what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
+            raise ValueError(what) from error
+        streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
+        for key, x in zip(("advantages", "returns"), streams):
+            got = f"{list(x.shape)}" if isinstance(x, Tensor) else show(found)
+            if not isinstance(x, Tensor) or x.shape != of.targets.shape:
+                what = (
+                    f"must return rlkit.advantages.Gae(advantages, returns), a number per token [{of.num_tokens}] each"
+                )
+                raise ValueError(f"{name} {what}, got {got}")
+            if not bool(x[of.mask].isfinite().all()):
+                raise ValueError(f"{name}: its {key} of a batch with a group of one are NaN or infinite")
+        return [x[of.mask].detach() for x in streams if x is not None]
+
+    order = torch.arange(batch.num_seqs).flip(0)
+    turned = select(batch, order)
+    place = turned.targets[turned.mask].argsort()
+    for x, y in zip(estimated(batch), estimated(turned), strict=True):
+        if not _near(x, y[place]):
+            _log.warning("%s: the result depends on the order of the groups in the batch (law permutation)", name)
+            return

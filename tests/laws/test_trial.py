@@ -1,0 +1,188 @@
+"""The plain laws that `PolicyLoss` and `--loss` check at once: what they refuse; no shipped loss is refused."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+import mutants_losses
+import pytest
+import rows_surrogates
+import torch
+
+from rlkit import losses as L
+from rlkit.advantages import Gae
+from rlkit.loops import estimators
+from rlkit.loops.trial import broken_laws, try_advantage
+from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
+from rlkit.segments import broadcast_to_tokens, sum_per_seq
+from rlkit.testing import Case, laws
+
+ROWS = {row.subject.name: row.subject for row in rows_surrogates.ROWS if laws.on_policy in row.laws}
+
+
+def of_subject(s):
+    """The function of a row as a surrogate of a batch."""
+
+    def surrogate(x, batch):
+        have = {
+            "log_ratio": x, "logp": batch.old_logp + x, "advantages": batch.advantages, "old_logp": batch.old_logp,
+            "rollout_logp": batch.rollout_logp, "behavior_log_ratio": batch.old_logp - batch.rollout_logp + x,
+        }  # fmt: skip
+        other = {name: (0.3 + 0.1 * torch.sin(batch.targets.float())).where(batch.mask, 0.0) for name in s.streams}
+        other |= {name: batch.mask for name in s.streams if s.streams[name].dtype == torch.bool}
+        tokens = {name: have.get(name, other[name]) for name in s.streams if s.streams[name].axis == "T"}
+        return s(Case(tokens, {}, batch.mask, batch.cu_seqlens, batch.group_ids, 0))
+
+    return surrogate
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_loss_of_the_table_is_refused(name):
+    s = ROWS[name]
+    assert [x for x in broken_laws(of_subject(s)) if x.refused] == []
+
+
+SHIPPED = {
+    "gspo": partial(L.gspo, clip_low=3e-4, clip_high=4e-4), "cispo": partial(L.cispo, max_weight=5.0),
+    "ppo_clip": L.ppo_clip, "dual_clip": partial(L.dual_clip, clip_c=3.0),
+    "gmpo": partial(L.gmpo, clip_low=0.4, clip_high=0.4),
+    "sapo": partial(L.sapo, tau_pos=1.0, tau_neg=1.05), "clipped": clipped,
+    "skip_above": partial(skip_above, surrogate=clipped, max_ratio=20.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_losses_of_the_flag_break_no_law(name):
+    assert [*broken_laws(as_surrogate(SHIPPED[name]))] == []
+
+
+def right(log_ratio, batch):
+    return -log_ratio.exp() * batch.advantages
+
+
+def with_sums(log_ratio, batch):  # a sequence ratio without the mask, whose streams are 0 there
+    num = sum_per_seq(batch.mask.float(), cu_seqlens=batch.cu_seqlens)
+    each = sum_per_seq(log_ratio, cu_seqlens=batch.cu_seqlens) / num
+    return -broadcast_to_tokens(each.exp(), cu_seqlens=batch.cu_seqlens) * batch.advantages
+
+
+WRONG = {
+    "climbs": (lambda x, batch: x.exp() * batch.advantages * batch.mask, "on_policy", "is +A, expected -A"),
+    "upside down": (lambda x, batch: -(-x).exp() * batch.advantages, "on_policy", "the gradient is +A, expected -A"),
+    "double": (lambda x, batch: 2 * x * batch.advantages, "on_policy", "is +2 A, expected -A"),
+    "a mean": (lambda x, batch: -(x.exp() * batch.advantages).mean(), "shape", "got shape []: do not average it"),
+    "a number": (lambda x, batch: 3.0, "shape", "got float 3.0"),
+    "a list": (lambda x, batch: [*x], "shape", "got list"),
+    "detached": (lambda x, batch: -(x.exp() * batch.advantages).detach(), "shape", "it has no gradient"),
+    "nan": (lambda x, batch: right(x, batch) * float("nan"), "shape", "is NaN or infinite"),
+    "0 / 0": (lambda x, batch: -batch.advantages * x / x.abs(), "mask_isolation", "where all streams are 0"),
+    "all tokens count": (lambda x, batch: right(x, batch) / len(x), "mask_isolation", "change the loss of those"),
+    "a mean of all": (
+        lambda x, batch: -(x - x.mean()).exp() * batch.advantages, "mask_isolation", "change the loss of those"),
+}  # fmt: skip
+NAMED = {
+    "half": (lambda x, batch: right(x, batch) / 2, {"on_policy": "is -0.5 A, expected -A"}),
+    "nothing": (lambda x, batch: 0 * right(x, batch), {"on_policy": "is 0, expected -A"}),
+    "signs": (lambda x, batch: -x.exp() * batch.advantages.abs(), {"on_policy": "-1 where A = -1", "descends": "sign"}),
+    "a mean of the batch": (
+        lambda x, batch: -x.exp() * (batch.advantages - batch.advantages[batch.mask].mean() + 0.1),
+        {"on_policy": "", "additive": "what else is in its micro-batch"}),
+    "pulled": (lambda x, batch: right(x, batch) + 5 * x**2, {"descends": "has the sign of its advantage"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_trains_on_something_else_is_refused(name):
+    function, law, how = WRONG[name]
+    with pytest.raises(ValueError, match=f"law {law}") as refused:
+        PolicyLoss(function)
+    said = str(refused.value)
+    assert how in said
+    assert said.startswith("test_trial.py:<lambda>: ")
+    assert "`rlkit.testing.check_loss` has the counterexample; `loss_unchecked` takes it as it is" in said
+    assert PolicyLoss(function, loss_unchecked=True).surrogate is function
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_a_loss_may_do_is_named(name, caplog):
+    function, laws = NAMED[name]
+    with caplog.at_level(logging.WARNING):
+        PolicyLoss(function)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(laws), said
+    for line, (law, how) in zip(said, laws.items(), strict=True):
+        assert line.startswith("test_trial.py:<lambda>: ")
+        assert how in line
+        assert f"(law {law})" in line
+
+
+def test_right_losses_pass_in_milliseconds(caplog):
+    PolicyLoss(right)
+    begun = time.perf_counter()
+    for function in (right, with_sums, lambda log_ratio, advantages, *, mask: -log_ratio.exp() * advantages * mask):
+        PolicyLoss(function)
+    assert time.perf_counter() - begun < 1.0
+    assert not caplog.records
+
+
+def test_an_exception_names_the_line_of_the_loss():
+    def broken(log_ratio, batch):
+        return log_ratio.advantages
+
+    with pytest.raises(ValueError, match=r"broken failed on a batch of 18 tokens: AttributeError: .*py, line"):
+        PolicyLoss(broken)
+
+
+def test_a_random_loss_is_not_compared_with_itself(caplog):
+    def dropped(log_ratio, batch):
+        return right(log_ratio, batch) * (torch.rand_like(log_ratio) > 0.5) * 2
+
+    before = torch.random.get_rng_state()
+    PolicyLoss(dropped)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not caplog.records
+
+
+MUTANTS = [m for m in mutants_losses.MUTANTS if m.original == "losses.ppo_clip"]
+NOT_AT_ONCE = {  # in one batch of 18 tokens, and in streams that are 0 where the mask is False
+    "clipped", "coefficient", "mask_isolation", "masked_is_zero", "pure", "dtypes", "finite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.law not in NOT_AT_ONCE], ids=lambda m: m.mistake)
+def test_known_mistakes_are_found_at_once(mutant):
+    def surrogate(x, batch):
+        return mutant.fn(log_ratio=x, advantages=batch.advantages, mask=batch.mask, clip_high=0.28)
+
+    assert [*broken_laws(surrogate)]
+
+
+ESTIMATORS = {
+    True: ["gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace"], False: ["returns", "reinforce_pp"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "name"), [(v, name) for v, names in ESTIMATORS.items() for name in names])
+def test_no_estimator_of_the_flag_is_refused_or_named(values, name, caplog):
+    try_advantage(getattr(estimators, name), values=values)
+    assert not caplog.records
+
+
+def test_wrong_estimators_are_refused_or_named(caplog):
+    def of(function):
+        try:
+            try_advantage(function, values=False)
+        except ValueError as error:
+            return str(error)
+        return [record.getMessage() for record in caplog.records][-1]
+
+    one = estimators.returns
+    assert "must return rlkit.advantages.Gae" in of(lambda batch, bootstrap: one(batch, bootstrap).advantages)
+    assert "got [7]" in of(lambda batch, bootstrap: Gae(batch.rewards, batch.rewards))
+    zeros = lambda batch, bootstrap: Gae(batch.token_rewards / batch.token_rewards, None)
+    assert "are NaN or infinite" in of(zeros)
+    assert "failed on a batch of 18 tokens: AttributeError" in of(lambda batch, bootstrap: batch.rewads)
+    ordered = lambda batch, bootstrap: Gae(batch.token_rewards + torch.arange(18.0), None)
+    assert "depends on the order of the groups" in of(ordered)
