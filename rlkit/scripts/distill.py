@@ -21,7 +21,7 @@ from rlkit.ranks import is_first, on_all_ranks
 from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model, places_of
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import load_tokenizer, trial_named, tried_function, where
+from rlkit.scripts.start import load_tokenizer, trial_of, tried_function, where
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
     CountOr0,
@@ -130,7 +130,7 @@ def main(args: Args) -> Path:
     )
     own = None
     if ":" in flags.loss:
-        own = tried_function("loss", flags.loss, trial_named("try_divergence"))
+        own = tried_function("loss", flags.loss, trial_of(lambda trial: trial.try_divergence))
     args, tokenizer, task = open_task(args)
     from rlkit import advantages
     from rlkit.loops import updates

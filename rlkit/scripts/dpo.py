@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline, own_loss, trial_named, where
+from rlkit.scripts.start import load_policies, offline, own_loss, trial_of, where
 from rlkit.scripts.task import offline_sets
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, named, refuse_if
 
@@ -80,7 +80,7 @@ def main(args: Args) -> Path:
     from rlkit.data.rows import PAIR
 
     flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
-    own = own_loss(flags.loss, trial_named("try_pair_loss"))
+    own = own_loss(flags.loss, trial_of(lambda trial: trial.try_pair_loss))
     why = f"`loss` {flags.loss} compares log-probs without a reference"
     refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
     refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")

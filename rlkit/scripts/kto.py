@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline, own_loss, trial_named
+from rlkit.scripts.start import load_policies, offline, own_loss, trial_of
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
 
 
@@ -66,7 +66,7 @@ def main(args: Args) -> Path:
         "desirable_weight": flags.desirable_weight,
         "undesirable_weight": flags.undesirable_weight,
     }
-    own = own_loss(flags.loss, trial_named("try_label_loss", beta=flags.beta, **weights))
+    own = own_loss(flags.loss, trial_of(lambda trial: trial.try_label_loss, beta=flags.beta, **weights))
     args, tokenizer, (examples, parts), held_out, _ = offline(
         args, labelled_examples, PAIR, LABELLED, reference=args.reference
     )

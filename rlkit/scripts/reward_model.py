@@ -19,7 +19,7 @@ from typing import Annotated
 
 from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import check_rank, offline, own_loss, report_adapter, trial_named, where
+from rlkit.scripts.start import check_rank, offline, own_loss, report_adapter, trial_of, where
 from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
 
 
@@ -49,7 +49,7 @@ def main(args: Args) -> Path:
     from rlkit.data.examples import preference_pairs
     from rlkit.data.rows import PAIR
 
-    own = own_loss(args.loss, trial_named("try_pair_loss"))
+    own = own_loss(args.loss, trial_of(lambda trial: trial.try_pair_loss))
     args, tokenizer, (pairs, parts), held_out, _ = offline(args, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry

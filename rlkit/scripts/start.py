@@ -474,7 +474,7 @@ def advantage_of(text: str, *, values: bool, **given: Any) -> Any:
     exist, or that needs a critic's `values` that are not there, or of yours that fails on a small batch."""
     name = text.partition("(")[0]
     own = ":" in name
-    trial = trial_named("try_advantage", values=values) if own else callable
+    trial = trial_of(lambda trial: trial.try_advantage, values=values) if own else callable
     function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
     refuse_if(
         name in OF_VALUES and not values,
@@ -513,13 +513,13 @@ def tried_function(flag: str, spec: str, trial: Callable[[Any], object]) -> Any:
     return function
 
 
-def trial_named(name: str, **options: Any) -> Callable[[Any], object]:
-    """The function of `rlkit.loops.trial` of this name, which is imported with torch when it is called."""
+def trial_of(choose: Callable[[Any], Any], **options: Any) -> Callable[[Any], object]:
+    """The function that `choose` takes of `rlkit.loops.trial`, which is imported, with torch, when it is called."""
 
     def trial(function: Any) -> None:
         from rlkit.loops import trial
 
-        getattr(trial, name)(function, **options)
+        choose(trial)(function, **options)
 
     return trial
 
