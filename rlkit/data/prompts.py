@@ -95,7 +95,9 @@ def rl_prompts(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
-    prompts = [(i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)]
+    prompts = [
+        (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)
+    ]
     prompts = shorten(
         rows,
         prompts,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlkit._extras import MissingExtra
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import fix_of, name_of, place_in
-from rlkit.rollout.groups import Env, Prompt, Sampler, pieces_of
+from rlkit.rollout.groups import Env, Prompt, Sampler, Score, pieces_of, sample_group
 from rlkit.types import Completion, Trajectory
 
 
@@ -53,6 +55,41 @@ def _failed(foreign: Any, error: Exception, prompt: Prompt) -> EpisodeError:
         *[f"  fix: {fix}"] * bool(place),
     ]
     return EpisodeError("\n".join(lines), index=prompt.index, cause=cause)
+
+
+async def try_env(env: Env, prompt: Prompt, *, ids: Sequence[int], score: Score | None, timeout_s: float) -> bool:
+    """Play an episode of `env` until it asks for a second turn or ends, with `ids` as the first turn of the policy.
+
+    `score` as in `sample_group`, for an episode that ends. Returns whether it came that far in `timeout_s`. Errors are
+    those of the environment.
+    """
+    second = asyncio.Event()
+    turns = 0
+
+    async def sample(_prompt_ids: list[int], **_limits: Any) -> Completion:
+        nonlocal turns
+        turns += 1
+        if turns > 1:
+            second.set()
+            await asyncio.Event().wait()  # until the episode is cancelled
+        return Completion([*ids], [-1.0] * len(ids), [0] * len(ids), "stop")
+
+    episode = asyncio.ensure_future(sample_group(prompt, [sample], env=env, score=score))
+    waits = asyncio.ensure_future(second.wait())
+    try:
+        await asyncio.wait([episode, waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if episode.done():
+            await episode
+        return episode.done() or waits.done()
+    finally:
+        for task in (episode, waits):
+            task.cancel()
+        await asyncio.gather(episode, waits, return_exceptions=True)
+
+
+async def any_reward(_prompt: Prompt, group: Sequence[Trajectory]) -> list[Trajectory]:
+    """A `score` for episodes that a reward function would judge: 0."""
+    return [replace(trajectory, reward=0.0) for trajectory in group]
 
 
 _OF_TURN = ("text", "ids", "finish_reason")  # of `rlkit.rollout.envs.chat.Turn`

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AsyncExitStack, suppress
-from contextvars import copy_context
+from contextlib import AsyncExitStack, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial, wraps
 from inspect import isawaitable
 from typing import Any, ParamSpec, TypeVar
@@ -18,12 +18,28 @@ P = ParamSpec("P")
 X = TypeVar("X")
 
 
+_runner: ContextVar[asyncio.Runner | None] = ContextVar("runner", default=None)
+
+
+@contextmanager
+def one_loop() -> Iterator[None]:
+    """Within it, `run_sync` runs all its coroutines in one event loop, for what a user's code keeps between them, such
+    as the connections of a client that was opened in a trial."""
+    with asyncio.Runner() as runner:
+        token = _runner.set(runner)
+        try:
+            yield
+        finally:
+            _runner.reset(token)
+
+
 def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
     """Run a coroutine to its end and return its result, whether or not an event loop runs in this thread.
 
-    Without one this is `asyncio.run`. With one (a notebook's cell) the coroutine runs in its own thread and loop, with
-    this context's variables and this thread's GPU, while the caller's loop waits. Ctrl-C acts the same in both cases
-    (see `rlkit.run.signals`); if nothing catches it, the coroutine is cancelled and KeyboardInterrupt is raised.
+    Without one this is `asyncio.run`, or in the loop of `one_loop`. With one (a notebook's cell) the coroutine runs in
+    its own thread and loop, with this context's variables and this thread's GPU, while the caller's loop waits. Ctrl-C
+    acts the same in both cases (see `rlkit.run.signals`); if nothing catches it, the coroutine is cancelled and
+    KeyboardInterrupt is raised.
 
     Objects of another event loop (an engine of `rlkit.rollout.engines.process`, an aiohttp session) cannot be used
     inside: open them in the coroutine.
@@ -31,7 +47,8 @@ def run_sync(coroutine: Coroutine[Any, Any, X]) -> X:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        runner = _runner.get()
+        return asyncio.run(coroutine) if runner is None else runner.run(coroutine)
     cancel: list[Callable[[], object]] = []
     interrupted = False
 

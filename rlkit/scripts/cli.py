@@ -347,9 +347,12 @@ def _show_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
+    from rlkit.run.sync import one_loop
+
     given = _given(args)
     try:
-        return script(*args)
+        with one_loop():
+            return script(*args)
     except (ValueError, OSError, ImportError) as error:
         path = error.filename if isinstance(error, OSError) else None
         of_folder = path is not None and _inside(path, given.get("output"))

@@ -33,6 +33,7 @@ from rlkit.scripts.engines import check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, check_judged, eval_sets, own_rewards, read_env, read_reward
+from rlkit.scripts.trial import try_env
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
@@ -111,11 +112,12 @@ def main(args: Args) -> None:
     make_score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
-    sets = eval_sets(flags, tokenizer, rows, own)
+    sets, env = eval_sets(flags, tokenizer, rows, own), make_env(tokenizer)
     size = load_config(flags.model.model if exported else kept["model"]).get_text_config().vocab_size
     size = model.get_input_embeddings().num_embeddings if model is not None else size
     for name, one in sets.items():
         check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=rows[name])
+    try_env(flags, tokenizer, env, next(iter(sets.values())).prompts, ends=flags.rollouts.stop_token_ids)
     for part in rows.values():
         note_strings(flags.data, part)
     answers: list[dict[str, Any]] = []
@@ -131,7 +133,7 @@ def main(args: Args) -> None:
         async with open_engine(flags, model, tokenizer) as engine:
             return await evaluate_sets(
                 sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples,
-                env=make_env(tokenizer), score=make_score(tokenizer), seed=args.seed, on_group=keep, engine=engine,
+                env=env, score=make_score(tokenizer), seed=args.seed, on_group=keep, engine=engine,
                 answer=partial(answer_of, tokenizer=tokenizer),
             )  # fmt: skip
 

@@ -275,8 +275,7 @@ def rows_of(args: Any, tokenizer: Any, *others: str | None) -> int:
     """The rows of the smallest embedding of the model, and of the `others` that read the same tokens."""
     from rlkit.model.pretrained import load_config
 
-    paths = [base_of(path) if is_adapter(path) else path for path in (args.model.model, *others) if path]
-    size = min(load_config(path).get_text_config().vocab_size for path in paths)
+    size = min(load_config(path).get_text_config().vocab_size for path in (args.model.model, *others) if path)
     return max(size, vocabulary_size(tokenizer)) if args.model.resize_embeddings else size
 
 

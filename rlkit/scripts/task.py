@@ -37,7 +37,7 @@ from rlkit.scripts.start import (
     warn_of_warmup,
     with_adapter,
 )
-from rlkit.scripts.trial import try_rewards
+from rlkit.scripts.trial import try_env, try_rewards
 from rlkit.settings import Rollouts, SamplingParams, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
@@ -58,6 +58,7 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     unnamed = (held_out[x] for x in held_out if x not in own)
     make_score = read_reward(args.episodes, *parts, *unnamed, trial=args.evaluation.trial)
     args = begin(args)
+    from rlkit.data.chat import stop_token_ids
     from rlkit.loops.rl import Task
     from rlkit.model.pretrained import load_config
 
@@ -84,6 +85,8 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     check_lengths(args, prompts + [prompt for one in sets.values() for prompt in one.prompts], *models)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < known["num_rows"]]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {known['num_rows'] - 1}")
+    ends = stop_token_ids(tokenizer, config) if args.data.chat_template else ()
+    try_env(args, tokenizer, env, prompts, ends=ends)
     sets = sets if args.schedule.eval_steps else {}
     objectives = tuple(name for name, (_, weight) in args.episodes.rewards().items() if weight != 0)
     options |= {"objectives": objectives if len(objectives) > 1 else ()}

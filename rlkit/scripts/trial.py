@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlkit._extras import MissingExtra
 from rlkit.ranks import is_first
 from rlkit.scripts.args import Episodes
 
@@ -28,6 +29,38 @@ def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, f
             _log.warning("%s", said)
         if trial.note:
             _log.warning("%s: %s", trial.place, trial.note)
+
+
+def try_env(args: Any, tokenizer: Any, env: Any, prompts: Sequence[Any], *, ends: Sequence[int]) -> None:
+    """Play one step of an episode of `env` or `tools` on the first prompt, with its gold answer and one of the tokens
+    `ends` as the policy's turn.
+
+    ValueError for an environment that fails; one that has not come that far after `reward_timeout` is logged. An
+    `agent` is not run.
+    """
+    how = args.episodes
+    if not is_first() or not args.evaluation.trial or not prompts or (how.env is None and not how.tools):
+        return
+    from rlkit.rewards.episodes import any_reward
+    from rlkit.rewards.episodes import try_env as play
+    from rlkit.rewards.scoring import env_rewards
+    from rlkit.rewards.text import gold_answer
+    from rlkit.run.sync import run_sync
+
+    flag, given = ("tools", how.tools) if how.env is None else ("env", how.env)
+    spec = given if isinstance(given, str) else " ".join(given)
+    ids = [*tokenizer.encode(str(gold_answer(prompts[0].row) or "1"), add_special_tokens=False), *ends[:1]]
+    score = any_reward if how.reward else env_rewards()
+    try:
+        came = run_sync(play(env, prompts[0], ids=ids, score=score, timeout_s=how.reward_timeout))
+    except MissingExtra:
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"`{flag}` {spec}: {what}; --no-trial skips this step") from error
+    if not came:
+        said = "--%s %s: the first step of an episode takes more than %g s (--reward-timeout), and the run goes on"
+        _log.warning(said, flag, spec, how.reward_timeout)
 
 
 def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import screens
 from pictures import no_pictures
 
-from rlkit.scripts import grpo
+from rlkit.scripts import eval as eval_script
+from rlkit.scripts import grpo, ppo
 from rlkit.scripts.cli import run
 
 SOURCE = '''
@@ -243,7 +245,7 @@ def test_an_environment_runs_unchanged(given, folder, tmp_path, monkeypatch):
 def test_a_failing_environment_ends_the_run_in_one_line(given, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     with no_pictures(), pytest.raises(SystemExit) as ended:
-        run(grpo.main, grpo.Args, None, argv=flags(given, tmp_path / "run"))
+        run(grpo.main, grpo.Args, None, argv=[*flags(given, tmp_path / "run"), "--no-trial"])
     said, (first, later) = capsys.readouterr().err.partition("error: environment ")[2], FAILS[given]
     line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "urlopen" in text)
     assert ended.value.code == 1
@@ -251,6 +253,31 @@ def test_a_failing_environment_ends_the_run_in_one_line(given, folder, tmp_path,
     assert later.format(line=line) in said
     assert said.endswith("--debug shows the traceback\n")
     assert "Traceback" not in said
+
+
+EARLY = ["nothing", "of_chat", "Broken", "OldGym", "never_done", "no_column"]  # of `FAILS`: in its first step
+
+
+@pytest.mark.parametrize("given", EARLY)
+@pytest.mark.parametrize("command", ["grpo", "ppo", "eval"])
+def test_an_environment_that_fails_in_its_first_step_is_refused_before_sampling(
+    command, given, folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    if command != "eval":  # which has its tokenizer from where it has the model
+        monkeypatch.setattr("rlkit.model.launch.load_policy", None)
+    evaluated = f"--eval-data rows.jsonl --env env.py:{given} --device cpu"
+    argv = ["model", *evaluated.split()] if command == "eval" else flags(given, tmp_path / "run")
+    script = {"grpo": grpo, "ppo": ppo, "eval": eval_script}[command]
+    with pytest.raises(SystemExit) as ended:
+        run(script.main, script.Args, None, argv=argv)
+    (said,) = screens.errors(capsys.readouterr().err)
+    first, later = (" ".join(text.split()) for text in FAILS[given])
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "urlopen" in text)
+    assert ended.value.code == 2
+    assert said.startswith(f"error: --env env.py:{given}: environment {first}"), said
+    assert later.format(line=line) in said
+    assert "--no-trial skips this step" in said
 
 
 def test_a_factory_that_fails_is_refused_with_its_line(folder, tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ import warm
 
 from rlkit.run.folder import read_metrics
 from rlkit.run.sync import blocking, run_sync
+from rlkit.scripts import cli
 
 ROOT = Path(__file__).parents[2]
 where: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -165,3 +166,22 @@ def test_asynchronous_grpo_trains_inside_a_running_loop(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.splitlines()[-1]) / "model.safetensors").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_the_calls_of_a_command_share_a_loop(capsys):
+    async def loop():
+        return asyncio.get_running_loop()
+
+    apart = [run_sync(loop()), run_sync(loop())]
+    assert apart[0] is not apart[1]
+    one, other = cli.on_ranks(lambda: [run_sync(loop()), run_sync(loop())])
+    assert one is other
+    assert one.is_closed()
+
+    def ends():
+        run_sync(loop())
+        raise ValueError("wrong")
+
+    with pytest.raises(SystemExit):
+        cli.on_ranks(ends)
+    assert capsys.readouterr().err == "error: wrong\n"

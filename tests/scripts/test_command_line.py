@@ -257,7 +257,7 @@ def test_a_model_that_is_neither_a_folder_nor_to_be_had_is_refused_at_once(tmp_p
 def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_message(task, tmp_path, capsys):
     flags = flags_of(task, "grpo", tmp_path / "run")
     (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")
-    broken = [*flags, "--reward", f"{task / 'breaks.py'}:score"]
+    broken = [*flags, "--reward", f"{task / 'breaks.py'}:score", "--no-trial"]
     with pytest.raises(SystemExit) as ended:
         call("grpo", broken)
     said = capsys.readouterr().err
