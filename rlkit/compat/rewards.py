@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlkit._numbers import show
-from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.data.rows import begins_answer
 from rlkit.rewards.call import Need, WrongResult, check_signature
@@ -28,8 +27,6 @@ from rlkit.rewards.source import (
     code_of,
     constants,
     line_of_items,
-    line_of_messages,
-    line_of_texts,
     names_in,
     names_of_kwargs,
     uses,
@@ -198,6 +195,14 @@ class ListOfMessages(list[dict[str, str]]):
         self._used |= isinstance(other, str)
         return super().__eq__(other)
 
+    def __ne__(self, other: object) -> bool:
+        self._used |= isinstance(other, str)
+        return super().__ne__(other)
+
+    def count(self, value: Any) -> int:
+        self._used |= isinstance(value, str)
+        return super().count(value)
+
     __hash__ = None
 
 
@@ -220,23 +225,16 @@ _TRL_FORM = (
 
 
 def _check_rows(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse (ValueError) a function in TRL's form that reads completions in another form than they have.
-
-    What is not certain is logged, once, unless it is in `said`; and so are columns that the function reads and no row
-    has: it gets its default, or raises an error when it is called.
-    """
+    """Log, once, what a call does not show of a function in TRL's form, unless it is in `said`: that it reads a
+    character of a text where a message was meant, and columns that no row has, of which it gets its default."""
 
     def warn(text: str) -> None:
         if text not in said:
             said.add(text)
             _log.warning("%s%s", name_of(function), text)
 
-    chat = not isinstance(rows[0].get("prompt"), str)  # a column has one type in all rows
-    if line := (line_of_texts if chat else line_of_messages)(function):
-        reads, prompt = ("texts", "a list of messages") if chat else ("messages", "a string")
-        what = f"{name_of(function)}, line {line}, reads {reads}, and the prompt is {prompt}"
-        raise ValueError(f"{place_of(rows, 0)}: {what}: {_TRL_FORM}")
-    if not chat and (line := line_of_items(function)):
+    texts = isinstance(rows[0].get("prompt"), str)  # a column has one type in all rows
+    if texts and (line := line_of_items(function)):
         warn(f", line {line}, reads one character of a completion or prompt: {_TRL_FORM}")
     columns, parameters = set[str]().union(*rows), inspect.signature(unwrapped(function)).parameters
     optional = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it

@@ -66,7 +66,7 @@ async def try_env(env: Env, prompt: Prompt, *, ids: Sequence[int], score: Score 
     second = asyncio.Event()
     turns = 0
 
-    async def sample(_prompt_ids: list[int], **_limits: Any) -> Completion:
+    async def sample(_prompt_ids: list[int], **_limits: Any) -> Any:
         nonlocal turns
         turns += 1
         if turns > 1:
@@ -74,7 +74,8 @@ async def try_env(env: Env, prompt: Prompt, *, ids: Sequence[int], score: Score 
             await asyncio.Event().wait()  # until the episode is cancelled
         return Completion([*ids], [-1.0] * len(ids), [0] * len(ids), "stop")
 
-    episode = asyncio.ensure_future(sample_group(prompt, [sample], env=env, score=score))
+    samplers: list[Any] = [sample]
+    episode = asyncio.ensure_future(sample_group(prompt, samplers, env=env, score=score))
     waits = asyncio.ensure_future(second.wait())
     try:
         await asyncio.wait([episode, waits], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

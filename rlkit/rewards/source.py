@@ -11,7 +11,6 @@ from typing import Any
 
 from rlkit.rewards.failures import unwrapped
 
-_OF_STRINGS = {name for name in dir(str) if not name.startswith("_")}
 _HEADERS = ("<|", "assistant", "[/inst]", "<start_of_turn>")  # of chat templates, before an answer
 
 
@@ -107,59 +106,19 @@ def uses(function: Callable[..., Any], name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(_tree(function)[0]))
 
 
-def line_of_messages(function: Callable[..., Any]) -> int | None:
-    """The first line that reads `[0]["content"]` of completions or prompts, in a function without another way.
-
-    It gives None for what it does not know: a function that asks for the type, an element that comes from elsewhere, a
-    helper that is called.
-    """
-    tree, first = _tree(function)
-    if _asks_for_types(tree):
-        return None
-    known = _names(tree, {"completions", "prompts"})
-    for node in ast.walk(tree):
-        match node:
-            case ast.Subscript(slice=ast.Constant("content"), value=ast.Subscript(value=base, slice=index)):
-                while isinstance(base, ast.Subscript):
-                    base = base.value
-                if isinstance(base, ast.Name) and base.id in known and not isinstance(index, ast.Name):
-                    return first + node.lineno - 1
-    return None
-
-
 def line_of_items(function: Callable[..., Any]) -> int | None:
-    """The first line that takes one item of a completion or prompt, `c[0]` or `c[-1]`: a message, or a character."""
+    """The first line that takes one item of a completion or prompt, `c[0]` or `c[-1]`: a message, or a character, which
+    is no error. (`c[0]["content"]` of a text is one.)"""
     tree, first = _tree(function)
     are = [_items_of(tree, name) for name in ("completions", "prompts")]
     if _asks_for_types(tree):
         return None
+    of_messages = [id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
     for node in ast.walk(tree):
         match node:
             case ast.Subscript(value=base, slice=ast.Constant(int()) | ast.UnaryOp()) if any(is_(base) for is_ in are):
-                return first + node.lineno - 1
-    return None
-
-
-def line_of_texts(function: Callable[..., Any]) -> int | None:
-    """The first line that reads a completion as a text (`c.split()`, `x in c`, `len(c)`, `c == x`), in a function that
-    never takes an item of one and asks for no type."""
-    tree, first = _tree(function)
-    if _asks_for_types(tree):
-        return None
-    is_one = _items_of(tree)
-    if any(isinstance(node, ast.Subscript) and is_one(node.value) for node in ast.walk(tree)):
-        return None
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=base, attr=name) if is_one(base) and name in _OF_STRINGS:
-                return first + node.lineno - 1
-            case ast.Call(ast.Name("len"), [base]) if is_one(base):
-                return first + node.lineno - 1
-            case ast.Compare(left, operators, others):
-                for before, operator, after in zip([left, *others], operators, others):
-                    either = isinstance(operator, ast.Eq | ast.NotEq) and (is_one(before) or is_one(after))
-                    if either or (isinstance(operator, ast.In | ast.NotIn) and is_one(after)):
-                        return first + node.lineno - 1
+                if id(node) not in of_messages:
+                    return first + node.lineno - 1
     return None
 
 
@@ -179,13 +138,6 @@ def _asks_for_types(tree: ast.AST) -> bool:
 
 def _loops(tree: ast.AST) -> Iterator[ast.For | ast.comprehension]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension))
-
-
-def _names(tree: ast.AST, known: set[str]) -> set[str]:
-    """The known names, and those that loops give to their elements."""
-    for node in _loops(tree):
-        known = known | _elements(node.target, node.iter, known)
-    return known
 
 
 def _items_of(tree: ast.AST, known: str = "completions") -> Callable[[ast.expr], bool]:

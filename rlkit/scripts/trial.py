@@ -23,6 +23,7 @@ def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, f
         from rlkit.rewards.failures import name_of
 
         for what, error in trial.failures:
+            what = f"a batch of {len(trial.tried)} completions" if error.index is None else what
             said = f"{name_of(function)} failed on {trial.place} with {what}: {error.cause}; {error.fix}"
             if not episodes.max_failed or len(trial.failures) == len(trial.tried):
                 raise ValueError(f"`{flag}` {spec}: {said}; --no-trial skips this call")

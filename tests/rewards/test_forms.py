@@ -16,7 +16,9 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards import load_function, scorer
 from rlkit.rewards.call import RewardError, Sample, run_reward
 from rlkit.rewards.rows import check_rows
+from rlkit.rewards.trial import try_reward
 from rlkit.rollout.groups import Prompt, sample_group
+from rlkit.run.sync import run_sync
 from rlkit.scripts import grpo
 from rlkit.scripts.cli import run
 from rlkit.types import Completion, Trajectory
@@ -223,11 +225,11 @@ REFUSED = {
     ),
     "TRL's messages for strings": (
         "def f(completions, **kwargs):\n    return [len(c[0]['content']) for c in completions]",
-        "rows.jsonl, line 1: reward.py:f, line 11, reads messages, and the prompt is a string: as in TRL, a completion is",
+        "reward.py:f failed on rows.jsonl, line 1 with a batch of 2 completions: TypeError: string indices must be",
     ),
     "TRL's messages in a prompt": (
         "def f(prompts, completions, **kwargs):\n    for i, p in enumerate(prompts):\n        q = p[-1]['content']\n    return [1.0]",
-        "rows.jsonl, line 1: reward.py:f, line 12, reads messages",
+        "(reward.py, line 12); as in TRL, a completion is a string where the row's prompt is a string",
     ),
     "one letter, of a prompt": ("def f(p, c):\n    return 1.0", "names them ['p', 'c']: write (completion, row)"),
     "one letter, of a row": ("f = lambda r, x: 1.0", "names them ['r', 'x']: write (completion, row)"),
@@ -320,19 +322,25 @@ READ_AS_TEXTS = [
 ]
 
 
+def failures_of(source, row, folder):
+    """What a function in TRL's form fails on when it is tried."""
+    function = adapted(load_function(of(source, folder)))
+    return [error.fix.partition(":")[0] for _, error in run_sync(try_reward(function, [row], timeout_s=60)).failures]
+
+
 @pytest.mark.parametrize("source", READ_AS_TEXTS)
-def test_a_function_that_reads_messages_as_texts_is_refused(source, tmp_path):
-    message = r"reward\.py:f, line \d+, reads texts, and the prompt is a list of messages: as in TRL"
-    with pytest.raises(ValueError, match=message):
-        checked(source, CHAT, tmp_path)
-    checked(source, TEXT, tmp_path)
+def test_a_function_that_reads_messages_as_texts_fails_when_it_is_tried(source, tmp_path):
+    fixes = failures_of(source, CHAT, tmp_path)
+    assert fixes
+    assert all(fix.startswith("as in TRL, a completion is a string where the row's prompt is") for fix in fixes)
+    assert failures_of(source, TEXT, tmp_path) == []
 
 
 READ_RIGHT = [
     "def f(completions, **kw):\n    texts = [c[0]['content'] for c in completions]\n    return [len(c) for c in texts]",
     "def f(completions, **kw):\n    completions = [c[0]['content'] for c in completions]\n    return [len(c) for c in completions]",
     "def f(completions, **kw):\n    return [len(c) if isinstance(c, str) else len(c[0]['content']) for c in completions]",
-    "def f(completions, **kw):\n    texts = text_of(completions)\n    return [float('a' in c) for c in texts]",
+    "def text_of(all):\n    return [c[0]['content'] for c in all]\ndef f(completions, **kw):\n    texts = text_of(completions)\n    return [float('a' in c) for c in texts]",
     "def f(completions, **kw):\n    return [1.0] * len(completions)",
     "def f(completions, **kw):\n    out = []\n    for c in completions:\n        c = c[-1]['content']\n        out.append(len(c))\n    return out",
 ]
@@ -341,6 +349,7 @@ READ_RIGHT = [
 @pytest.mark.parametrize("source", READ_RIGHT)
 def test_a_function_that_reads_messages_is_not_refused_nor_warned_of(source, tmp_path, caplog):
     checked(source, CHAT, tmp_path)
+    assert failures_of(source, CHAT, tmp_path) == []
     assert not caplog.records
 
 
