@@ -200,6 +200,7 @@ class ListOfMessages(list[dict[str, str]]):
         return super().__ne__(other)
 
     def count(self, value: Any) -> int:
+        """How many messages equal the value."""
         self._used |= isinstance(value, str)
         return super().count(value)
 
