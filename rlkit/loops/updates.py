@@ -31,7 +31,7 @@ from rlkit.losses import (
     token_mean,
     unbiased_kl,
 )
-from rlkit.metrics import Metrics, largest, mean, merge
+from rlkit.metrics import Mean, Metrics, largest, mean, merge
 from rlkit.model.forward import Policy
 from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
@@ -172,6 +172,7 @@ def grpo_update(
                           + teacher_coef * teacher_t)
         w    = loss.aggregate(batch of the optimizer step)
 
+    It is logged as `loss`, averaged over the optimizer steps.
     KL is `kl(logp, ref_logp, old_logp)`. `teacher(micro)` gives, from one forward, `policy(micro)` and a further loss
     per token (`rlkit.model.teachers.with_divergence`).
 
@@ -193,7 +194,7 @@ def grpo_update(
     metrics: Metrics = {}
     mesh, device, surrogate = policy.mesh, policy.model.device, loss.surrogate
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
-        weights = loss.aggregate(mini)
+        weights, num_tokens = loss.aggregate(mini), max(1, int(mini.mask.sum()))
         no_advantage = sum_per_seq(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
         micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, isolate=no_advantage))
         always = bool(kl_coef or entropy_coef) or teacher is not None or has_gradient_without_advantage(surrogate, mini)
@@ -219,7 +220,9 @@ def grpo_update(
                     metrics = merge(metrics, {"teacher/loss": mean(divergence.detach(), mask=micro.mask)})
                 if needs_grad:
                     backward(total.sum())
+                share = micro.mask.sum().double() / num_tokens  # each optimizer step counts once
                 metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
+                metrics = merge(metrics, {"loss": Mean(total.detach().sum().double(), share)})
         untrained: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}  # on every rank: `needed` is shared
         stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if any(needed) else untrained
         metrics = merge(metrics, stepped)

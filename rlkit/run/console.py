@@ -70,7 +70,8 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     """The columns whose header fits into `width` characters; the least important are dropped first."""
     kept = list(columns)
     parts = [c.title for c in columns if c not in COLUMNS]
-    for title in (*_DROPPED_FIRST, *reversed(parts)):
+    sampled = any(c.title == "reward" for c in columns)  # then the loss does not measure progress
+    for title in (*["loss"] * sampled, *_DROPPED_FIRST, *reversed(parts)):
         if len(header(kept)) > width:
             kept = [c for c in kept if c.title != title]
     return kept
@@ -279,8 +280,8 @@ class RunDisplay:
         self._seen = [c for c in known if c in self._seen or any(key in metrics for key in c.keys)]
         evaluated = any(key.startswith("eval/") for key in metrics)
         if evaluated or step % self._print_steps == 0 or step == self._steps:
-            fixed_data = "loss" in metrics or "eval/loss" in metrics
-            self._evals = ("loss/accuracy" if fixed_data else "sampled/greedy") if evaluated else self._evals
+            pair = "loss/accuracy" if "eval/loss" in metrics else "sampled/greedy"
+            self._evals = pair if evaluated else self._evals
             columns = fitting(self._seen, line_width())
             if (titles := header(columns, evals=self._evals)) != self._shown or self._lines % 25 == 0:
                 self._shown, self._lines = titles, 0

@@ -126,6 +126,7 @@ PANELS = (
         "Replaced groups", "groups", (Curve("groups/dropped", "dropped"), Curve("groups/ready", "ready")), picture=False
     ),
     Panel("Groups that train nothing", "share of groups", (Curve("groups/equal", "training"),), picture=False),
+    Panel("Policy loss", "mean over tokens", (Curve("loss", "training"),), from_zero=False, picture=False),
     Panel("Gradient norm", "L2 norm before clipping", (Curve("grad_norm", "training"),), picture=False),
     Panel(
         "Learning rate",
@@ -227,13 +228,17 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
 
 
 def panels_of(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
-    """The panels of which any run has a metric, with one for the reward's parts; `runs`: name -> its metrics."""
+    """The panels of which any run has a metric, with one for the reward's parts; `runs`: name -> its metrics.
+
+    The loss of a run that samples says nothing of its progress, and comes late.
+    """
     measured = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
+    other = "Loss" if "reward/mean" in measured else "Policy loss"
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in reward_parts(row))
     curves = tuple(Curve(key, key.removeprefix("reward/")) for key in keys)
     parts = Panel("Parts of the reward", "mean per answer", curves, from_zero=False)
     ordered = [x for panel in PANELS for x in ((panel, parts) if panel.title == "Reward" else (panel,))]
-    return [panel for panel in ordered if any(curve.key in measured for curve in panel.curves)]
+    return [panel for panel in ordered if panel.title != other and any(c.key in measured for c in panel.curves)]
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:

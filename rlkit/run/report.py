@@ -176,7 +176,8 @@ def _text(value: Any) -> str:
 def _changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first and the last value of the numbers that matter most, with their steps and standard errors."""
     found = []
-    for key in _SHOWN:
+    sampled = any("reward/mean" in row for row in rows)  # then the loss does not measure progress
+    for key in (name for name in _SHOWN if not (sampled and name == "loss")):
         ends = [row for row in rows if _finite(row.get(key))]
         if len(ends) > 1:
             pairs = [[row["step"], row[key], _plain(row.get(f"{key}_se"))] for row in (ends[0], ends[-1])]

@@ -37,7 +37,7 @@ def parsed(command: list[str]) -> tuple[Any, Any]:
 
 
 def test_the_page_goes_from_training_to_upload() -> None:
-    assert [c[0] for c in OURS] == ["grpo", "plot", "grpo", "grpo", "chat", "chat", "chat"]
+    assert [c[0] for c in OURS] == ["grpo", "plot", "grpo", "eval", "chat", "chat", "chat"]
     assert [c[:3] for c in COMMANDS if c[0] != "rlkit"] == [
         ["python", "-m", "sglang.launch_server"],
         ["vllm", "serve", "runs/gsm8k/model"],
@@ -93,9 +93,12 @@ def test_the_commands_run_in_order(
     call(OURS[2], *small, "--steps", "2", **rows)
     lines = [json.loads(line) for line in (folder / "runs/gsm8k/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
-    call(OURS[3], *small, **rows)
-    (line,) = (folder / "runs/gsm8k-eval/metrics.jsonl").read_text().splitlines()
-    assert {"eval/sampled", "eval/greedy", "eval/best"} <= json.loads(line).keys()
+    capsys.readouterr()
+    call(OURS[3], "--eval-limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--reward-timeout", "300", **rows)
+    measured = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    sentence = PAGE[PAGE.index("It prints `sampled`") : PAGE.index("with their intervals")]
+    assert sorted(measured) == sorted(re.findall("`(.*?)`", sentence))
+    assert all("loss" in line for line in lines[1:]), "the table of the screen names it"
     for name in ("trajectories", "checkpoints", "model"):
         assert f"runs/gsm8k/{name}/" in PAGE
         assert (folder / "runs/gsm8k" / name).is_dir()

@@ -94,13 +94,14 @@ def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     truth = by_hand((logp.double() - old_logp.double()), advantages.double(), lens, loss)
     true = torch.autograd.grad(truth, weights)
     before = [w.detach().clone() for w in weights]
-    grpo_update(
+    metrics = grpo_update(
         batch, policy=policy, optimizer=torch.optim.SGD(weights), loss=PolicyLoss(SURROGATES[loss], per_episode),
         rollouts=Rollouts(), optim=Optim(max_norm=1e9, max_tokens=max_tokens), lr=1.0, kl_coef=0.0, entropy_coef=0.0,
         seed=0,
     )  # fmt: skip
     for old, w, want in zip(before, weights, true, strict=True):
         assert (old - w - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6
+    assert finalize(metrics)["loss"] == pytest.approx(truth.item(), rel=1e-5), "in one micro-batch or several"
 
 
 def test_the_share_that_is_clipped_is_that_of_the_surrogate():
