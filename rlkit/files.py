@@ -14,6 +14,7 @@ import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,14 @@ def base_of(path: str | os.PathLike[str]) -> str:
 
 
 def _beside(path: Path) -> str:
-    """The folders beside a missing one, as ` (o/ holds a, b)`."""
-    if not path.parent.name or not path.parent.is_dir():
+    """The folders beside a missing one, as ` (o/ holds a, b)`, or the one with nearly its name, ` (perhaps a)`."""
+    if not path.parent.is_dir():
         return ""
     names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    if not path.exists() and (near := get_close_matches(path.name, names, n=1)):
+        return f" (perhaps {path.with_name(near[0])})"
+    if not path.parent.name:
+        return ""
     return f" ({path.parent}/ holds {', '.join(names[:6])}{', ...' * (len(names) > 6)})" if names else ""
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -77,11 +81,15 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     return kept
 
 
-def say(text: str) -> None:
-    """Print a line on stdout, flushed. A closed pipe or terminal (`| head -3`) does not end the run."""
+def say(text: str, *, whole: bool = False) -> None:
+    """Print a line on stdout, flushed; on a terminal it is broken between words, unless `whole`.
+
+    A closed pipe or terminal (`| head -3`) does not end the run.
+    """
     with _unless_lost():
         if sys.stdout is not None:
-            sys.stdout.write(printable(masked(text)) + "\n")
+            text = printable(masked(text))
+            sys.stdout.write((text if whole else wrapped(text, sys.stdout)) + "\n")
             sys.stdout.flush()
 
 
@@ -96,15 +104,38 @@ def encode_anything() -> None:
 
 
 def wrapped(text: str, stream: Any) -> str:
-    """The text, with its lines broken between words where `stream` is a terminal, which would break them anywhere."""
+    """The text, with its lines broken between words where `stream` is a terminal, which would break them anywhere.
+
+    A line goes on below its indentation, and a row of a list, `  name   text`, below its text.
+    """
     if stream is None or not stream.isatty():
         return text
     encoding = getattr(stream, "encoding", None) or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)  # escapes are longer
-    width = _columns(stream) - 3  # as above a bar
+    return "\n".join(_filled(line, _columns(stream) - 3) for line in text.split("\n"))  # as above a bar
+
+
+def _filled(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    before = re.match(r" +\S+(?: \S+)*  +(?=\S)| *", line)
+    indent = len(before[0]) if before and len(before[0]) <= width // 2 else 2
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    lines = text.split("\n")
-    return "\n".join(line if len(line) <= width else textwrap.fill(line, width, **how) for line in lines)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, **how)
+
+
+def with_command(text: str, command: str, stream: Any) -> str:
+    """`text: command`. A command too long for the terminal is below, with a backslash at the end of a line, to be
+    copied."""
+    width = _columns(stream) - 3 if stream is not None and stream.isatty() else math.inf
+    if len(text) + 2 + len(command) <= width:
+        return f"{text}: {command}"
+    lines = [""]
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines[-1] and len(lines[-1]) + len(word) + 7 > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return f"{text}:\n    " + " \\\n    ".join(lines)
 
 
 def _columns(stream: Any) -> int:
@@ -227,7 +258,8 @@ class RunDisplay:
         self._seen: list[Column] = []
         self._shown = self._evals = ""
         self._bar: Any = None
-        self._line = _NotebookLine(steps, max(start, 0)) if steps and in_notebook() else None
+        self._eta = _Eta(steps, max(start, 0))
+        self._line = _NotebookLine(steps, self._eta) if steps and in_notebook() else None
         encode_anything()
         if (
             self._line is None
@@ -242,22 +274,19 @@ class RunDisplay:
     def _open_bar(self, steps: int, start: int) -> None:
         """A bar of one line. The cursor stays visible, so that a killed process leaves the terminal usable."""
         from rich.console import Console
-        from rich.progress import BarColumn, RenderableColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, RenderableColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
         from rich.table import Column as TableColumn
-        from rich.text import Text
 
         whole = TableColumn(no_wrap=True)  # on a narrow terminal only the status is cut
-        self._status = Text(no_wrap=True, overflow="ellipsis")
+        self._status = _Status()
         bar = Bar(
             "step {task.completed}/{task.total}",
             BarColumn(bar_width=10, table_column=whole),
             TimeElapsedColumn(table_column=whole),
-            "eta",
-            TimeRemainingColumn(table_column=whole),
+            RenderableColumn(self._eta, table_column=TableColumn(no_wrap=True)),
             RenderableColumn(self._status),
             refresh_per_second=2,
-            speed_estimate_period=600,
             transient=True,
             console=Console(file=sys.stdout),  # also while a reward has another one for a moment (redirect_stdout)
         )
@@ -289,23 +318,24 @@ class RunDisplay:
             self._lines += 1
             self.say(step_line(step, metrics, columns))
         self.status("")
+        self._eta.step(step)
         if self._bar is not None:
             self._bar.console.width = line_width() - 3
             self._bar.update(self._task, completed=step)
         if self._line is not None:
-            self._line.step(step)
+            self._line.status("")
 
     def status(self, text: str) -> None:
         """Text beside the bar."""
         if self._bar is not None:
-            self._status.plain = printable(masked(text))
+            self._status.text = printable(masked(text))
         if self._line is not None:
             self._line.status(printable(masked(text)))
 
     def say(self, text: str) -> None:
         """A line above the bar, or on plain stdout, flushed."""
         if self._bar is None:
-            return say(text)
+            return say(text, whole=True)
         with _unless_lost():
             text = printable(masked(text))
             self._bar.console.print(text, markup=False, highlight=False, no_wrap=True, crop=False, overflow="ignore")
@@ -320,19 +350,67 @@ class RunDisplay:
             self._line.status("")
 
 
+class _Eta:
+    """The time that the steps left need, at the pace of the last ten minutes, with their evaluations.
+
+    A step that takes longer than the mean counts as one that ends now, so the time does not stand still meanwhile.
+    """
+
+    def __init__(self, steps: int, start: int) -> None:
+        self.steps, self.done = steps, start
+        self._ends = deque([(start, time.monotonic())])
+
+    def step(self, step: int) -> None:
+        now = time.monotonic()
+        self._ends.append((step, now))
+        while len(self._ends) > 2 and self._ends[1][1] < now - 600:
+            self._ends.popleft()
+        self.done = step
+
+    def seconds(self) -> float | None:
+        """None before the first step."""
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        now, num, left = time.monotonic(), last - first, self.steps - last
+        if num < 1 or left < 1:
+            return 0.0 if left < 1 else None
+        mean = (ended - began) / num
+        return mean * left - (now - ended) if now - ended < mean else (now - began) / (num + 1) * (left - 1)
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        seconds = self.seconds()
+        return Text("eta -" if seconds is None else f"eta {_clock(seconds)}")
+
+
+class _Status:
+    """A text of parts, of which a narrow terminal shows the first ones that fit whole."""
+
+    text = ""
+
+    def __rich_console__(self, _console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        parts = self.text.split(", ")
+        while len(parts) > 1 and len(", ".join(parts)) > options.max_width:
+            parts.pop()
+        yield Text(", ".join(parts), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, _console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        return Measurement(1, max(1, len(self.text))).with_maximum(options.max_width)
+
+
 class _NotebookLine:
     """A line below a notebook's cell, which changes: "step 12/200, 0:43, eta 11:20, rollout 3/8"."""
 
-    def __init__(self, steps: int, start: int) -> None:
+    def __init__(self, steps: int, eta: _Eta) -> None:
         from IPython.display import display
 
-        self._steps, self._start, self._done = steps, start, start
+        self._steps, self._eta = steps, eta
         self._began, self._shown = time.monotonic(), 0.0
         self._handle: Any = display({"text/plain": self._text("")}, raw=True, display_id=True)
-
-    def step(self, step: int) -> None:
-        self._done = step
-        self._update("")
 
     def status(self, text: str) -> None:
         if not text or time.monotonic() > self._shown + 0.5:
@@ -343,10 +421,10 @@ class _NotebookLine:
         self._handle.update({"text/plain": self._text(status)}, raw=True)
 
     def _text(self, status: str) -> str:
-        elapsed, done = time.monotonic() - self._began, self._done - self._start
-        left = self._steps - self._done
-        eta = f"eta {_clock(elapsed / done * left)}" if done and left else ""
-        return ", ".join(filter(None, (f"step {self._done}/{self._steps}", _clock(elapsed), eta, status)))
+        seconds = self._eta.seconds()
+        eta = f"eta {_clock(seconds)}" if seconds else ""
+        elapsed = _clock(time.monotonic() - self._began)
+        return ", ".join(filter(None, (f"step {self._eta.done}/{self._steps}", elapsed, eta, status)))
 
 
 def _clock(seconds: float) -> str:

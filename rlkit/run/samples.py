@@ -200,14 +200,16 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int, begun
     title = f"  step {first['step']}, row {first['group'] + 1} of the data: "
     parts = [name for name in first["rewards"] if "/" not in name]
     columns = ["reward", "advantage", *parts]
-    widths = [max(9, len(name) + 1) for name in columns]
-    lines = [title + _quoted(question, width - len(title) - len(gold)) + gold]
-    lines.append("".join(f"{name:>{w}}" for name, w in zip(columns, widths)) + "  answer")
+    cells = []
     for row in shown:
         numbers = [f"{row['reward']:.3f}", "-" if row["advantage"] is None else f"{row['advantage']:+.3f}"]
-        numbers += [f"{x:.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts]
-        cells = "".join(f"{text:>{w}}" for text, w in zip(numbers, widths))
-        lines.append(cells + "  " + _quoted(row["completion"], width - len(cells) - 2))
+        cells.append(numbers + [f"{x:.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts])
+    widths = [max(9, *(len(text) + 1 for text in column)) for column in zip(columns, *cells, strict=True)]
+    lines = [title + _quoted(question, width - len(title) - len(gold)) + gold]
+    lines.append("".join(f"{name:>{w}}" for name, w in zip(columns, widths)) + "  answer")
+    for row, texts in zip(shown, cells, strict=True):
+        line = "".join(f"{text:>{w}}" for text, w in zip(texts, widths))
+        lines.append(line + "  " + _quoted(row["completion"], width - len(line) - 2))
     return lines
 
 

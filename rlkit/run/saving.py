@@ -22,7 +22,7 @@ from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
 from rlkit.run.card import write_card
-from rlkit.run.console import TRAINING, say, wrapped
+from rlkit.run.console import TRAINING, say, with_command
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
 from rlkit.run.profile import Profile
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
@@ -143,7 +143,8 @@ def save_if_due(
     elif not every and then is not None:
         then()
     if stopping:
-        run.say(f"saved after step {step}; go on with: {resume_command('--resume')}", whole=True)
+        said = with_command(f"saved after step {step}; go on with", resume_command("--resume"), sys.stdout)
+        run.say(said, whole=True)
     return stopping
 
 
@@ -187,7 +188,7 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
         lines.append(f"{folder} has no checkpoint yet: starting from step 0 again")
     elif skipped:
         lines.append(f"going on from the checkpoint of step {state['step']}")
-    on_rank0(lambda: say(wrapped("\n".join(lines), sys.stdout)) if lines else None)
+    on_rank0(lambda: say("\n".join(lines)) if lines else None)
     return state
 
 

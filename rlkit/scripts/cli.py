@@ -20,10 +20,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -31,7 +32,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 from rlkit._text import Explained, masked, printable
 from rlkit.compat import flags as foreign
 from rlkit.ranks import is_first, launched
-from rlkit.run.console import TRAINING, encode_anything, warnings_that_fit, wrapped
+from rlkit.run.console import TRAINING, encode_anything, say, warnings_that_fit, with_command, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
 from rlkit.scripts import config, translate
@@ -69,13 +70,13 @@ def main(argv: list[str] | None = None) -> None:
     """`rlkit COMMAND ...`."""
     encode_anything()
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["help"]:
-        argv = [*argv[1:2], "--help"]
+    if argv[:1] == ["help"] or (argv[1:] and argv[0] in ("-h", "--help")):  # rlkit help grpo lr
+        argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
-        end = "rlkit COMMAND --help lists its flags; rlkit --version prints the version."
-        return _print("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", end]))
+        end = "rlkit COMMAND --help lists its flags, --help WORD those about it; rlkit --version."
+        return say("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", end]))
     if argv[0] in ("-V", "--version", "version"):
         return _print(f"rlkit {importlib.import_module('rlkit').__version__}")
     name, rest = argv[0].replace("-", "_"), argv[1:]
@@ -94,8 +95,9 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     encode_anything()
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & {*(argv[: argv.index("--")] if "--" in argv else argv)}:  # after --: another command's
-        _help(kind, description)
+    own = list(argv[: argv.index("--")] if "--" in argv else argv)  # after --: another command's
+    if asked := [i for i, word in enumerate(own) if word in ("-h", "--help")]:
+        _help(kind, description, takewhile(lambda word: not is_flag(word), own[asked[0] + 1 :]))
     places: dict[str, str] = {}
     try:
         with warnings_that_fit():
@@ -139,12 +141,15 @@ def parsed(argv: Sequence[str], kind: type) -> Any:
     return flags
 
 
-def _help(kind: type, description: str | None) -> NoReturn:
-    """Print the flags, and exit with 0."""
+def _help(kind: type, description: str | None, words: Iterable[str]) -> NoReturn:
+    """Print the flags, of `words` those that have one of them, and exit with 0."""
     program = sys.argv[0] if sys.argv[0].startswith("rlkit ") else Path(sys.argv[0]).name
+    width = min(get_terminal_size((80, 24)).columns, 100)
     try:
-        _print(help_text(kind, description, program=program, width=min(get_terminal_size((80, 24)).columns, 100)))
+        _print(help_text(kind, description, program=program, width=width, words=[*words]))
         sys.stdout.flush()
+    except ValueError as error:
+        fail(str(error))
     except BrokenPipeError:  # rlkit grpo --help | head
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     raise SystemExit(0)
@@ -164,7 +169,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     wrong, ours_only = {}, True
     translated = translate.translate(translate.options(own), flags, _script_of(kind))
     system = translated.system if translated else None
-    alone = next((flag.positional for flag in flags if flag.positional and flag.name != "command"), "")
+    alone = next((flag for flag in flags if flag.positional and flag.name != "command"), None)
     for word, value in zip(own, [*own[1:], ""]):
         given = word.split("=")[0].lstrip("+")
         name = given.lstrip("-").replace("-", "_")
@@ -172,9 +177,14 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
         short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and given not in aliases
         if short and known:
             wrong[given] = f"needs two dashes: -{given}"
-        elif translate.is_assignment(word) or short or (word.startswith("--") and not known):
-            bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} runs/grpo"
-            bare = bare if alone and name in foreign.OF_RUN else ""
+        elif (
+            translate.is_assignment(word)
+            or short
+            or (word.startswith("--") and (not known or (alone and name == alone.name)))
+        ):
+            example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
+            bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
+            bare = bare if alone and name in (alone.name, *foreign.OF_RUN) else ""
             wrong[given] = _unknown(name, names, in_python, bare=bare, system=system)
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
         elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
@@ -247,11 +257,13 @@ def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
 
 def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "", system: str | None = None) -> str:
     """What is wrong with a flag that is not in `names`, and what to write."""
+    if bare:
+        return bare
     if name in in_python:
         return "is set in Python only"
     there = _elsewhere(foreign.our_name(name, system), names) or ""  # a critic's option in grpo
     there = there if there.startswith("is for rlkit") else ""
-    return foreign.answer(name, names, system) or bare or _elsewhere(name, names) or there or _nearest(name, names)
+    return foreign.answer(name, names, system) or _elsewhere(name, names) or there or _nearest(name, names)
 
 
 def _elsewhere(name: str, names: set[str]) -> str | None:
@@ -360,7 +372,8 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if given.get("debug"):
             raise
         if _is_of_engine(error):
-            more = [f"go on from the last checkpoint: {resume_command('--resume')}"] if started else []
+            on = with_command("go on from the last checkpoint", resume_command("--resume"), sys.stderr)
+            more = [on] if started else []
             fail("\n  ".join([str(error), *more]), code=1 if started else 2)
         if started and not of_folder:
             raise
@@ -419,7 +432,7 @@ def _copy(argv: list[str]) -> None:
     scripts = [name for name in COMMANDS if name != "copy"]
     usage = f"usage: rlkit copy SCRIPT FILE.py, where SCRIPT is one of {', '.join(scripts)}"
     if {"-h", "--help"} & {*argv}:
-        return _print(usage)
+        return say(usage)
     name = argv[0].replace("-", "_") if argv else ""
     if argv and name not in scripts:
         near = "".join(f" (perhaps {x})" for x in get_close_matches(name, scripts, n=1))
@@ -436,7 +449,7 @@ def _copy(argv: list[str]) -> None:
             file.write(Path(__file__).with_name(f"{name}.py").read_text())
     except OSError as error:
         fail(f"{target}: {error.strerror}")
-    _print(f"{target}: run it with python {target} --help, or torchrun {target} ...")
+    say(f"{target}: run it with python {target} --help, or torchrun {target} ...")
 
 
 def _print(text: str) -> None:

@@ -280,8 +280,11 @@ def _choices(hint: Any) -> str:
     return f" ({_expected(hint)})" if get_origin(hint) is Literal else ""
 
 
-def help_text(kind: type, description: str | None, *, program: str, width: int) -> str:
-    """The text of `--help`, in lines of at most `width` characters: usage, examples, and the flags in groups."""
+def help_text(kind: type, description: str | None, *, program: str, width: int, words: Sequence[str] = ()) -> str:
+    """The text of `--help`, in lines of at most `width` characters: usage, examples, and the flags in groups.
+
+    With `words` only the flags that have one of them in their name or text; ValueError if there are none.
+    """
     flags = list(list_flags(kind))
     flags += CONFIG if has_config(flags) else ()
     required = [_usage(flag) for flag in flags if flag.default is MISSING]
@@ -291,10 +294,19 @@ def help_text(kind: type, description: str | None, *, program: str, width: int) 
         indented = block.startswith("    ")
         parts.append(block if indented else _wrapped(" ".join(block.split()), width))
     docs = help_of(flags)
+    chosen = {flag.name for flag in flags if not words or _has(words, f"{flag} {_usage(flag)} {docs[flag.name]}")}
+    if not chosen:
+        raise ValueError(f"no flag has {' or '.join(words)} in its name or text; {program} --help lists all flags")
+    parts = [] if words else parts
     for title, group in grouped(kind, flags):
-        rows = [_row(flag, docs[flag.name], flags, width) for flag in group]
-        parts.append("\n".join([_wrapped(f"{title}:", width), *rows]))
+        rows = [_row(flag, docs[flag.name], flags, width) for flag in group if flag.name in chosen]
+        parts += ["\n".join([_wrapped(f"{title}:", width), *rows])] if rows else []
     return "\n\n".join(parts)
+
+
+def _has(words: Sequence[str], text: str) -> bool:
+    plain = text.lower().replace("_", "-")
+    return any(word.lower().replace("_", "-") in plain for word in words)
 
 
 def help_of(flags: Sequence[Flag]) -> dict[str, str]:
@@ -313,7 +325,7 @@ def grouped(kind: type, flags: list[Flag]) -> Iterator[tuple[str, list[Flag]]]:
     groups: dict[type, list[Flag]] = {}
     last = kind
     for flag in flags:
-        last = last if flag.kind is kind else flag.kind
+        last = last if flag.kind in (kind, object) else flag.kind  # object: --config
         if flag not in first:
             groups.setdefault(last, []).append(flag)
     of_model = first[0].kind if first else None

@@ -20,6 +20,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ import tyro
 
 from rlkit._extras import optional
 from rlkit.compat.flags import answer
-from rlkit.run.console import say
+from rlkit.run.console import say, with_command
 from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command
 from rlkit.scripts.cli import fail, parsed, run, with_config
@@ -144,7 +145,8 @@ def main(args: Args) -> Any:
         except BaseException as error:
             study.tell(trial, state=states.FAIL)
             if isinstance(error, Interrupted):
-                say(f"trial {trial.number} was stopped; the sweep goes on with: {resume_command()}")
+                on = f"trial {trial.number} was stopped; the sweep goes on with"
+                say(with_command(on, resume_command(), sys.stdout), whole=True)
             raise
         state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
         ended.append(state)
@@ -222,7 +224,7 @@ def best_command(study: Any, command: Sequence[str]) -> list[str]:
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         return []
     given = [x for name, value in study.best_trial.params.items() for x in (f"--{name}", str(value))]
-    return [f"best: {shlex.join([*command, *given])}"]
+    return [with_command("best", shlex.join([*command, *given]), sys.stdout)]
 
 
 def importances(optuna: Any, study: Any, folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.run.console import COLUMNS, RunDisplay, header, step_line
+from rlkit.run import console
+from rlkit.run.console import COLUMNS, RunDisplay, header, step_line, with_command, wrapped
 from rlkit.run.folder import open_run, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,69 @@ def test_columns_are_fixed_whatever_the_numbers(metrics, step):
 )
 def test_a_large_reward_is_shown_with_the_digits_that_fit(reward, shown):
     assert step_line(1, {"reward/mean": reward}).split()[3] == shown
+
+
+class Screen(io.StringIO):
+    """A terminal of 40 columns."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    return Screen()
+
+
+def test_a_line_goes_on_below_its_own_beginning(narrow):
+    text = "one word after another, and then some more of them\n  name of it   what this is about, in several words"
+    assert wrapped(text, narrow).split("\n") == [
+        "one word after another, and then some",
+        "more of them",
+        "  name of it   what this is about, in",
+        "               several words",
+    ]
+    assert wrapped("    indented, and longer than the terminal is", narrow).split("\n")[1].startswith("    t")
+    assert wrapped(text, io.StringIO()) == text
+
+
+def test_a_long_command_is_copied_as_it_is(narrow):
+    command = "rlkit grpo --model tiny --data 'a file.jsonl' --reward rw.py:score --resume"
+    said = with_command("go on with", command, narrow)
+    first, *below = said.split("\n")
+    assert (first, len(below) > 1, max(map(len, below)) <= 37) == ("go on with:", True, True)
+    done = subprocess.run(
+        ["sh", "-c", "printf '%s\\n' " + "\n".join(below)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == shlex.split(command)
+    assert with_command("go on with", command, io.StringIO()) == f"go on with: {command}"
+    assert with_command("on", "rlkit x", narrow) == "on: rlkit x"
+
+
+def test_the_time_left_moves_during_an_evaluation(monkeypatch):
+    """9 steps of 10 s: at 12 s into the tenth it is as if it ended now; the mean of all has the evaluation."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    eta = console._Eta(100, 0)
+    assert eta.seconds() is None
+    for step in range(1, 10):
+        now[0] = 10.0 * step
+        eta.step(step)
+    assert eta.seconds() == 91 * 10
+    now[0] = 94.0
+    assert eta.seconds() == 91 * 10 - 4
+    now[0] = 100.0
+    assert eta.seconds() == 90 * 10
+    now[0] = 300.0
+    assert eta.seconds() == 90 * 30, "ten steps in 300 s"
+    eta.step(100)
+    assert eta.seconds() == 0
 
 
 def test_columns_appear_with_their_metrics_and_the_header_returns(capsys):
@@ -149,7 +214,7 @@ def test_a_terminal_gets_a_bar_below_the_lines():
         assert part in text
     for line in ("     4   0.400     6004", "     5   0.500     6005", "a bare print"):
         assert len(re.findall(rf"[\r\n]{re.escape(line)}\r?\n", text)) == 1, "a whole line, once"
-    assert re.search(r"eta 0:0\d:\d\d", text)
+    assert re.search(r"eta 0:0\d", text)
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.sets(st.integers(0, 40)))

@@ -132,6 +132,19 @@ def test_the_table_shows_the_group_whose_rewards_differ_most(tmp_path, capsys):
     assert len(lines) == 3 * 5
 
 
+def test_numbers_of_many_digits_stay_apart():
+    rows = [
+        {"step": 1, "group": 0, "gold": None, "advantage": x, **trajectory_row(t, decode=tiny_tokenizer().decode)}
+        for x in (1.5e6, -1.5e6)
+        for t in [sampled(7e6 if x > 0 else -7e6, text="a", metrics={"digits": 12345678.0})]
+    ]
+    _, titles, first, last = table(rows, question="q", width=100)
+    assert titles.split() == ["reward", "advantage", "digits", "answer"]
+    assert first.split() == ["7000000.000", "+1500000.000", "12345678.000", '"a"']
+    assert last.split() == ["-7000000.000", "-1500000.000", "12345678.000", '"a"']
+    assert len({line.index(word) for line, word in ((titles, "answer"), (first, '"a"'), (last, '"a"'))}) == 1
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_table_fits_into_its_width_and_keeps_the_end_of_an_answer(width):
     long = "thinking " * 90 + "so it is 42"

@@ -254,6 +254,18 @@ def test_a_model_that_is_neither_a_folder_nor_to_be_had_is_refused_at_once(tmp_p
             assert refused(script, [*flags, "own/first/nope"]).startswith(f"error: model 'own/first/nope': {message}x)")
 
 
+def test_a_model_with_nearly_the_name_of_a_folder_beside_it_names_that(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    rows = str(write(tmp_path / "rows.jsonl", ROWS["sft"]))
+    for given, near in (("tinny", "tiny"), ("./tinny", "tiny"), (str(tmp_path / "tin"), tmp_path / "tiny")):
+        said = refused("sft", ["--data", rows, "--model", given])
+        assert said.endswith(f"a hub id a/b (perhaps {near})"), said
+    assert "perhaps" not in refused("sft", ["--data", rows, "--model", "other"])
+    assert "perhaps" not in refused("sft", ["--data", rows, "--model", "tiny"]), "it is there, without a config"
+
+
 def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_message(task, tmp_path, capsys):
     flags = flags_of(task, "grpo", tmp_path / "run")
     (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")

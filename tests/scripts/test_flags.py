@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -28,7 +28,7 @@ from rlkit.scripts import cli, distill, grpo, ppo
 from rlkit.scripts.args import Data, Episodes, Lora, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.engines import check_engine
-from rlkit.scripts.flags import wrong_words
+from rlkit.scripts.flags import CONFIG, grouped, help_text, list_flags, wrong_words
 from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
 from rlkit.settings import Engines, Penalties, ranges
@@ -260,12 +260,52 @@ for command in sys.argv[1:]:
 """
 
 
-def help_of(capsys, command, columns="80"):
+def help_of(capsys, command, columns="80", *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", columns)
         with pytest.raises(SystemExit, match="0"):
-            cli.main([command, "--help"])
+            cli.main([command, "--help", *words])
     return capsys.readouterr().out
+
+
+def test_help_of_a_word_has_the_flags_with_it_in_their_name_or_text(capsys):
+    for command in COMMANDS:
+        if command != "copy":
+            every = help_of(capsys, command)
+            rows = [block for block in re.split(r"^(?=  \S)", every, flags=re.M) if re.match(r"  -|  [A-Z]+ ", block)]
+            wanted = [row.split()[0] for row in rows if re.search("file|gpu", row.partition("\n\n")[0].lower())]
+            if not wanted:
+                continue
+            some = help_of(capsys, command, "80", "file", "gpu")
+            assert wanted == re.findall(r"^  (-\S+|[A-Z]+) ", some, re.M), command
+            assert "usage:" not in some
+    two = help_of(capsys, "grpo", "80", "clip_low", "WARMUP")
+    assert re.findall(r"^  (--\S+)", two, re.M) == ["--warmup-steps", "--clip-low"]
+    assert "Main flags" not in two
+    for words in (["grpo", "--help", "zzz"], ["help", "grpo", "zzz"], ["--help", "grpo", "zzz"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(words)
+        assert capsys.readouterr().err == (
+            "error: no flag has zzz in its name or text; rlkit grpo --help lists all flags\n"
+        )
+
+
+def test_a_group_of_flags_without_a_docstring_is_called_flags():
+    """The class of --config is `object`, whose docstring is Python's."""
+
+    @dataclass(frozen=True)
+    class Mine:
+        model: str
+        output: str = "o"
+        steps: int = 1
+        other: int = 2
+
+    text = help_text(Mine, "What it does.", program="mine.py", width=80)
+    assert "class" not in text
+    assert re.findall(r"^([A-Z].*):$", text, re.M) == ["Main flags", "Flags"]
+    flags = list(list_flags(Mine))[::-1]  # of a script whose first flag is not --model
+    titles = [title for title, _ in grouped(Mine, [*flags, *CONFIG])]
+    assert titles == ["Flags"]
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "140"])
@@ -422,11 +462,15 @@ WRONG = [
     ("chat", "missing RUN; --help"),
     (
         "chat --checkpoint runs/a",
-        "--checkpoint is no flag: give RUN without one, as in rlkit chat runs/grpo; --help",
+        "--checkpoint is no flag: give RUN without one, as in rlkit chat runs/a; --help",
     ),
-    ("chat --model m", "--model is no flag: give RUN without one, as in rlkit chat runs/grpo"),
+    ("chat --model m", "--model is no flag: give RUN without one, as in rlkit chat m"),
+    ("eval --model tiny --eval-data d", "--model is no flag: give MODEL without one, as in rlkit eval tiny"),
+    ("eval --model=tiny", "--model is no flag: give MODEL without one, as in rlkit eval tiny"),
+    ("data --files a.jsonl", "--files is no flag: give FILE without one, as in rlkit data a.jsonl"),
+    ("eval --model", "--model is no flag: give MODEL without one, as in rlkit eval runs/grpo"),
     ("chat m --max-tokens 5", "--max-tokens is --max-new-tokens here"),
-    ("plot --logdir runs/a", "--logdir is no flag: give FOLDERS without one, as in rlkit plot runs/grpo"),
+    ("plot --logdir runs/a", "--logdir is no flag: give FOLDERS without one, as in rlkit plot runs/a"),
     ("plot runs/a --output a.png", "--output is --out here"),
     ("plot --wrong", "--wrong is no flag; --help lists the flags"),
     ("grpo", "missing --model and --data; --help lists the flags"),

@@ -89,7 +89,7 @@ class Said(NamedTuple):
 def errors(text: str) -> list[str]:
     """The messages `error: ...` in a text, each as one line, however a terminal breaks it."""
     parts = re.split(r"^(?=error: )", text, flags=re.MULTILINE)
-    return [" ".join(part.split()) for part in parts if part.startswith("error: ")]
+    return [" ".join(part.replace(" \\\n", " ").split()) for part in parts if part.startswith("error: ")]
 
 
 def refused(call: Callable[..., Any], *args: Any, code: int = 2) -> str:

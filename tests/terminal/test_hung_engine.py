@@ -69,7 +69,7 @@ def test_a_hung_engine_is_said_and_one_request_ends_the_run(task, tmp_path, numb
     code = terminal.wait()
     assert code == (-signal.SIGINT if number == signal.SIGINT else 128 + signal.SIGTERM), terminal.text
     assert re.search(r"^stopping without the engine, which has not answered for 3\d s$", terminal.text, re.M)
-    saved = int(re.search(r"^saved after step (\d+); go on with: ", terminal.text, re.M)[1])
+    saved = int(re.search(r"^saved after step (\d+); go on with:", terminal.text, re.M)[1])
     assert (tmp_path / f"run/checkpoints/step_{saved:08d}/manifest.json").exists()
     assert_clean(terminal)
     assert gone(engine)

@@ -21,6 +21,7 @@ from rlkit.run.folder import read_metrics
 
 RUN = """
 import os, sys
+from rlkit.run.console import with_command
 from rlkit.run.folder import open_run
 from rlkit.run.signals import resume_command, stop_on_interrupt
 
@@ -38,7 +39,7 @@ with open_run(folder, steps=int(steps), active=True) as run, stop_on_interrupt()
         wait()
         run.log(step, line)
         if stop.requested:
-            run.say("saved; go on with: " + resume_command("--resume"), whole=True)
+            run.say(with_command("saved; go on with", resume_command("--resume"), sys.stdout), whole=True)
             break
 """
 
@@ -69,13 +70,14 @@ def test_each_step_stays_on_one_line_and_the_bar_goes(tmp_path, script, kind, co
     assert ("reward" in titles) == (kind == "grpo")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_bar_stays_readable_while_sampling(tmp_path, script, columns):
     terminal = Terminal([sys.executable, script, "grpo", tmp_path / "run", 200, "wait"], columns=columns)
     for step in range(3):
         terminal.wait_for(rf"^step {step}/200 ━.*━ 0:\d\d:\d\d eta \S+ train: 5 groups, reward 0\.812")
         (bar,) = (line for line in terminal.lines if " eta " in line)
         assert ("320 queued" in bar) == (columns == 120), "only the status is cut"
+        assert "…" not in bar, "and between its parts"
         assert len(bar) <= columns - 3, "there is room for the ^C that the terminal writes there"
         terminal.go()
     terminal.wait_for(r"^     3 ")
@@ -93,8 +95,17 @@ def test_ctrl_c_in_a_terminal_leaves_whole_lines(tmp_path, script):
     assert terminal.wait() == 0
     assert_clean(terminal)
     assert steps_on(terminal.lines) == [0, 1] == logged(tmp_path / "run")
-    said = terminal.text.partition("saved; go on with: ")[2]
-    assert shlex.split(said) == [sys.executable, str(script), "grpo", str(tmp_path / "run"), "200", "wait", "--resume"]
+    said = terminal.text.partition("saved; go on with:")[2]
+    assert max(map(len, terminal.lines)) < 80, "broken between words"
+    assert shlex.split(said.replace("\\\n", "")) == [
+        sys.executable,
+        str(script),
+        "grpo",
+        str(tmp_path / "run"),
+        "200",
+        "wait",
+        "--resume",
+    ]
 
 
 STUCK = """

@@ -106,7 +106,8 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script, sh
     assert 2 < len(steps) < 900
     assert_a_line_a_step(terminal, steps)
     assert "round 2" not in terminal.text
-    said = terminal.text.partition(f"saved after step {steps[-1]}; go on with: ")[2].splitlines()[0]
+    said = terminal.text.partition(f"saved after step {steps[-1]}; go on with:")[2].replace("\\\n", " ").strip()
+    said = said.splitlines()[0]
     assert (output / f"checkpoints/step_{steps[-1]:08d}/manifest.json").exists()
     assert (output / "model/model.safetensors").exists()
     again = shlex.split(said)
