@@ -172,6 +172,7 @@ async def rl(
     peak = peak_tokens(state["model"], dtype=policy.dtype)
     call = run_in_thread if rollouts.overlap or staleness else run_inline  # pending samples are still scored
     with saving.open_training(schedule, start=start) as (run, stop, saver):
+        run.note(rows=len(task.prompts), held_out={name: len(one.prompts) for name, one in task.held_out.items()})
         samples = Samples(run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = nans.Watch(run, task.prompts, tokenizer, skip=rollouts.skip_nan)
 

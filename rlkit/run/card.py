@@ -13,7 +13,8 @@ from typing import Any
 from rlkit import advantages, losses
 from rlkit._text import masked, printable
 from rlkit.run.folder import CONFIG, CURVES, read_args, read_lines
-from rlkit.run.meanings import meaning_of
+from rlkit.run.history import best, compare_answers, peak_memory, read_starts, seen_text
+from rlkit.run.meanings import meaning_of, set_of
 
 Row = Mapping[str, Any]
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -22,6 +23,8 @@ _NAMES = {
     "kto": "preference optimization on labelled responses", "reward_model": "a pairwise reward model",
     "distill": "distillation",
 }  # fmt: skip
+_FROM_BASE = ("license", "license_name", "license_link", "base_model")  # of a base's own card
+_MOST_READ, _MOST_SHOWN, _ANSWERS = 100_000, 400, 2  # characters of a card and of an answer, and prompts
 _SETTINGS = (
     "lr", "lr_schedule", "warmup_steps", "prompts_per_step", "group_size", "minibatches", "epochs", "batch_size",
     "temperature", "max_new_tokens", "kl_coef", "entropy_coef", "beta", "adapter", "lora_rank", "max_norm", "dtype",
@@ -39,7 +42,7 @@ def write_card(run: Path, model: Path, *, step: int | None = None) -> None:
 def card(run: Path, *, step: int | None = None, curves: bool = False) -> str:
     """The text of the card of a run's model, after its last step or another one."""
     args, rows = read_args(run), [row for row in _lines(run / "metrics.jsonl") if step is None or row["step"] <= step]
-    starts = _lines(run / "starts.jsonl")
+    starts = [start for start in read_starts(run) if step is None or start["step"] < step]
     script = str(args.get("script", "")).removesuffix(".py")
     last = max((row["step"] for row in rows), default=0)
     base, data = masked(str(args.get("model", "a model"))), _names(args.get("data"))
@@ -49,17 +52,18 @@ def card(run: Path, *, step: int | None = None, curves: bool = False) -> str:
     if script == "reward_model":
         loads = "`AutoModelForSequenceClassification` of transformers loads it, of most vision models only rlkit"
         parts.append(f"It gives a response its reward: {loads}.")
-    parts += [_scores(rows), "![Curves of the training](curves.png)" if curves else ""]
-    parts += ["## Training", *_algorithm(args, script), _settings(args)]
+    parts += [_scores(rows), *_answers(run, last), "![Curves of the training](curves.png)" if curves else ""]
+    parts += ["## Training", *_algorithm(args, script), _settings(args), *_data(args, rows, starts)]
     if starts:
-        parts += ["## Command", _block("\n".join(_commands(starts))), _machine(starts[-1])]
+        parts += ["## Command", _block("\n".join(_commands(starts))), *_resumed(starts, curves), _machine(starts[-1])]
         if (run / CONFIG).exists():
-            parts.append(f"The run's `{CONFIG}` has all arguments: `rlkit {script} --config {CONFIG}` repeats it.")
+            which = "those of its last start" if any(start["changed"] for start in starts) else "all arguments"
+            parts.append(f"The run's `{CONFIG}` has {which}: `rlkit {script} --config {CONFIG}` repeats it.")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _front(args: Row, script: str) -> str:
-    """The card's metadata, as the hub reads it: ids of the hub only."""
+    """The card's metadata, as the hub reads it: ids of the hub only, and the license of the base where it is known."""
     base, data = args.get("model"), args.get("data")
     files = [data] if isinstance(data, str) else data or []
     sets = sorted({name.partition(":")[0] for name in files if _HUB.fullmatch(name.partition(":")[0])})
@@ -67,13 +71,37 @@ def _front(args: Row, script: str) -> str:
     task = "text-classification" if script == "reward_model" else "text-generation"
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "tags": ["rlkit", script or "rl"]}
     front |= {"base_model": base} if base in here and _HUB.fullmatch(base) else {}
+    known = _of_base(str(base)) if base else {}
+    front |= {name: value for name, value in known.items() if name not in front}
     front |= {"datasets": found} if (found := [name for name in sets if name in here]) else {}
     lines = [f"{name}: {json.dumps(value)}" for name, value in front.items()]  # JSON is YAML
     return "\n".join(["---", *lines, "---"])
 
 
+def _of_base(base: str) -> dict[str, str]:
+    """License and `base_model` of a model: of its own card, if it is here, and of its place in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(base)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(base, "README.md") if _HUB.fullmatch(base) else None
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    path = folder / "README.md"
+    text = path.open(encoding="utf-8", errors="replace").read(_MOST_READ) if path.is_file() else ""
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    lines = re.findall(
+        rf"^({'|'.join(_FROM_BASE)}):\s+(?:- )?[\"']?([^\n\"']+)", front[1] if front else "", re.MULTILINE
+    )
+    found = {name: _line(value)[:200] for name, value in lines}
+    if cached_as := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", str(folder.resolve())):
+        found["base_model"] = f"{cached_as[1]}/{cached_as[2]}"
+    if not _HUB.fullmatch(found.get("base_model", "a/b")):
+        del found["base_model"]
+    return found
+
+
 def _scores(rows: Sequence[Row]) -> str:
-    """A table of the held-out numbers before the training, and after the last step."""
+    """A table of the held-out numbers of each set, before the training and after the last step."""
     held_out = [row for row in rows if any(name.startswith("eval/") for name in row)]
     if not held_out:
         return ""
@@ -81,13 +109,58 @@ def _scores(rows: Sequence[Row]) -> str:
     shown = [last] if len(held_out) == 1 else [held_out[0], last]
     names = [name for name in last if name.startswith("eval/") and not name.endswith("_se")]
     head = " | ".join(f"step {row['step']}" for row in shown)
-    lines = [f"| held-out data | {head} |", "|---|" + "---|" * len(shown)]
-    for name in names:
+    sets = {set_of(name) for name in names} - {""}
+    title = "| set | held-out data |" if sets else "| held-out data |"
+    lines = [f"{title} {head} |", "|---|" + "---|" * (len(shown) + bool(sets))]
+    for name in sorted(names, key=set_of):
         unit = found.unit if (found := meaning_of(name)) and found.unit != "as above" else ""
-        lines.append(
-            f"| `{name}`{f' ({unit})' if unit else ''} | " + " | ".join(_number(row, name) for row in shown) + " |"
-        )
+        own = f"| {_code(set_of(name)) if set_of(name) else 'all'} " * bool(sets)
+        short = name.replace(f"eval/{set_of(name)}/", "eval/", 1) if set_of(name) else name
+        numbers = " | ".join(_number(row, name) for row in shown)
+        lines.append(f"{own}| `{short}`{f' ({unit})' if unit else ''} | {numbers} |")
     return "\n".join(lines)
+
+
+def _answers(run: Path, last: int) -> Iterator[str]:
+    """Held-out prompts with their answers before and after, if the last evaluation is of the model's step."""
+    found = compare_answers(run, most=_ANSWERS)
+    if found is None or found.steps[1] != last:
+        return
+    how = "greedy" if "greedy" in found.kind else "sampled"
+    yield (
+        f"Of the held-out prompts, {found.better:,} have a higher reward after the training ({how}), {found.worse:,} a "
+        f"lower one, {found.equal:,} the same."
+    )
+    for pair in found.answers:
+        both = [("before", pair.before), ("after", pair.after)]
+        said = [f"{name}, reward {row.get('reward')}: {_short(row.get('completion'))}" for name, row in both]
+        yield _block("\n".join([f"prompt: {_short(pair.prompt)}", *said]))
+
+
+def _short(text: Any) -> str:
+    """The text in one line, of a long one the end: of a prompt the question, of an answer the result."""
+    line = _line(str(text))
+    return line if len(line) <= _MOST_SHOWN else f"... {line[-_MOST_SHOWN:]}"
+
+
+def _data(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> Iterator[str]:
+    """How many rows there were, what was seen of them, the best step, and the memory that it took."""
+    found, top = seen_text(args, rows, starts), best(args, rows)
+    size = next((f"{start['rows']:,} rows. " for start in reversed(starts) if start.get("rows")), "")
+    parts = [f"{size}Seen: {found}." if found else size.rstrip()]
+    parts += [f"Best `{top[0]}`: {top[1]:.4g}, after step {top[2]}." if top else ""]
+    parts += [f"Peak memory: {memory}." if (memory := peak_memory(rows, starts)) else ""]
+    if text := " ".join(filter(None, parts)):
+        yield text
+
+
+def _resumed(starts: Sequence[Row], curves: bool) -> Iterator[str]:
+    """The steps after which the run went on with other arguments."""
+    for start in (start for start in starts if start["changed"]):
+        changed = [f"{_code(name)} {_code(old)} -> {_code(new)}" for name, (old, new) in start["changed"].items()]
+        yield f"Resumed after step {start['step']:,} with {', '.join(changed)}."
+    if curves and any(start["changed"] for start in starts):
+        yield "A dashed line in the curves is such a step."
 
 
 def _number(row: Row, name: str) -> str:

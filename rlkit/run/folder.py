@@ -7,7 +7,7 @@
     trajectories/train_000010.jsonl    samples that step 10 trained on, one line each; also eval_sampled_000010.jsonl,
                                        eval_greedy_..., and dropped_... for groups that dynamic sampling dropped
     completions/                       the journal of completions, see rlkit.rollout.stream
-    starts.jsonl                       command, machine and versions of each start of the run
+    starts.jsonl                       command, arguments, machine and versions of each start of the run
     metrics.png                        the curves (`rlkit plot FOLDER` draws them again, or compares runs)
     report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
     tensorboard/ wandb/ track_*.log    of --track, see rlkit.run.tracking
@@ -103,6 +103,15 @@ class Run:
         """Print a line above the bar; on a terminal it is broken between words, unless `whole` (to be copied)."""
         if self._progress is not None:
             self._progress.say(text if whole else wrapped(text, sys.stdout))
+
+    def note(self, **facts: Any) -> None:
+        """Add facts of this start to its line of starts.jsonl: for people, so a full disk does not matter."""
+        path = self.folder / "starts.jsonl"
+        if self.active and path.exists():
+            *before, last = read_lines(path)
+            text = "".join(json.dumps(row) + "\n" for row in [*before, last | facts])
+            with suppress(OSError):
+                replace_file(path, text.encode())
 
     def sync(self) -> None:
         """Sync all logged lines to disk. Call it before a checkpoint, which must not be ahead of the log."""
@@ -312,7 +321,8 @@ def _append_start(path: Path, step: int) -> None:
     if path.exists():
         kept = takewhile(lambda line: _step_of(line) < step, path.read_bytes().splitlines(keepends=True))
         os.truncate(path, sum(map(len, kept)))
-    append_file(path, (json.dumps(start_row(step)) + "\n").encode())
+    row = start_row(step) | {"args": read_args(path.parent)}
+    append_file(path, (json.dumps(row) + "\n").encode())
 
 
 def drop_after(folder: Path | str, step: int) -> None:

@@ -32,11 +32,17 @@ _BY_KEY = {key: row for rows in SECTIONS.values() for row in rows for key in row
 KEYS = tuple(_BY_KEY)
 
 
+def set_of(key: str) -> str:
+    """The name of the held-out set that a metric `eval/NAME/...` is of; "" for one of all of them."""
+    found = re.match(r"eval/([^/]+)/", key)
+    return "" if found is None or found[0] + "NAME" in _BY_KEY or key in _BY_KEY else found[1]
+
+
 def meaning_of(key: str) -> Meaning | None:
     """The row of a metric; a reward's own part has that of `reward/NAME`, another unknown key has none.
 
     A metric of a named held-out set, `eval/NAME/...`, has the row of `eval/...`; `eval/pass@8` that of `eval/pass@K`.
     """
     known = re.sub(r"pass@\d+", "pass@K", key)
-    plain = re.sub(r"^eval/[^/]+/", "eval/", known)
+    plain = known.replace(f"eval/{set_of(known)}/", "eval/", 1) if set_of(known) else known
     return _BY_KEY.get(known) or _BY_KEY.get(plain) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)

@@ -19,6 +19,7 @@ from rlkit._extras import optional
 from rlkit.files import replace_file
 from rlkit.run.console import in_notebook, reward_parts
 from rlkit.run.folder import CURVES, PARETO, Run, read_metrics
+from rlkit.run.history import read_starts
 
 
 class Curve(NamedTuple):
@@ -186,6 +187,8 @@ def draw(run: Run) -> Path | None:
 def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | None = None) -> Path:
     """Draw the curves of a run (as `metrics.png` in its folder), or of several runs; returns the path of the picture.
 
+    A dashed line is a step after which a run was resumed with other arguments.
+
     The suffix of `out` selects the format: .png, .pdf, .svg or another that matplotlib writes. `title` defaults
     to the names of the runs. Only `matplotlib.figure.Figure` is used: pyplot's state and back end do not change.
 
@@ -215,8 +218,11 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[num:]:
         axis.set_visible(False)
+    changes = {start["step"] for folder in folders for start in read_starts(Path(folder)) if start["changed"]}
     for axis, panel in zip(axes.flat, panels, strict=False):
         _draw(axis, panel, runs)
+        for step in changes:  # the run went on with other arguments
+            axis.axvline(step, color="0.5", linestyle="--", linewidth=0.9)
     for axis, pair in zip(axes.flat[len(panels) :], pairs, strict=False):
         _draw_front(axis, pair, fronts, runs)
     names = ", ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
@@ -265,6 +271,7 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
             low, high = min(low, np.nanmin(y)), max(high, np.max(y, where=np.isfinite(y), initial=-math.inf))
     axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
     axis.set(xlabel="step", ylabel=panel.unit)
+    axis.locator_params(axis="x", integer=True)
     if panel.from_zero and low >= 0:
         axis.set_ylim(0, 1.08 * high or None)
     axis.grid(alpha=0.25, linewidth=0.6)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.files import replace_file
-from rlkit.run.folder import FORMAT, Run, read_args, read_lines, read_metrics
+from rlkit.run.folder import FORMAT, Run, read_args, read_metrics
+from rlkit.run.history import OWN, best, compare_answers, peak_memory, read_starts, seen_text
 from rlkit.run.meanings import meaning_of
 from rlkit.run.plot import Panel, label, panels_of
 from rlkit.run.trajectories import Group, Trajectories, read_trajectories
@@ -27,7 +28,7 @@ MAX_POINTS = 4000  # of one curve
 CHUNK = 1 << 18  # characters of JSON that the page decompresses at once
 _MARK = '<meta name="generator" content="rlkit report">'
 _SHOWN = ("eval/greedy", "eval/sampled", "reward/mean", "eval/accuracy", "accuracy", "eval/loss", "loss", "length/mean")
-_OWN = ("format", "run", "resume", "output", "debug", "threads")  # arguments in which runs differ anyway
+SHOWN_ANSWERS = 3  # held-out prompts at the top of the page
 
 
 def report(run: Run) -> None:
@@ -117,7 +118,7 @@ def _run(
 ) -> dict[str, Any]:
     """What the page shows of one run beside its samples."""
     keys = [curve.key for panel in panels for curve in panel.curves]
-    starts = read_lines(folder / "starts.jsonl") if (folder / "starts.jsonl").exists() else []
+    starts = read_starts(folder)
     num_samples, notes = sum(len(group.rows) for group in found.groups), []
     if not found.whole:
         size = f"{found.num_bytes / 1e9:.1f} GB" if found.num_bytes > 1e9 else f"{found.num_bytes / 1e6:.0f} MB"
@@ -126,6 +127,7 @@ def _run(
     return {
         "name": name, "facts": _facts(folder, args, rows, starts), "notes": notes, "args": args,
         "command": starts[0].get("command") if starts else None, "changes": _changes(rows),
+        "starts": [_start(start) for start in starts[1:]], "answers": _answers(folder),
         "series": {key: values for key, values in series.items() if values[0]},
     }  # fmt: skip
 
@@ -138,14 +140,18 @@ def _facts(
     planned = f" of {args['steps']}" if args.get("steps") else ""
     first, last = (starts or [{}])[0], (starts or [{}])[-1]
     resumed, trained = [str(start.get("step")) for start in starts[1:]], folder / "model"
+    top, sizes = best(args, rows), last.get("held_out") or {}
+    held_out = ", ".join(f"{name}: {size:,} rows" if name else f"{size:,} rows" for name, size in sizes.items())
     facts = {
         "Algorithm": _script(args).upper() if len(_script(args)) < 5 else _script(args).replace("_", " "),
         "Model": args.get("model"), "Trained model": trained if trained.is_dir() else None,
-        "Data": args.get("data"), "Reward": args.get("reward"),
-        "Held-out data": args.get("eval_data"),
+        "Data": _with(args.get("data"), f"{last['rows']:,} rows" if last.get("rows") else ""),
+        "Reward": args.get("reward"), "Held-out data": _with(args.get("eval_data"), held_out),
+        "Seen": seen_text(args, rows, starts),
+        "Best": f"{top[0]} {top[1]:.4g}, after step {top[2]}" if top else None,
         "Steps": f"{done}{planned}" + (f", resumed after step {', '.join(resumed)}" if resumed else ""),
         "Time": f"{_duration(seconds)} in steps" if seconds else None,
-        "Machine": _machine(last), "Started": first.get("unix"),
+        "Peak memory": peak_memory(rows, starts), "Machine": _machine(last), "Started": first.get("unix"),
         "Versions": ", ".join(f"{name} {x}" for name, x in last.get("versions", {}).items()),
     }  # fmt: skip
     return {name: value if name == "Started" else _text(value) for name, value in facts.items() if value}
@@ -171,6 +177,43 @@ def _duration(seconds: float) -> str:
 
 def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _with(value: Any, more: str) -> str:
+    """The value with what is known of it: `a.jsonl (40 rows)`."""
+    text = _text(value or "")
+    return f"{text} ({more})" if text and more else text or more
+
+
+def _start(start: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a start after the first: its step, its command, and the arguments that changed."""
+    changed = [[name, _text(old), _text(new)] for name, (old, new) in start["changed"].items()]
+    return {
+        "step": start.get("step", 0),
+        "unix": start.get("unix"),
+        "command": start.get("command"),
+        "changed": changed,
+    }
+
+
+def _answers(folder: Path) -> dict[str, Any] | None:
+    """A few held-out prompts with their answers at the first and the last evaluation."""
+    found = compare_answers(folder, most=SHOWN_ANSWERS)
+    if found is None:
+        return None
+    start, end = _common({pair.prompt for pair in found.answers})
+    shared = found.answers[0].prompt
+    start = max(map(shared[:start].rfind, "\n>]")) + 1  # whole markup of the template, no letter of a question
+    last = shared[len(shared) - end :]
+    end = len(last) - min(at if (at := last.find(mark)) >= 0 else len(last) for mark in "\n<[")
+    titles = [" ".join(pair.prompt[start : len(pair.prompt) - end].split())[:400] for pair in found.answers]
+    ends = [
+        [[row.get("reward"), str(row.get("completion", ""))[:2000]] for row in (pair.before, pair.after)]
+        for pair in found.answers
+    ]
+    golds = [pair.gold for pair in found.answers]
+    pairs = [{"prompt": x, "gold": gold, "ends": two} for x, gold, two in zip(titles, golds, ends, strict=True)]
+    return found._asdict() | {"answers": pairs}
 
 
 def _changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -279,11 +322,11 @@ def _refuse_different(
             )
 
 
-def _differences(args: Sequence[dict[str, Any]]) -> dict[str, list[str | None]]:
-    """The arguments in which the runs differ, each with its value in every run."""
+def _differences(args: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The arguments that all runs have and in which they differ, each with its value in every run."""
     found = {}
-    for name in dict.fromkeys(name for a in args for name in a if name not in _OWN):
-        values = [_text(a[name]) if name in a else None for a in args]
+    for name in (name for name in args[0] if name not in OWN and all(name in a for a in args)):
+        values = [_text(a[name]) for a in args]
         if len(set(values)) > 1:
             found[name] = values
     return found

@@ -24,6 +24,7 @@ from rlkit.rollout.shared import SharedStream
 from rlkit.run.card import write_card
 from rlkit.run.console import TRAINING, say, with_command
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
+from rlkit.run.history import process_gib
 from rlkit.run.profile import Profile
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.run.tracking import tracking
@@ -130,6 +131,7 @@ def save_if_due(
         state = {**state, "stream": stream.state}
         then = partial(stream.saved, state["stream"])
     if must:
+        run.note(process_gib=process_gib())
         run.start_plot()
     if due:
         run.status("saving a checkpoint")

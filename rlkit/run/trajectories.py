@@ -62,6 +62,11 @@ def read_trajectories(folder: Path, *, parts: int = 1) -> Trajectories:
     return Trajectories(groups, total, whole=share == 1.0 and every == 1)
 
 
+def read_file(path: Path, step: int, limit: int) -> list[Group]:
+    """All groups of one file, within the first `limit` bytes of it. Errors: see `read_trajectories`."""
+    return list(_read(path, step, share=1.0, limit=limit))
+
+
 def _count_lines(path: Path, limit: int | None) -> int:
     with path.open("rb") as file:
         left, count = limit or path.stat().st_size, 0

@@ -316,6 +316,45 @@ def test_runs_lie_over_each_other(chrome, run, tmp_path):
     assert chrome.errors() == []
 
 
+def test_a_resumed_run_shows_what_changed_and_answers_before_and_after(chrome, tmp_path):
+    folder, command = write_run(tmp_path / "run", steps=8), "rlkit grpo --lr 0.1 --resume"
+    first = {"step": 0, "command": "rlkit grpo", "args": {"lr": 0.01, "beta": 1}}
+    starts = [first, {"step": 4, "command": command, "args": {"lr": 0.1, "beta": 1}}]
+    lines(folder / "starts.jsonl", starts)
+    for step, text in ((0, "<b>no idea</b>"), (8, "seven")):
+        rows = [sample(step, group, 0, completion=text, reward=float(step)) for group in range(4)]
+        lines(folder / f"trajectories/eval_greedy_{step:06d}.jsonl", rows)
+    for width in (1280, 390):
+        chrome.open(write_report(folder), width=width)
+        pair = " ".join(chrome.text("#answers .pair").split())
+        assert pair.endswith("before, step 0: reward 0 <b>no idea</b> after, step 8: reward 8 seven"), pair
+        assert "4 prompts better, 0 worse, 0 equal; the first 3" in chrome.text("#answers h3")
+        assert chrome.js("return document.documentElement.scrollWidth") <= width
+        assert "resumed after step 4: lr 0.01 → 0.1" in " ".join(chrome.text("#commands .resumed").split())
+        assert command in chrome.content("#commands .resumed code:not(summary code)")
+        assert chrome.text("#marks").strip() == "resumed with other arguments"
+    drawn = """
+        const calls = [], u = state.charts[0], get = (_, name) => (...x) => calls.push([name, ...x]);
+        const ctx = new Proxy({}, { get, set: () => true });
+        markChanges({ ctx, bbox: u.bbox, scales: u.scales, valToPos: u.valToPos });
+        return [calls.filter(([name]) => name === "moveTo").map(([, x]) => x), Math.round(u.valToPos(4, "x", true))];
+    """
+    marks, expected = chrome.js(drawn)
+    assert marks == [expected]
+    assert chrome.errors() == []
+
+
+def test_many_different_arguments_are_folded_above_the_curves(chrome, tmp_path):
+    args = [{f"flag{i}": i + run for i in range(40)} for run in (0, 1)]
+    runs = [write_run(tmp_path / name, steps=2, **own) for name, own in zip("ab", args, strict=True)]
+    (runs[1] / "args.json").write_text(json.dumps({"format": 1, "script": "own.py"} | args[1]))
+    chrome.open(write_report(*runs, out=tmp_path / "both.html"))
+    assert "40 arguments differ: flag0, flag1" in chrome.text("#differences summary")
+    assert not chrome.js("return document.querySelector('#differences details').open")
+    assert chrome.js("return document.getElementById('curves').offsetTop") < 900
+    assert "steps" not in chrome.content("#differing"), "one of the runs has no such argument"
+
+
 def test_a_run_on_fixed_data_has_a_page(chrome, tmp_path):
     folder = tmp_path / "dpo"
     lines(

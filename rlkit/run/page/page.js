@@ -91,17 +91,20 @@ function drawHead() {
   const { runs, differences } = state.index, several = runs.length > 1;
   $("title").replaceChildren(visible(runs.map((run) => run.name).join(", ")));
   const first = runs[0].facts;
-  const parts = [first.Algorithm, first.Model && first.Model.split("/").filter((x) => x !== "model").pop(), first.Steps + " steps", first.Time];
+  const parts = [first.Algorithm, first.Model && first.Model.split("/").filter((x) => x !== "model").pop(), first.Steps.split(",")[0] + " steps", first.Time];
   $("about").replaceChildren(several ? `${runs.length} runs beside each other` : visible(parts.filter(Boolean).join(" · ")));
   $("changes").replaceChildren(...runs.flatMap((run, i) => run.changes.slice(0, several ? 2 : 4).map((c) => tile(run, i, c, several))));
   $("notes").replaceChildren(...runs.flatMap((run) => run.notes.map((note) => h("p", { class: "note" }, visible(note)))));
-  $("commands").replaceChildren(...runs.filter((run) => run.command).map((run) => command(run, several)));
+  $("answers").replaceChildren(...(several || !runs[0].answers ? [] : answers(runs[0].answers)));
+  $("commands").replaceChildren(...runs.flatMap((run) => [run.command && command(run, several), ...run.starts.map((start) => resumed(start, several ? `${run.name}, ` : ""))]).filter(Boolean));
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.facts)))];
   const fact = (run, name) => name === "Started" && run.facts[name] ? new Date(run.facts[name] * 1000).toLocaleString() : run.facts[name];
   table($("facts"), names.map((name) => [name, ...runs.map((run) => fact(run, name))]), runs);
   const rows = Object.entries(differences), all = [...new Set(runs.flatMap((run) => Object.keys(run.args)))];
-  $("differences").replaceChildren(...(several ? [h("h3", {}, rows.length ? "Arguments that differ" : "All arguments are equal")] : []));
-  if (several && rows.length) $("differences").append(h("div", { class: "scroll" }, table(h("table", { id: "differing" }), rows.map(([name, values]) => [name, ...values]), runs)));
+  const differing = () => h("div", { class: "scroll" }, table(h("table", { id: "differing" }), rows.map(([name, values]) => [name, ...values]), runs));
+  const titles = rows.map(([name]) => name), listed = titles.slice(0, 6).join(", ") + (rows.length > 6 ? " and more" : "");
+  $("differences").replaceChildren(...(several ? [rows.length ? h("details", { open: rows.length < 7 },
+    h("summary", {}, `${rows.length} arguments differ: ${visible(listed)}`), differing()) : h("p", { class: "muted" }, "No argument that all runs have differs.")] : []));
   $("arguments").hidden = !all.length;
   table($("arguments").querySelector("table"), all.map((name) => [name, ...runs.map((run) => show(run.args[name] ?? null))]), runs);
 }
@@ -116,12 +119,36 @@ function tile(run, i, { key, ends: [[from, was], [to, is, error]] }, several) {
 }
 
 function command(run, several) {
-  const code = h("code", { tabindex: 0 }, visible(run.command));
+  const title = run.starts.length ? "Started with" : "Repeat with";
+  return h("div", { class: "command" }, h("span", { class: "muted" }, several ? visible(run.name) : title), copied(run.command));
+}
+
+/** A command, and the button that copies it. */
+function copied(text) {
+  const code = h("code", { tabindex: 0 }, visible(text));
   const copy = h("button", { type: "button", click: async () => {
     getSelection().selectAllChildren(code);
-    copy.textContent = await navigator.clipboard?.writeText(run.command).then(() => "Copied", () => "Selected") ?? "Selected";
+    copy.textContent = await navigator.clipboard?.writeText(text).then(() => "Copied", () => "Selected") ?? "Selected";
   } }, "Copy");
-  return h("div", { class: "command" }, h("span", { class: "muted" }, several ? visible(run.name) : "Repeat with"), code, copy);
+  return [code, copy];
+}
+
+/** A later start of a run: when, what changed, and its command. */
+function resumed({ step, unix, command, changed }, name) {
+  const when = unix ? `, ${new Date(unix * 1000).toLocaleString()}` : "";
+  const what = changed.length ? changed.flatMap(([key, old, now], i) => [i ? ", " : "", h("code", {}, visible(key)), ` ${visible(old)} → ${visible(now)}`]) : ["nothing changed"];
+  return h("details", { class: "command resumed" },
+    h("summary", {}, h("span", { class: "muted" }, `${visible(name)}resumed after step ${step}${when}: `), what), command ? h("div", { class: "row" }, copied(command)) : null);
+}
+
+/** Held-out prompts with their answers at the first and at the last evaluation, beside each other. */
+function answers({ kind, steps, answers: pairs, better, worse, equal }) {
+  const column = ([reward, text], i) => h("div", { class: "card" }, h("div", { class: "muted small" }, `${i ? "after" : "before"}, step ${steps[i]}: reward ${short(reward)}`),
+    h("div", { class: "text", dir: "auto" }, visible(text)));
+  return [h("h3", {}, `Before and after: ${kindName(kind)}`, h("small", { class: "muted" }, ` ${num(better)} prompts better, ${num(worse)} worse, ${num(equal)} equal; the first ${pairs.length}:`)),
+    ...pairs.map(({ prompt, gold, ends }) => h("div", { class: "pair" },
+      h("div", { class: "asked", dir: "auto" }, visible(prompt), gold === null || gold === undefined ? null : h("div", { class: "small muted" }, "gold answer ", h("b", {}, visible(show(gold))))),
+      ends.map(column)))];
 }
 
 /** Fill a table: the first cell of a row is its title, the others are one of each run. */
@@ -172,6 +199,8 @@ function drawCurves(width) {
     else cards.push(card(panel, lines));
   }
   $("panels").replaceChildren(...cards);
+  const changed = state.index.runs.some((run) => run.starts.some((start) => start.changed.length));
+  $("marks").hidden = !changed;
   $("quiet").textContent = quiet.length ? `0 at every step: ${visible(quiet.join(", "))}.` : cards.length ? "" : "No finished step yet.";
   for (const element of cards) element.draw(width);
 }
@@ -219,6 +248,7 @@ function chartOf(panel, lines, box, legend, width) {
     cursor: { y: false, sync: { key: "steps", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
       bind: { dblclick: () => () => zoomTo(null) } },
     hooks: {
+      drawClear: [(u) => markChanges(u)],
       setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
         if (u.select.width) u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); }],
       setCursor: [(u) => lines.forEach((line, i) => (values[i].textContent = valueAt(line, u.cursor.left >= 0 ? u.data[0][u.cursor.idx] : undefined)))],
@@ -238,6 +268,22 @@ function chartOf(panel, lines, box, legend, width) {
   }, h("i", { class: "swatch", style: { borderTop: `3px ${line.dash.length ? "dashed" : "solid"} ${line.colour}` } }), visible(line.name), " ", values[i])));
   lines.forEach((line, i) => (values[i].textContent = valueAt(line, undefined)));
   state.charts.push(chart);
+}
+
+/** A dashed line at each step after which a run went on with other arguments. */
+function markChanges({ ctx, bbox, scales, valToPos }) {
+  ctx.save();
+  ctx.strokeStyle = css("--warn");
+  ctx.setLineDash([4, 4]);
+  for (const { step, changed } of state.index.runs.flatMap((run) => run.starts)) {
+    if (!changed.length || step < scales.x.min || step > scales.x.max) continue;
+    const x = Math.round(valToPos(step, "x", true));
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
 }
 
 /** The value of a line at a step, with its 95% interval; the last one without a step. */
@@ -449,7 +495,7 @@ function sample(group, pieces, prompt) {
   const nan = group.kind === "train" && last.advantage === null, length = pieces.reduce((sum, row) => sum + (row.length ?? 0), 0);
   const numbers = [["reward", num(last.reward)], ...(last.advantage != null ? [["advantage", signed(last.advantage)]] : []),
     ...(last.score != null ? [["score", num(last.score)]] : []), ...parts.map(([name, x]) => [name, num(x)]),
-    ["tokens", num(length)], ["weights", [last.versions ?? []].join(", ")], ["ended", ENDS[last.finish_reason] ?? last.finish_reason ?? ""]];
+    ["tokens", num(length)], ["weights of step", [last.versions ?? []].join(", ")], ["ended", ENDS[last.finish_reason] ?? last.finish_reason ?? ""]];
   return h("article", { class: "card sample" },
     h("dl", { class: "numbers" }, numbers.filter(([, x]) => x !== "").map(([name, x]) =>
       h("div", {}, h("dt", {}, visible(name)), h("dd", { class: name === "ended" && last.finish_reason !== "stop" ? "warn" : null }, visible(x))))),
