@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,22 @@ def on_page_content(html: str, **_: Any) -> str:
     )
 
 
+def titled(markdown: str, folder: Path) -> str:
+    """A link whose text is the name of a page, `[losses.md](losses.md)`, has the page's title as its text."""
+
+    def link(found: re.Match[str]) -> str:
+        page = folder / found[2]
+        title = re.search(r"^# (.+)", page.read_text(), re.MULTILINE) if page.is_file() else None
+        return f"[{title[1].replace('`', '')}]({found[1]})" if title else found[0]
+
+    parts = re.split(r"(^```.*?^```|`[^`\n]*`)", markdown, flags=re.DOTALL | re.MULTILINE)  # every other one is code
+    parts[::2] = [re.sub(r"\[[\w./-]+\.md\]\((([^)#\s]*\.md)(#[^)\s]*)?)\)", link, x) for x in parts[::2]]
+    return "".join(parts)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The first page's code has the width of the menu; a recipe's page ends with its files, as in a folder."""
+    markdown = titled(markdown, Path(page.file.abs_src_path).parent)
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri.startswith("recipes/"):

@@ -182,6 +182,36 @@ def test_pages_fit_and_the_search_finds_a_function(site: Path, width: int, dark:
             server.terminate()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(bool(browser.MISSING), reason=browser.MISSING)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_search_works_on_a_site_opened_from_the_disk(site: Path, width: int) -> None:
+    with browser.opened() as page:
+        page.open(site / "docs/index.html", width=width, ready=browser.LOADED)
+        if width < 1000:
+            page.click("label[for=__search]")
+        page.type(".md-search__input", "dual_clip")
+        page.wait("return document.querySelector('.md-search-result__link[href*=dual_clip]') !== null")
+        assert page.errors() == []
+
+
+def test_a_link_that_is_named_by_its_file_has_the_title_of_the_page(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("site_hooks", SITE / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/losses.md").write_text("# Losses of `rlkit`\n\n## Other\n")
+    for text, shown in {
+        "[losses.md](docs/losses.md): x": "[Losses of rlkit](docs/losses.md): x",
+        "([docs/losses.md](docs/losses.md#other))": "([Losses of rlkit](docs/losses.md#other))",
+        "[the losses](docs/losses.md)": "[the losses](docs/losses.md)",
+        "[none.md](docs/none.md)": "[none.md](docs/none.md)",
+        "`[losses.md](docs/losses.md)`": "`[losses.md](docs/losses.md)`",
+        "```\n[losses.md](docs/losses.md)\n```": "```\n[losses.md](docs/losses.md)\n```",
+    }.items():
+        assert hooks.titled(text, tmp_path) == shown
+
+
 def one_token(f: Any) -> Any:
     """A surrogate of sequences, on sequences of one token."""
     return lambda x, a, **args: f(x, a, mask=None, cu_seqlens=torch.arange(len(x) + 1), **args)
