@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +20,7 @@ def optional(module: str, extra: str, why: str) -> Any:
 
     >>> optional("no_such_module", "plot", "plots need")
     Traceback (most recent call last):
-    rlkit._extras.MissingExtra: plots need no_such_module: pip install 'rlkit-lm[plot]'
+    rlkit._extras.MissingExtra: plots need no_such_module: pip install 'matplotlib>=3.8'
     """
     try:
         return importlib.import_module(module)
@@ -34,8 +36,18 @@ def missing(error: ImportError, module: str, extra: str, why: str) -> MissingExt
 
 
 def lacks(package: str, extra: str, why: str) -> str:
-    """The line that names the missing package and the command that installs it."""
-    return f"{why} {package}: pip install 'rlkit-lm[{extra}]'"
+    """The line that names the missing package and the command that installs it.
+
+    The command has the packages of the extra: it is right for a clone and for a wheel, whatever they are called.
+    """
+    try:
+        listed = requires("rlkit-lm") or []
+    except PackageNotFoundError:  # a copy of the folder
+        listed = []
+    packages = [
+        name for name, _, marker in (line.partition("; ") for line in listed) if marker == f'extra == "{extra}"'
+    ]
+    return f"{why} {package}: pip install {shlex.join(packages or [f'rlkit-lm[{extra}]'])}"
 
 
 def interpreter(package: str, given: str | None = None) -> str:

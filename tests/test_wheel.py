@@ -159,28 +159,30 @@ def test_a_sandboxed_program_and_a_math_reward_run_from_the_wheel(install, tmp_p
 
 
 NAMED = {  # a beginning of modules -> the extra that they need as a whole
-    "rlkit.rollout.engines.http": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout.engines.servers": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout.engines.sglang": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rollout.engines.vllm": "engines behind HTTP need aiohttp: pip install 'rlkit-lm[http]'",
-    "rlkit.rewards.math": "rewards for mathematics need math_verify: pip install 'rlkit-lm[math]'",
-    "rlkit.testing": "rlkit.testing needs hypothesis: pip install 'rlkit-lm[testing]'",
+    "rlkit.rollout.engines.http": "engines behind HTTP need aiohttp: pip install 'aiohttp>=3.9'",
+    "rlkit.rollout.engines.servers": "engines behind HTTP need aiohttp: pip install 'aiohttp>=3.9'",
+    "rlkit.rollout.engines.sglang": "engines behind HTTP need aiohttp: pip install 'aiohttp>=3.9'",
+    "rlkit.rollout.engines.vllm": "engines behind HTTP need aiohttp: pip install 'aiohttp>=3.9'",
+    "rlkit.rewards.math": (
+        "rewards for mathematics need math_verify: pip install 'math-verify[antlr4-13-2]>=0.8' 'pebble>=5.1'"
+    ),
+    "rlkit.testing": "rlkit.testing needs hypothesis: pip install 'hypothesis>=6.100'",
     "rlkit.kernels.decode.triton": "impl='triton' needs triton: pip install triton",
     "rlkit.kernels.linear_logp.triton": "impl='triton' needs triton: pip install triton",
     "rlkit.kernels.linear_scan.triton": "impl='triton' needs triton: pip install triton",
 }
 USED = {  # what the use of each optional package says without it
-    "lora": "error: --lora-rank needs peft: pip install 'rlkit-lm[lora]'",
-    "sglang": "error: --engine sglang needs aiohttp: pip install 'rlkit-lm[http]'",
+    "lora": "error: --lora-rank needs peft: pip install 'peft>=0.21'",
+    "sglang": "error: --engine sglang needs aiohttp: pip install 'aiohttp>=3.9'",
     "math": f"error: --reward rlkit.rewards.math:boxed: {NAMED['rlkit.rewards.math']}",
     "math in a file": f"error: --reward {ROOT / 'examples/math_reward.py'}:score: {NAMED['rlkit.rewards.math']}",
-    "sweep": "error: sweeps need optuna: pip install 'rlkit-lm[sweep]'",
-    "add_lora": "MissingExtra: LoRA needs peft: pip install 'rlkit-lm[lora]'",
-    "plot": "error: plots need matplotlib: pip install 'rlkit-lm[plot]'",
+    "sweep": "error: sweeps need optuna: pip install 'optuna>=4'",
+    "add_lora": "MissingExtra: LoRA needs peft: pip install 'peft>=0.21'",
+    "plot": "error: plots need matplotlib: pip install 'matplotlib>=3.8'",
     "tracker": "error: wandb is not installed: pip install wandb (No module named 'wandb')",
-    "agent": "MissingExtra: agent_env needs aiohttp: pip install 'rlkit-lm[http]'",
-    "search": "error: the search tool needs bm25s: pip install 'rlkit-lm[search]'",
-    "search_tool": "MissingExtra: the search tool needs bm25s: pip install 'rlkit-lm[search]'",
+    "agent": "MissingExtra: agent_env needs aiohttp: pip install 'aiohttp>=3.9'",
+    "search": "error: the search tool needs bm25s: pip install 'bm25s>=0.2'",
+    "search_tool": "MissingExtra: the search tool needs bm25s: pip install 'bm25s>=0.2'",
 }
 
 
@@ -199,8 +201,8 @@ def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, 
     assert {name: uses[name] for name in USED} == USED
     for name in ("parquet", "parquet data", "hub data"):
         assert uses[name].count("\n") == 0
-        assert "needs datasets: pip install 'rlkit-lm[data]'" in uses[name]
-    assert "rewards behind HTTP need aiohttp: pip install 'rlkit-lm[http]'" in uses["judge"]
+        assert "needs datasets: pip install 'datasets>=4'" in uses[name]
+    assert "rewards behind HTTP need aiohttp: pip install 'aiohttp>=3.9'" in uses["judge"]
     for folder in ("sft", "a"):  # they train without any
         assert (tmp_path / folder / "model" / "config.json").exists(), uses
     assert uses["sft"].splitlines()[-3] == f"no plot: {USED['plot'].removeprefix('error: ')}"

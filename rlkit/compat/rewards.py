@@ -126,7 +126,11 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     as AReaL names it. A function that reads `trainer_state` and can do without it is logged as a warning.
     """
 
-    accepted = _acceptor(reward_func)
+    accepted, texts = _acceptor(reward_func), constants(code_of(reward_func))
+    by_ids = "completion_ids" in (
+        *inspect.signature(reward_func).parameters,
+        *texts,
+    )  # a completion may only be printed
 
     def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> _Call:
         logs, added = _trl_logs(len(rows))
@@ -139,7 +143,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         given = {"prompts": prompts, "completions": turns if chat else completions, "completion_ids": completion_ids}
 
         def read(results: Any) -> Any:
-            if any(turn.as_text for turn in turns):
+            if any(turn.as_text or (turn.as_repr and not by_ids) for turn in turns):
                 raise WrongResult("read a completion as a text, and it is a list of messages", _TRL_FORM)
             return added(results)
 
@@ -149,7 +153,6 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
     reward.hint, reward.check_rows = _trl_hint, partial(_check_rows, reward_func, set())
-    texts = constants(code_of(reward_func))
     if "trainer_state" in (*inspect.signature(reward_func).parameters, *texts):
         _log.warning(
             "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
@@ -164,12 +167,17 @@ class ListOfMessages(list[dict[str, str]]):
 
     def __init__(self, text: str) -> None:
         super().__init__([{"role": "assistant", "content": text}])
-        self._used = self._read = False
+        self._used = self._read = self._shown = False
 
     @property
     def as_text(self) -> bool:
         """Whether it was used as a text only."""
         return self._used and not self._read
+
+    @property
+    def as_repr(self) -> bool:
+        """Whether it was printed or formatted only."""
+        return self._shown and not self._read
 
     def __getitem__(self, index: Any) -> Any:
         self._read = True
@@ -184,7 +192,7 @@ class ListOfMessages(list[dict[str, str]]):
         return super().__len__()
 
     def __repr__(self) -> str:  # also of str() and format()
-        self._used = True
+        self._shown = True
         return super().__repr__()
 
     def __contains__(self, item: object) -> bool:

@@ -99,6 +99,8 @@ def sft_examples(
     drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), what="rows", why=why, keep=True)
     why = "begin with an assistant turn, which is not trained"
     drop(rows, turns, lambda ts: ts[0].untrained, what="rows", why=why, keep=True)
+    why = "go on after the last assistant turn: what follows it is left out"
+    drop(rows, left, lambda ts: ts[-1].unanswered, what="rows", why=why, keep=True)
     tokens = _tokenized([of_row for _, of_row in left], template)
     _note_split(rows, left, tokens)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]

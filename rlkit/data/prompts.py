@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from rlkit.types import Picture
 
 __all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts"]
+
+_log = logging.getLogger("rlkit.data")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,11 @@ def rl_prompts(
         lose="the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens",
         max_prompt_tokens=max_prompt_tokens,
     )
+    _note_identical([prompt for _, prompt in prompts])
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
+
+
+import logging
 
 
 def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, limit: int, left: bool) -> Prompt | None:

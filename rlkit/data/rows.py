@@ -29,7 +29,7 @@ from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
-from rlkit.data.template import ROLES, Template
+from rlkit.data.template import ROLES, Template, role_fix
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
@@ -61,8 +61,8 @@ class Turn(NamedTuple):
 
     A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
     `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `begun`: the text with which a
-    prompt begins the answer. `untrained`: another assistant message
-    of the row is context, though the row does not exclude it from the loss.
+    prompt begins the answer. `untrained`: another assistant message of the row is context, though the row does not
+    exclude it from the loss. `unanswered`: messages follow the last one.
     """
 
     place: str
@@ -75,6 +75,7 @@ class Turn(NamedTuple):
     untrained: bool = False
     images: tuple[Image, ...] = ()
     begun: str = ""
+    unanswered: bool = False
 
 
 class Form(NamedTuple):
@@ -533,7 +534,8 @@ def _with_text(message: Message, place: str) -> dict[str, Any]:
     if content is None and message["role"] == "assistant":
         return dict(message) if message.get("tool_calls") else {**message, "content": ""}
     if not isinstance(content, list | tuple) or not content:
-        raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}")
+        fix = "" if "content" in message else f"; its keys are {', '.join(message)}: the text is to be under 'content'"
+        raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}{fix}")
     return {**message, "content": columns.joined_parts(content, f"{place}.content")}
 
 
@@ -606,7 +608,10 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
     if "assistant" in roles:
         return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
     if unknown := [role for role in roles if role not in (*ROLES, *_SYSTEM)]:
-        return ValueError(f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on")
+        fix = role_fix(roles)
+        return ValueError(
+            f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on{fix}"
+        )
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
     lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
     return LacksColumn(place, lacks, row, RESPONSE, near=CONVERSATION, fix=RENAME)
@@ -653,7 +658,8 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
         prompt = template.text(messages[:end], place, opened=True)
         whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
         empty, untrained = _is_empty(messages[end]), messages[0]["role"] == "assistant"
-        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, untrained=untrained))
+        more = {"untrained": untrained, "unanswered": ends[-1] + 1 < len(messages)}
+        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, **more))
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns

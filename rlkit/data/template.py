@@ -20,12 +20,22 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 _log = logging.getLogger("rlkit.data")
 ROLES = ("system", "user", "assistant", "tool")  # that every chat template is expected to know
+_MEANT = {
+    "human": "user", "customer": "user", "prompter": "user", "question": "user", "bot": "assistant", "gpt": "assistant",
+    "ai": "assistant", "model": "assistant", "chatbot": "assistant", "agent": "assistant", "answer": "assistant",
+}  # fmt: skip
 _OTHER_NAMES = {  # of these, for templates that do not name them
     "developer": "system", "function": "tool", "observation": "tool",
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
+
+
+def role_fix(roles: Sequence[Any]) -> str:
+    """What to write for roles of other systems: "; write the role 'user' for 'human'"."""
+    meant = {role: _MEANT[role.lower()] for role in roles if isinstance(role, str) and role.lower() in _MEANT}
+    return "; write the role " + ", ".join(f"{ours!r} for {role!r}" for role, ours in meant.items()) if meant else ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Template:
             if not self._names(role):
                 raise ValueError(
                     f"{place}: unknown role {role!r}; roles are {', '.join(ROLES)}, and others that the chat template "
-                    "names"
+                    f"names{role_fix([role])}"
                 )
         try:
             return render_text(

@@ -448,12 +448,15 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
         never = "compare answers and gold in trajectories/ (the reward may match never, or always); " * (
             now.low == now.high
         )
+        critic = batch.values is not None  # which compares with no group
+        what = f"every advantage is 0 (rewards {shown})"
+        what = what if critic else f"all rewards are equal in every group ({shown})"
+        larger = "" if critic else "a larger group_size "
         now = now._replace(num_reports=before.num_reports + 1)
         times = "" if now.num_reports == 1 else f" ({now.num_reports} times so far)"
         if now.num_reports.bit_count() == 1:  # the first, second, fourth, eighth ... time
             run.say(
-                f"all rewards are equal in every group ({shown}): no learning signal in this step{times}. Training "
-                f"goes on; {never}easier, harder or more varied prompts, a larger group_size or a finer reward would "
-                "help"
+                f"{what}: no learning signal in this step{times}. Training goes on; {never}easier, harder or more "
+                f"varied prompts, {larger}or a finer reward would help"
             )
     return now

@@ -103,7 +103,8 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
     The signature of the function selects how it is called:
 
         def reward(completion, row): ...             one sample per call
-        def reward(completions, rows): ...           all samples in one call (by the parameter's name); returns a list
+        def reward(completions, rows): ...           all `samples` in one call (by the parameter's name), in training
+                                                     those of one prompt; returns a list
         async def reward(completion, row): ...       calls run concurrently (also in the batched form)
         def reward(completion, row, truncated): ...  further parameters are filled by name from `Sample.extra`, and
                                                      `index` from `Sample.index` (lists in the batched form); a

@@ -281,6 +281,16 @@ def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_p
     assert ["compare answers and gold in trajectories/" in line for line in got] == same
 
 
+def test_a_critic_has_no_group_to_be_larger(tmp_path, capsys):
+    with open_run(tmp_path / "run", steps=9) as run:
+        batch = with_advantages(pack([[sampled(0.0)], [sampled(0.0)]]), group_centered)
+        batch = replace(batch, values=torch.zeros_like(batch.rollout_logp))
+        report_no_signal(run, batch, before=Signal())
+    said = capsys.readouterr().out
+    assert "every advantage is 0 (rewards all 0): no learning signal in this step" in said
+    assert "group" not in said
+
+
 @pytest.mark.parametrize("where", ["terminal", "narrow", "pipe"])
 def test_what_a_step_says_is_broken_between_words_and_a_command_to_copy_is_not(tmp_path, where):
     def steps():

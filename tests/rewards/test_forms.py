@@ -484,6 +484,17 @@ async def test_messages_that_are_used_as_texts_are_an_error(source, tmp_path):
     await run_reward(function, [Sample("c", dict(TEXT), 0)], timeout_s=5)
 
 
+async def test_a_function_that_judges_ids_may_print_its_completions(tmp_path):
+    source = "def f(completions, completion_ids, **kw):\n    print(completions[0])\n    return [float(len(x)) for x in completion_ids]"
+    function = adapted(load_function(of(source, tmp_path)))
+    sample = Sample("c", dict(CHAT), 0, {"completion_ids": [1, 2, 3]})
+    assert [x.reward for x in await run_reward(function, [sample], timeout_s=5)] == [3.0]
+    source = "def f(completions, completion_ids, **kw):\n    return [float(len(x)) for x in completions]"
+    function = adapted(load_function(of(source, tmp_path)))
+    with pytest.raises(RewardError, match="read a completion as a text"):
+        await run_reward(function, [sample], timeout_s=5)
+
+
 async def test_rows_of_strings_and_of_messages_get_each_their_form(tmp_path):
     source = "def f(completions, **kw):\n    return [float(len(c if isinstance(c, str) else c[0]['content'])) for c in completions]"
     function = adapted(load_function(of(source, tmp_path)))

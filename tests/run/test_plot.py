@@ -268,10 +268,13 @@ def test_no_process_draws_where_matplotlib_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("raise ModuleNotFoundError('none', name='matplotlib')", "plots need matplotlib: pip install 'rlkit-lm[plot]'"),
+        (
+            "raise ModuleNotFoundError('none', name='matplotlib')",
+            "plots need matplotlib: pip install 'matplotlib>=3.8'",
+        ),
         (
             "raise ModuleNotFoundError('No module named kiwi', name='kiwi')",
-            "plots need matplotlib: pip install 'rlkit-lm[plot]' (No module named kiwi)",
+            "plots need matplotlib: pip install 'matplotlib>=3.8' (No module named kiwi)",
         ),
         ("raise RuntimeError('broken:\\nread more')", "RuntimeError: broken:"),
         ("raise OSError('no cache folder')", "no cache folder"),

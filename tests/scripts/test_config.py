@@ -97,7 +97,7 @@ def test_what_is_wrong_is_named_with_its_line(text, message, tmp_path, monkeypat
         (tmp_path / "f.yaml").write_text(text)
     needed = [] if message.startswith("missing") else SCRIPTS["grpo"]
     said = screens.refused(cli.main, ["grpo", *needed, "--config", "f.yaml"])
-    assert said.replace("; docs/migrating.md has all options", "") == f"error: {message.format(f='f.yaml')}"
+    assert said.replace("; --help WORD finds flags by a word", "") == f"error: {message.format(f='f.yaml')}"
 
 
 def test_a_file_is_needed_once_and_only_by_commands_that_train():

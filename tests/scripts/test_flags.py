@@ -441,7 +441,7 @@ def test_a_resumed_run_without_flags_is_told_where_they_are(tmp_path):
 def test_all_wrong_flags_are_answered_at_once():
     flags = "--model_name_or_path m --dataset_name d --learning_rate 1e-6 --loss sigmoid --foo 3 --no-debug"
     assert screens.refused(cli.main, ["dpo", *flags.split()]) == (
-        "error: 5 flags are not known here; docs/migrating.md has all options --model_name_or_path is --model here "
+        "error: 5 flags are not known here; --help WORD finds flags by a word --model_name_or_path is --model here "
         "--dataset_name is --data here --learning_rate is --lr here --loss sigmoid is dpo here --foo is no flag "
         "The command of TRL is here, in the last line TRL's defaults: rlkit dpo --model m --data d --lr 1e-6 "
         "--loss dpo --batch-size 8 \\ --max-example-tokens 1024 --warmup-steps 0 note: --batch-size is that of 1 GPU: "
@@ -498,7 +498,10 @@ WRONG = [
     ("grpo model=m", "model=m is no flag: write --model m"),
     ("grpo model=../m data=p.jsonl steps=1", "model=../m data=p.jsonl steps=1 are no flags: write --model ../m --data"),
     ("grpo --model m -lr 1e-5 --data d", "-lr needs two dashes: --lr"),
-    ("grpo --model m -learning_rate 1e-5", "-learning_rate is --lr here; docs/migrating.md has all options"),
+    (
+        "grpo --model m -learning_rate 1e-5",
+        "-learning_rate is --lr here; --help WORD finds flags by a word",
+    ),
     ("grpo --model m --data d --reward data.py:f=0.5 --group-size 1", "--group-size must be at least 2"),
     ("ppo --model m --baseline gpg", "--baseline is for rlkit grpo"),
     ("grpo --model m --critic-lr 1e-5", "--critic-lr is for rlkit ppo"),
@@ -535,7 +538,7 @@ WRONG = [
     ("grpo --report_to wandb", "--report_to is --track here"),
     (
         "grpo --use_wandb --project_name x",
-        "2 flags are not known here; docs/migrating.md has all options --use_wandb is "
+        "2 flags are not known here; --help WORD finds flags by a word --use_wandb is "
         "--track wandb here --project_name is --track-project here",
     ),
     ("reward", "no command 'reward' (reward_model is that here)"),
@@ -545,7 +548,7 @@ WRONG = [
     ("dpo --model m --data d --loss orpo --reference r", "--loss orpo compares log-probs without a reference"),
     ("kto --model m --data d --loss dpo", "--loss must be one of kto, apo_zero or FILE.py:FUNCTION, got dpo"),
     ("reward_model --model m --data d --loss a.py:f --center-coef 1", "--center-coef is part of bradley_terry"),
-    ("grpo --model m --data d --learning_rate 1", "--learning_rate is --lr here; docs/migrating.md has all options"),
+    ("grpo --model m --data d --learning_rate 1", "--learning_rate is --lr here; --help WORD finds flags by a word"),
     ("sft --per-device-train-batch-size=8", "--per-device-train-batch-size is --batch-size (per device * GPUs *"),
     ("ppo --per_device_train_batch_size 8", "--per_device_train_batch_size is --prompts-per-step (per device *"),
     ("sft --packing", "--packing has no flag here: examples are packed without padding, always"),
