@@ -197,7 +197,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     if "missing" in wrong and "--resume" in own and (kept := _kept_args(own, flags)):
         rest = f"; a resumed run takes its flags again: {kept}"
     if unknown and not ours_only:
-        rest = "; --help WORD finds flags by a word"
+        rest = "; --help WORD finds flags by a word" if "model" in names else "; --help lists the flags"
     if "command" in names and "--" not in argv:
         rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
     if len(wrong) == 1:
