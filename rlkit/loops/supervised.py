@@ -177,7 +177,8 @@ def supervised(
 
     with saving.open_training(schedule, start=start) as (run, stop, saver):
         samples = Samples(run, tokenizer, engine=None)
-        run.note(rows=num_examples, held_out={name: len(some) for name, some in (sets or eval_sets).items()})
+        asked = {name: len(one.prompts) for name, one in eval_sets.items()}
+        run.note(rows=num_examples, held_out=asked | {name: len(some) for name, some in sets.items()})
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             run.log(0, scores)
             saving.keep_best(run, 0, schedule=schedule, model=model, tokenizer=tokenizer)

@@ -64,9 +64,9 @@ def best(args: Row, rows: Sequence[Row]) -> tuple[str, float, int] | None:
 
     The metric is that of `keep_best`, else the first of `SCORES`. The highest is best, and of a loss the lowest.
     """
-    for key in (args.get("keep_best"), *SCORES):
+    for key in map(str, filter(None, (args.get("keep_best"), *SCORES))):
         found = [(row[key], row["step"]) for row in rows if isinstance(row.get(key), int | float)]
-        if key and len(found) > 1:
+        if len(found) > 1:
             sign = -1 if key.endswith("loss") else 1
             value, step = max(found, key=lambda x: (sign * x[0], -x[1]))
             return key, value, step
