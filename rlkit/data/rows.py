@@ -534,7 +534,8 @@ def _with_text(message: Message, place: str) -> dict[str, Any]:
     if content is None and message["role"] == "assistant":
         return dict(message) if message.get("tool_calls") else {**message, "content": ""}
     if not isinstance(content, list | tuple) or not content:
-        fix = "" if "content" in message else f"; its keys are {', '.join(message)}: the text is to be under 'content'"
+        keys = ", ".join(message) if "content" not in message and len(message) > 1 else ""
+        fix = f"; its keys are {keys}: the text is to be under 'content'" if keys else ""
         raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}{fix}")
     return {**message, "content": columns.joined_parts(content, f"{place}.content")}
 

@@ -65,7 +65,7 @@ def test_zstandard_is_read_where_a_library_reads_it(tmp_path, monkeypatch):
         load_rows(path)
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"needs pyarrow: pip install 'rlkit-lm\[data\]'; or decompress it: zstd -d"):
+    with pytest.raises(ImportError, match=r"needs pyarrow: pip install 'datasets>=4'; or decompress it: zstd -d"):
         load_rows(path)
 
 

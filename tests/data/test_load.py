@@ -155,7 +155,7 @@ def test_a_missing_file_lists_what_is_there(tmp_path):
 def test_the_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", "a\n1\n")
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"a\.parquet .* needs datasets: pip install 'rlkit-lm\[data\]'"):
+    with pytest.raises(ImportError, match=r"a\.parquet .* needs datasets: pip install 'datasets>=4'"):
         load_rows(path)
 
 

@@ -783,7 +783,8 @@ REFUSED = {  # script, row, the message after the file and the place
         "['input', 'non_preferred_output', 'preferred_output']",
     ),
     "the role of Gemma": ("sft", {"messages": [user("hi"), said("model", "yo")]},
-                          ": unknown role 'model', and no message of the role 'assistant' to train on"),
+                          ": unknown role 'model', and no message of the role 'assistant' to train on; write the role "
+                          "'assistant' for 'model'"),
     "no answer after a developer's message": (
         "sft", {"messages": [said("developer", "be"), user("hi")]},
         ": no response to train on: needs the column 'completion' or 'response', or an assistant message; columns "

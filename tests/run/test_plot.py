@@ -298,7 +298,7 @@ def test_a_failed_plot_is_reported_in_one_line_and_the_run_continues(tmp_path, m
 def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"rlkit-lm\[plot\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'matplotlib>="):
         plot_run(write_run(tmp_path / "run", SMALL))
 
 
