@@ -444,7 +444,7 @@ def test_all_wrong_flags_are_answered_at_once():
         "error: 5 flags are not known here; --help WORD finds flags by a word --model_name_or_path is --model here "
         "--dataset_name is --data here --learning_rate is --lr here --loss sigmoid is dpo here --foo is no flag "
         "The command of TRL is here, in the last line TRL's defaults: rlkit dpo --model m --data d --lr 1e-6 "
-        "--loss dpo --batch-size 8 \\ --max-example-tokens 1024 --warmup-steps 0 note: --batch-size is that of 1 GPU: "
+        "--loss dpo --batch-size 8 --max-example-tokens 1024 --warmup-steps 0 note: --batch-size is that of 1 GPU: "
         "their sizes are per GPU note: add --steps: 3 * rows / 8"
     )
 
