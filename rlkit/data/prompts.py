@@ -115,7 +115,14 @@ def rl_prompts(
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
 
 
-import logging
+def _note_identical(prompts: Sequence[Prompt]) -> None:
+    """Log that at least half of the prompts repeat others."""
+    num = len({tuple(prompt.ids) for prompt in prompts})
+    if num <= len(prompts) / 2 and not any(prompt.images for prompt in prompts):
+        texts = "all the same text" if num == 1 else f"{num} different texts"
+        _log.warning(
+            "the %d prompts are %s: a column with the rest of the question may be left out", len(prompts), texts
+        )
 
 
 def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, limit: int, left: bool) -> Prompt | None:
