@@ -8,6 +8,7 @@ batch of an optimizer step, which every rank holds before it is split. An episod
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -178,7 +179,8 @@ def grpo_update(
 
     Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
-    `parallelize` every rank passes the whole batch and computes its share.
+    `parallelize` every rank passes the whole batch and computes its share. `time/forward` of the metrics is wall time
+    in seconds, on a GPU that of queueing the forward.
 
     Errors: ValueError for a batch without a stream that the settings need: `advantages`, `ref_logp` for `kl_coef`,
     `kept_mass` for top-p or top-k, `old_logp` for more than one optimizer step, in which every ratio would be 1.
@@ -192,6 +194,7 @@ def grpo_update(
     )  # fmt: skip
     set_lr(optimizer, lr)
     metrics: Metrics = {}
+    forward_s = 0.0
     mesh, device, surrogate = policy.mesh, policy.model.device, loss.surrogate
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         weights, num_tokens = loss.aggregate(mini), max(1, int(mini.mask.sum()))
@@ -203,7 +206,9 @@ def grpo_update(
             for (micro, *rest), needs_grad in zip(micros, needed, strict=True):
                 with torch.set_grad_enabled(needs_grad):
                     # still on the host, where its segments are read without waiting for the GPU
+                    start = time.perf_counter()
                     out, divergence = (policy(micro), None) if teacher is None else teacher(micro)
+                    forward_s += time.perf_counter() - start
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
@@ -226,7 +231,7 @@ def grpo_update(
         untrained: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}  # on every rank: `needed` is shared
         stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if any(needed) else untrained
         metrics = merge(metrics, stepped)
-    return reduce_metrics(metrics, mesh=mesh)
+    return reduce_metrics(metrics | {"time/forward": mean(forward_s)}, mesh=mesh)
 
 
 def check_streams(batch: Batch, **needed_by: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -102,6 +103,25 @@ def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     for old, w, want in zip(before, weights, true, strict=True):
         assert (old - w - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6
     assert finalize(metrics)["loss"] == pytest.approx(truth.item(), rel=1e-5), "in one micro-batch or several"
+
+
+class SlowForward(Policy):
+    def __call__(self, batch):
+        time.sleep(0.02)
+        return super().__call__(batch)
+
+
+def test_the_time_of_the_forward_is_logged():
+    model = prepare_model(tiny_model(tiny_tokenizer(), hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16))
+    batch = pack([[sample([5, 6], n) for n in (3, 1)], [sample([7, 8], n) for n in (5, 2)]])
+    batch = with_streams(batch, advantages=torch.ones(11))
+    start = time.perf_counter()
+    metrics = grpo_update(
+        batch, policy=SlowForward(model), optimizer=torch.optim.SGD(model.parameters()), loss=PolicyLoss(),
+        rollouts=Rollouts(), optim=Optim(max_tokens=8), lr=0.0, kl_coef=0.0, entropy_coef=0.0, seed=0,
+    )  # fmt: skip
+    most = time.perf_counter() - start
+    assert 2 * 0.02 < finalize(metrics)["time/forward"] < most, "of two micro-batches or more, summed"
 
 
 def test_the_share_that_is_clipped_is_that_of_the_surrogate():
