@@ -3,16 +3,16 @@
     make bench-trl        (python benchmarks/peers/compare_trl.py --steps 60 --rounds 3)
 
 The task is the demo's: sort six digits, from an SFT warm start on a noisy teacher. TRL lives in its own environment,
-made on first use with the project's version of torch. Both train in fp32 with TRL's default algorithm: rewards centred
-and divided by their group's standard deviation, token mean, no KL, AdamW, gradient norm clipped to 1. Neither
-evaluates or saves during the run; both save the model at its end. With `--defaults` TRL keeps its own, bf16 and
-activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each prompt and rewards each digit
-in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat model of yours on the two-digit
-sums of recipes/sums, without a warm start (with `--prefix`, for the share of vowels):
+made on first use with the project's version of torch, or is that of `--trl-python`. Both train in fp32 with TRL's
+default algorithm: rewards centred and divided by their group's standard deviation, token mean, no KL, AdamW, gradient
+norm clipped to 1. Neither evaluates or saves during the run; both save the model at its end. With `--defaults` TRL
+keeps its own, bf16 and activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each
+prompt and rewards each digit in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat
+model of yours on the two-digit sums of recipes/sums, without a warm start (with `--prefix`, for the share of vowels):
 
     python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
 
-trl_grpo.py says how TRL is set up; rlkit_grpo.py is rlkit grpo with one more timer.
+trl_grpo.py says how TRL is set up; the other side is `rlkit grpo`, and both write `time/forward`.
 
 What is measured, each in a fresh process:
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from trl_setup import ROOT, TRL_ENV, make_task, make_trl_environment
+from trl_setup import ROOT, make_task, make_trl_environment, versions_of
 from trl_table import Run, common_level, measure, show, tabulate
 
 SUMS = ROOT / "recipes" / "sums"
@@ -87,6 +87,8 @@ class Args:
     """bf16 on both sides, and TRL's activation checkpointing"""
     trl: str = "1.16.0"
     """version of TRL"""
+    trl_python: Path | None = None
+    """a Python that has TRL, any version; None: that of an environment made for it, .venv-trl"""
     work: Path = ROOT / "runs" / "bench-trl"
     """where the task is kept between calls, and the runs"""
     out: Path = ROOT / "benchmarks" / "results" / "trl_cpu.json"
@@ -95,7 +97,8 @@ class Args:
 
 def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: int, output: Path) -> list[str]:
     """The command line of one run."""
-    script = [TRL_ENV / "bin" / "python"] if side == "trl" else [sys.executable]
+    trl, ours = Path(__file__).with_name("trl_grpo.py"), (sys.executable, "-m", "rlkit.scripts", "grpo")
+    script = (args.trl_python, trl) if side == "trl" else ours
     common = [
         *("--model", task["model"], "--data", data(args, task), "--output", output, "--steps", steps, "--lr", args.lr),
         *("--reward", f"{DENSE}:{'vowels' if args.model else 'digits'}" if args.prefix else task["reward"]),
@@ -103,19 +106,13 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
         *("--seed", seed),
     ]
     own = [
-        "--max-prompt-tokens",
-        2 * task["prompt_tokens"] + 2 * args.prefix,
-        "--baseline",
-        "group_zscore",
-        "--eval-steps",
-        0,
-        "--save-steps",
-        0,
+        *("--max-prompt-tokens", 2 * task["prompt_tokens"] + 2 * args.prefix),
+        *("--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0),
     ]
     if args.defaults:
         own += ["--dtype", "bf16"]
         common += ["--defaults"] if side == "trl" else []
-    parts = [*script, Path(__file__).with_name(f"{side}_grpo.py"), *common, *(own if side == "rlkit" else [])]
+    parts = [*script, *common, *(own if side == "rlkit" else [])]
     return [str(part) for part in parts]
 
 
@@ -189,8 +186,9 @@ def machine() -> dict[str, Any]:
 
 def main(args: Args) -> None:
     if args.steps < 5 or args.rounds < 1:
-        raise SystemExit("--steps must be at least 5 (the first 3 are not timed) and --rounds at least 1")
-    versions = {"trl": make_trl_environment(args.trl)}
+        raise SystemExit("error: --steps must be at least 5 (the first 3 are not timed) and --rounds at least 1")
+    args.trl_python = args.trl_python or make_trl_environment(args.trl)
+    versions = {"trl": versions_of(args.trl_python)}
     versions["rlkit"] = {name: version(name) for name in ("torch", "transformers")}
     task = model_task(args) if args.model else make_task(args.work.absolute() / "task", args.sft_steps)
     runs = in_turns(args, task)

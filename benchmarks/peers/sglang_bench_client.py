@@ -12,6 +12,11 @@ import json
 import sys
 import time
 import types
+from importlib.util import find_spec
+
+argparse.ArgumentParser(description=__doc__).parse_args()
+if find_spec("sglang") is None:
+    sys.exit("error: sglang is not installed here: sglang_client.py starts this file by $RLKIT_SGLANG_PYTHON")
 
 sys.modules["datasets"] = stub = types.ModuleType("datasets")  # imported for data sets that are not used here
 stub.load_dataset = None  # type: ignore[attr-defined]

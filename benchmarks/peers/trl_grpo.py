@@ -22,6 +22,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def parse_args() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it trains and generates")
     parser.add_argument("--defaults", action="store_true", help="TRL's own: bf16 and activation checkpointing")
     return parser.parse_args()
 
@@ -98,6 +100,8 @@ def timed_trainer(base: type, output: Path) -> type:
 
 def main() -> None:
     args = parse_args()
+    if find_spec("trl") is None:
+        raise SystemExit("error: TRL is not installed here: compare_trl.py makes an environment for this file")
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -111,7 +115,7 @@ def main() -> None:
         row["prompt"] = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     config = GRPOConfig(
         output_dir=str(output / "trl"),
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
         bf16=args.defaults,
         gradient_checkpointing=args.defaults,
         per_device_train_batch_size=args.prompts_per_step * args.group_size,
@@ -126,7 +130,7 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=args.device != "cpu",
         model_init_kwargs=None if args.defaults else {"dtype": "float32"},
         seed=args.seed,
     )

@@ -19,8 +19,8 @@ ASK_VERSIONS = (
 )
 
 
-def make_trl_environment(trl: str) -> dict[str, str]:
-    """An environment with the project's torch, and TRL on top, made where it is missing; returns its versions."""
+def make_trl_environment(trl: str) -> Path:
+    """The Python of an environment with the project's torch, and TRL on top, made where it is missing."""
     torch = version("torch")
     wanted = f"torch {torch}, trl {trl}\n"
     python, ready = TRL_ENV / "bin" / "python", TRL_ENV / ".ready"
@@ -34,9 +34,20 @@ def make_trl_environment(trl: str) -> dict[str, str]:
         subprocess.run([*pip, pin], check=True)
         subprocess.run([*pip, f"trl=={trl}"], check=True)
         ready.write_text(wanted)
-    found = json.loads(subprocess.run([python, "-c", ASK_VERSIONS], check=True, capture_output=True).stdout)
-    if found["torch"] != torch:
-        raise SystemExit(f"{TRL_ENV} has torch {found['torch']}, the project {torch}: delete it and start again")
+    return python
+
+
+def versions_of(python: Path) -> dict[str, str]:
+    """The versions of torch, transformers and TRL there; both sides of the comparison need one torch."""
+    try:
+        asked = subprocess.run([python, "-c", ASK_VERSIONS], capture_output=True, text=True)
+    except OSError as error:
+        raise SystemExit(f"error: --trl-python {python}: {error.strerror}") from None
+    if asked.returncode:
+        raise SystemExit(f"error: {python} has no torch, transformers and TRL: {asked.stderr.splitlines()[-1]}")
+    found: dict[str, str] = json.loads(asked.stdout)
+    if found["torch"] != version("torch"):
+        raise SystemExit(f"error: {python} has torch {found['torch']}, the project {version('torch')}: use one version")
     return found
 
 

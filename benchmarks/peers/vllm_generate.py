@@ -1,19 +1,27 @@
-"""vLLM's side of generation.py, run by vLLM's own Python: a line of JSON in for each load, a line out when it is done.
-Its arguments are the folder of the model and the tokens of the longest sequence.
-"""
+"""vLLM's side of generation.py, run by vLLM's own Python: a load in, a line of JSON each, and a line out."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from importlib.util import find_spec
+
+if __name__ == "__main__":  # before vLLM is imported
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="its folder")
+    parser.add_argument("longest", type=int, help="tokens of the longest sequence")
+    args = parser.parse_args()
+    if find_spec("vllm") is None:
+        sys.exit("error: vllm is not installed here: generation.py starts this file by $RLKIT_VLLM_PYTHON")
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
 if __name__ == "__main__":  # vLLM may spawn its engine
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints
-    llm = LLM(sys.argv[1], dtype="float32", max_model_len=int(sys.argv[2]), skip_tokenizer_init=True)
+    llm = LLM(args.model, dtype="float32", max_model_len=args.longest, skip_tokenizer_init=True)
     answers.write("ready\n")
     for line in sys.stdin:
         load = json.loads(line)
