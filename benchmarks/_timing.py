@@ -10,6 +10,7 @@ import re
 import resource
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from typing import Any
 
 import torch
 
+SILENCE, _said = 5.0, [time.monotonic()]  # seconds without a line, and when the last one was written
 Variants = dict[str, Callable[[], Any]]
+
+
+def say(text: str) -> None:
+    """Progress on stderr: a line every five seconds at most."""
+    if time.monotonic() - _said[0] > SILENCE:
+        print(text, file=sys.stderr, flush=True)
+        _said[0] = time.monotonic()
 
 
 def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
@@ -29,6 +38,7 @@ def interleaved(variants: Variants, *, repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(repeats + 1):
         for name, run in variants.items():
+            say(f"round {number}/{repeats}: {name}")
             start = clock()
             run()
             if number:
@@ -48,6 +58,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def peak_megabytes(make: Callable[[], Variants], name: str) -> float:
     """Growth of the resident set while one variant runs once, in a fresh process that has made its inputs."""
+    say(f"memory: {name}")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_measure, args=(make, name, sender))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from _cli import run_script
 from torch import Tensor
 
 from rlkit import advantages as A
@@ -242,4 +242,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(main, Args, __doc__)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from _cli import run_script
 from _timing import interval, machine
 from transformers.utils import logging
 
@@ -137,4 +137,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

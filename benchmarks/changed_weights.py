@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from _cli import run_script
 from _models import build
 from _timing import machine
 from torch import Tensor
@@ -126,4 +126,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import tyro
+from _cli import run_script
 from _timing import machine
 
 LOOP = [sys.executable, "-c", "while True: pass"]
@@ -132,4 +132,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(main, Args, __doc__)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tyro
+from _cli import run_script
 from memory import MODELS, Shape
 
 
@@ -88,4 +88,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from _cli import run_script
 from _models import build
 from _timing import machine
 
+from rlkit._extras import interpreter
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 
@@ -174,7 +175,7 @@ def vllm(model: Any, longest: int) -> Iterator[Side]:
     """A process of the same weights, with 1 GiB for its keys and values."""
     script = Path(__file__).parent / "peers" / "vllm_generate.py"
     with saved(model) as folder:
-        command = [os.environ["RLKIT_VLLM_PYTHON"], str(script), folder, str(longest)]
+        command = [interpreter("vllm"), str(script), folder, str(longest)]
         env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         process: Any = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -198,6 +199,8 @@ def vllm(model: Any, longest: int) -> Iterator[Side]:
 
 def sides_of(name: str, longest: int, args: Args, stack: ExitStack) -> dict[str, Side]:
     """What is measured, by name."""
+    for package in {"sglang", "vllm"} & {*args.sides}:
+        interpreter(package)
     model = build(name)
     make: dict[str, Callable[[], Side]] = {
         "engine": lambda: through(partial(nullcontext, LocalEngine(model, eos_token_ids=()))),
@@ -264,4 +267,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

@@ -18,6 +18,7 @@ import gc
 import importlib
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -163,7 +164,9 @@ def main() -> None:
     args = parser.parse_args()
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; see --rehearse above")
-    best, end = [], time.monotonic() + args.seconds
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--rehearse runs the kernels in Triton's interpreter: set TRITON_INTERPRET=1")
+    best, ran, end = [], 0, time.monotonic() + args.seconds
     for i, name in enumerate(args.groups):
         choices, make = groups()[name]
         found: list[dict[str, Any]] = []
@@ -177,12 +180,15 @@ def main() -> None:
         good = sorted((row for row in found if "score" in row), key=lambda row: row["score"])
         bad = [row for row in found if "error" in row]
         print(f"{name}: {len(good)} ran, {len(bad)} failed", *good[:3], *bad[:2], sep="\n  ", flush=True)
+        ran += len(good)
         gc.collect()
         if lost():
             print("the device is lost; what is left: start again")
             break
         if CUDA:
             torch.cuda.empty_cache()
+    if not ran:
+        raise SystemExit("error: no configuration ran")
     print("\nbest:", *best, sep="\n")
 
 

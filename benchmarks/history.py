@@ -29,7 +29,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import tyro
+from _cli import run_script
 from _timing import machine
 
 import rlkit
@@ -72,13 +72,9 @@ part("torch", load("torch"))
 part("transformers", load("transformers.models.auto.tokenization_auto"))
 part("rlkit", load("rlkit.loops.grpo", "rlkit.rollout.engines.local"))
 part("the model's class", load("transformers.models.qwen3.modeling_qwen3"))
-from rlkit.run.folder import Run
 from rlkit.scripts import cli, grpo
-load_models, log = grpo.load_models, Run.log
-grpo.load_models = lambda *args: (load_models(*args), part("prompts, weights"))[0]
-Run.log = lambda run, step, line: (log(run, step, line), part(f"step {step}"))[0]
 cli.run(grpo.main, grpo.Args, None)
-part("plot, checkpoint, export")
+part("a run of two steps")
 """
 
 
@@ -176,4 +172,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first call of a custom operator imports it, and so does AdamW: 150 MB that are nobody's here
-import tyro
+from _cli import run_script
 from _timing import Variants, interleaved, peak_megabytes, report
 from torch import Tensor
 
@@ -101,4 +101,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

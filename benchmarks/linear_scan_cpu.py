@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from _cli import run_script
 from _timing import Variants, interleaved, report
 from torch import Tensor
 
@@ -92,4 +92,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from _cli import NoFlags, run_script
 
 from rlkit.model.memory import Shape
 
@@ -84,7 +85,7 @@ SMALL = {
 }
 
 
-def check() -> None:
+def check(_: Any = None) -> None:
     """Print counted and measured bytes per layer and token. On the CPU packed attention keeps one more copy of q."""
     print(f"{'':12}{'dtype':>10}{'counted':>10}{'measured':>10}{'ratio':>8}")
     for name, shape in SMALL.items():
@@ -96,4 +97,4 @@ def check() -> None:
 
 
 if __name__ == "__main__":
-    check()
+    run_script(check, NoFlags, __doc__)

@@ -87,7 +87,7 @@ def train(folder: Path, model: Path, arm: str, seed: int, steps: int) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--task", choices=("demo", "hard", "beyond"), default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from _cli import run_script
 from _timing import interleaved, report
 
 from rlkit.rewards import sandbox
@@ -34,6 +34,7 @@ class Args:
     """Sizes and where the result goes."""
 
     num: int = 40
+    """checks of a round; a tenth as many of ten tests each"""
     repeats: int = 15
     out: Path | None = Path("benchmarks/results/rewards.json")
 
@@ -73,18 +74,18 @@ def main(args: Args) -> None:
 
         return lambda: loop.run_until_complete(checks())
 
-    variants = {}
+    variants, few = {}, max(1, args.num // 10)
     for name, check in [("program", program), ("bare_python", bare_python), ("fraction", fraction)]:
         variants[name] = variant(check, at_once=False, num=args.num)
         variants[f"{name}_at_once"] = variant(check, at_once=True, num=args.num)
     for name, check in [("ten_stdin_tests", ten_stdin_tests), ("ten_asserts", ten_asserts)]:
-        variants[name] = variant(check, at_once=False, num=args.num // 10)
+        variants[name] = variant(check, at_once=False, num=few)
     times = interleaved(variants, repeats=args.repeats)
-    num = {name: args.num // 10 if name.startswith("ten") else args.num for name in times}
+    num = {name: few if name.startswith("ten") else args.num for name in times}
     each = {name: [seconds / num[name] for seconds in values] for name, values in times.items()}
     sizes = {"num": args.num, "repeats": args.repeats}
     report(each, baseline="bare_python", sizes=sizes, memory={}, out=args.out)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

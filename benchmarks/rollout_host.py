@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
+from _cli import run_script
 from transformers import AutoTokenizer
 
 from rlkit.data.prompts import Prompt
@@ -121,4 +121,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(main, Args, __doc__)

@@ -18,9 +18,12 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from _cli import NoFlags, run_script
 from _timing import machine
 
+from rlkit._extras import interpreter
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines.sglang import SGLang, launch
 from rlkit.types import SamplingParams
@@ -55,9 +58,10 @@ def seconds(urls: list[str], *, clients: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(_: Any) -> None:
     """Print a line for each way."""
-    print(json.dumps(machine()))
+    interpreter("sglang")
+    print(json.dumps(machine()), flush=True)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, tokenizer = Path(name) / "model", tiny_tokenizer()
         model = tiny_model(tokenizer, hidden=128, layers=4, intermediate=512)
@@ -85,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, NoFlags, __doc__)

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,9 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
+from _cli import run_script
 from _timing import machine
 
+from rlkit._extras import interpreter
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.servers.tensors import Bucket, Memory, flatten, groups
@@ -62,6 +61,7 @@ class Args:
 
 
 def main(args: Args) -> None:
+    interpreter("sglang")
     results: dict[str, Any] = {"machine": machine(), "rounds": args.rounds}
     for part in args.parts:
         results[part] = weights(args.rounds) if part == "weights" else sampling(args.rounds, args.at_once)
@@ -85,7 +85,7 @@ def serve(folder: Path, **shape: int) -> tuple[Server, torch.nn.Module]:
 def sampling(rounds: int, at_once: Sequence[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         server, _ = serve(Path(folder))
-        command = [os.environ.get("RLKIT_SGLANG_PYTHON", sys.executable), str(PEER)]
+        command = [interpreter("sglang"), str(PEER)]
         peer = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -231,4 +231,4 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_script(main, Args, __doc__)

@@ -10,12 +10,13 @@
     unpacked    the model's own forward on padded rows
 
 `tree`: an agent's episode of 8 turns of 32 tokens, each continued by 4 branches, with the same random models and with
-SmolLM2-135M-Instruct: in a forest, with shared prompts alone, and apart. The rows of a side are the tokens that it
-forwards; a ratio is that of a side to the first one, within a round.
+SmolLM2-135M-Instruct: in a forest, with shared prompts alone (each turn's branches in a forward of their own), and
+apart. The rows of a side are the tokens that it forwards; a ratio is that of a side to the first one, within a round.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import statistics
@@ -29,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlkit import Trajectory, pack
-from rlkit.model import families, recurrent
+from rlkit.model import families
 from rlkit.model.forward import forward, prepare_model
 
 WIDTH: dict[str, Any] = {
@@ -42,6 +43,7 @@ DELTA: dict[str, Any] = {
 MAMBA: dict[str, Any] = {
     "mamba_num_heads": 6, "mamba_head_dim": 64, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 64,
 }  # fmt: skip
+TURNS = 8
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_hidden_layers": 4},
@@ -64,6 +66,12 @@ def step(model: Any, batch: Any) -> None:
     """Forward and backward."""
     forward(model, batch).logp.sum().backward()
     model.zero_grad(set_to_none=True)
+
+
+def steps(model: Any, batches: list[Any]) -> None:
+    """`step` on each."""
+    for batch in batches:
+        step(model, batch)
 
 
 def random_model(kind: str) -> Any:
@@ -90,35 +98,45 @@ def answers(kind: str) -> Variants:
 def tree(kind: str) -> Variants:
     """The three ways of an episode of pieces."""
     torch.manual_seed(0)
-    model, now, group = prepare_model(random_model(kind) if kind in CONFIGS else build(kind)), drawn(32), []
-    for _ in range(8):
-        group += [trajectory(now, drawn(32)) for _ in range(4)]
-        now = [*now, *group[-1].ids]
-    shared, apart = pack([group]), pack([group], share_prompts=False)
+    model, now, turns = prepare_model(random_model(kind) if kind in CONFIGS else build(kind)), drawn(32), []
+    for _ in range(TURNS):
+        turns.append([trajectory(now, drawn(32)) for _ in range(4)])
+        now = [*now, *turns[-1][-1].ids]
+    group = [piece for turn in turns for piece in turn]
+    batches = {
+        "forest": [pack([group])],
+        "prompts": [pack([turn]) for turn in turns],
+        "apart": [pack([group], share_prompts=False)],
+    }
+    sides = {name: partial(steps, model, parts) for name, parts in batches.items()}
+    num, named = 0, {}
 
-    def by_prompts() -> None:
-        used, recurrent.forest = recurrent.forest, lambda *_, **__: None
-        try:
-            step(model, shared)
-        finally:
-            recurrent.forest = used
+    def count(_: Any, inputs: Any) -> None:
+        nonlocal num
+        num += inputs[0].numel()
 
-    sides = {"forest": partial(step, model, shared), "prompts": by_prompts, "apart": partial(step, model, apart)}
-    rows: list[int] = []
-    watch = model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].numel()))
-    for side in sides.values():
+    watch = model.get_input_embeddings().register_forward_pre_hook(count)
+    for name, side in sides.items():
+        num = 0
         side()
+        named[f"{name} ({num:,} rows)"] = side
     watch.remove()
-    return {f"{name} ({num:,} rows)": side for (name, side), num in zip(sides.items(), rows, strict=True)}
+    return named
+
+
+CASES = {f"answers/{kind}": partial(answers, kind) for kind in CONFIGS}
+CASES |= {f"tree/{kind}": partial(tree, kind) for kind in (*CONFIGS, "smollm")}
 
 
 def main() -> None:
     """Print a line for each case."""
-    print(json.dumps(machine()))
-    cases = {f"answers, {kind}": partial(answers, kind) for kind in CONFIGS}
-    cases |= {f"tree, {kind}": partial(tree, kind) for kind in (*CONFIGS, "smollm")}
-    for name, make in cases.items():
-        times = interleaved(make(), repeats=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    args = parser.parse_args()
+    print(json.dumps(machine()), flush=True)
+    for name in args.only:
+        times = interleaved(CASES[name](), repeats=args.rounds)
         (first, base), *others = times.items()
         line = f"{name}: {first} {statistics.median(base):.2f} s"
         for side, values in others:

@@ -51,7 +51,7 @@ def run(folder: Path, data: Path, *flags: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[20, 80, 2000])
     parser.add_argument("--held", type=int, nargs="+", default=[20, 80], help="sizes that are also held in memory")

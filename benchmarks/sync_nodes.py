@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from _cli import run_script
 from _timing import machine
 from transformers import AutoModelForCausalLM
 
@@ -70,11 +70,11 @@ async def compare(args: Args) -> None:
     print(json.dumps({**found, "ratios": [round(x, 2) for x in sorted(ratios)]}))
 
 
-def main() -> None:
+def main(args: Args) -> None:
     """Print a line."""
-    print(json.dumps(machine()))
-    asyncio.run(compare(tyro.cli(Args)))
+    print(json.dumps(machine()), flush=True)
+    asyncio.run(compare(args))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Args, __doc__)

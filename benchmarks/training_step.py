@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import tyro
+from _cli import run_script
 from _models import build
-from _timing import machine
+from _timing import machine, say
 from torch import Tensor
 
 from rlkit import Trajectory, group_centered, pack, with_advantages
@@ -120,6 +120,7 @@ def measure(name: str, prompt: int, dtype: str, args: Args) -> dict[str, Any]:
         if number > 3 and time.perf_counter() - begin > args.seconds:
             break
         for side, run in sides.items():
+            say(f"{name}, prompt {prompt}, {dtype}: round {number}/{args.rounds}, {side}")
             start = time.perf_counter()
             norm = run()
             if number:
@@ -139,7 +140,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     rows = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{'model':8}{'prompt':>7}{'dtype':>7}{'padded ms':>11}   packed, times as fast")
+    print(f"{'model':8}{'prompt':>7}{'dtype':>7}{'padded ms':>11}   packed, times as fast", flush=True)
     for name in args.models:
         for prompt in (n for n in args.prompts if n <= LONGEST.get(name, n)):
             for dtype in args.dtypes:
@@ -151,4 +152,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_script(main, Args, __doc__)

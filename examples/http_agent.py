@@ -6,6 +6,7 @@ rlkit grpo --model MODEL --data sums.jsonl --agent "python examples/http_agent.p
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -21,9 +22,12 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The model's next message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [CALC]}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    with urllib.request.urlopen(request) as reply:
-        return json.loads(reply.read())["choices"][0]["message"]
+    url = os.environ["OPENAI_BASE_URL"]
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers)) as reply:
+            return json.loads(reply.read())["choices"][0]["message"]
+    except OSError as error:
+        sys.exit(f"error: OPENAI_BASE_URL {url}: {error}")
 
 
 def calc(arguments: str) -> str:
@@ -51,4 +55,9 @@ def main(question: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question")
+    args = parser.parse_args()
+    if "OPENAI_BASE_URL" not in os.environ:
+        sys.exit("error: OPENAI_BASE_URL is not set: the address of a server, such as http://localhost:8000/v1")
+    main(args.question)

@@ -7,8 +7,8 @@ Checked with transformers 5.23 (src/transformers/trainer.py). The `[B, L, V]` lo
 DDP: under FSDP and DeepSpeed ZeRO-3 the head's weight is sharded outside the forward.
 """
 
+import argparse
 import copy
-import sys
 
 import torch
 import transformers
@@ -95,4 +95,9 @@ def main(task="sft", model=None, *, steps=40, output="runs/in_transformers", **o
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="?", choices=("sft", "dpo"), default="sft")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--output", default="runs/in_transformers")
+    main(**vars(parser.parse_args()))

@@ -6,7 +6,19 @@
 loss and advantages of TRL 1.16.0 (trl/trainer/grpo_trainer.py). For one process or DDP: FSDP and ZeRO-3 shard the head.
 """
 
+import argparse
 import sys
+from importlib.util import find_spec
+
+if __name__ == "__main__":  # before TRL is imported
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("surrogate", nargs="?", default="ppo_clip")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output", default="runs/in_trl")
+    given = parser.parse_args()
+    if find_spec("trl") is None:
+        sys.exit("error: trl is not installed here: pip install trl==1.16.0")
 
 import torch
 from datasets import Dataset
@@ -96,4 +108,4 @@ def main(surrogate="ppo_clip", model=None, *, steps=30, output="runs/in_trl", **
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(**vars(given))

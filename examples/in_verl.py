@@ -10,7 +10,15 @@ rest stays verl's: aggregation over the step's batch, KL, entropy and rollout co
     python examples/in_verl.py                                  the registered losses on a small batch, beside verl's own
 """
 
+import argparse
+import sys
 from functools import partial
+from importlib.util import find_spec
+
+if __name__ == "__main__":  # before verl is imported
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if find_spec("verl") is None:
+        sys.exit("error: verl is not installed here: docs/own-trainer.md has the command")
 
 import numpy as np
 import torch

@@ -123,6 +123,7 @@ def imitated(args: Args, tokenizer: Any) -> Any:
     from rlkit.loops.sft import sft
     from rlkit.model.forward import prepare_model
 
+    print(f"drawing {128 * args.sft_steps:,} moves of a perfect player to imitate", flush=True)
     rng, examples = random.Random(args.schedule.seed), list[Example]()
     while len(examples) < 128 * args.sft_steps:
         board = EMPTY
@@ -133,7 +134,7 @@ def imitated(args: Args, tokenizer: Any) -> Any:
     sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 16, "intermediate": 256}
     model = prepare_model(tiny_model(tokenizer, **sizes, seed=args.schedule.seed))
     schedule = replace(
-        args.schedule, output=args.schedule.output / "sft", steps=args.sft_steps, eval_steps=0, print_steps=200
+        args.schedule, output=args.schedule.output / "sft", steps=args.sft_steps, eval_steps=0, print_steps=50
     )
     optim = Optim(lr=3e-3, lr_schedule="linear")
     sft(model, tokenizer, examples, schedule, optim, batch_size=128)

@@ -5,9 +5,9 @@
 Share of right answers before and after training with its 95% interval (Wilson), KL to the start, minutes, memory.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,11 @@ def result(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    target, *runs = map(Path, sys.argv[1:])
-    found = [result(run) for run in runs]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path, help="expected.json to write")
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders, one for each seed")
+    args = parser.parse_args()
+    target, found = args.target, [result(run) for run in args.runs]
     ranges = {key: sorted(r[key] for r in found) for key in ("sampled_after", "greedy_after", "kl_after", "minutes")}
     about = {"runs": found, "range": {key: [values[0], values[-1]] for key, values in ranges.items()}}
     target.write_text(json.dumps(about, indent=1) + "\n")

@@ -5,6 +5,7 @@
 The conversations are those of a poor teacher: in six of ten the answer is guessed without the tool, and wrong.
 """
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -51,6 +52,7 @@ def demonstration(rng: random.Random, row: dict[str, str]) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rng = random.Random(0)
     rows = list({row["prompt"]: row for row in (question(rng) for _ in range(3000))}.values())[:2600]
     demos = [demonstration(rng, row) for row in rows[:400]]

@@ -6,10 +6,9 @@
 `sft.jsonl` has 800 further questions with an answer that spells the text and counts along, for `rlkit sft`.
 """
 
+import argparse
 import json
 from pathlib import Path
-
-import reasoning_gym
 
 HERE = Path(__file__).parent
 
@@ -24,6 +23,11 @@ def spelled(text: str, letter: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise SystemExit("error: reasoning-gym is not installed here: pip install reasoning-gym==0.1.25") from None
     items = reasoning_gym.create_dataset("letter_counting", size=60_000, seed=0, min_words=2, max_words=4)
     rows: dict[str, list[dict[str, str]]] = {"1": [], "2": [], "3": []}
     seen = set()

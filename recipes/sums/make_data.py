@@ -4,15 +4,19 @@ pip install reasoning-gym==0.1.25
 python recipes/sums/make_data.py
 """
 
+import argparse
 import json
 from pathlib import Path
-
-import reasoning_gym
 
 HERE = Path(__file__).parent
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError:
+        raise SystemExit("error: reasoning-gym is not installed here: pip install reasoning-gym==0.1.25") from None
     items = reasoning_gym.create_dataset(
         "chain_sum", size=4000, min_terms=2, max_terms=2, min_digits=2, max_digits=2, seed=0
     )

@@ -5,6 +5,7 @@
 The things of the held-out requests do not occur in training.
 """
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rng = random.Random(0)
     things = (HERE / "things.txt").read_text().split()
     rng.shuffle(things)

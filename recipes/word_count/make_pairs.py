@@ -6,8 +6,8 @@
     python $W/make_pairs.py runs/samples runs/pairs.jsonl runs/best.jsonl
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,7 +15,11 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    run, pairs, best = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, what in (("run", "run folder"), ("pairs", "file to write"), ("best", "file to write")):
+        parser.add_argument(name, type=Path, help=what)
+    args = parser.parse_args()
+    run, pairs, best = args.run, args.pairs, args.best
     asked = [json.loads(line)["prompt"] for line in (HERE / "train.jsonl").read_text().splitlines()]
     samples = defaultdict(list)
     for line in (run / "trajectories" / "eval_sampled_000000.jsonl").read_text().splitlines():
