@@ -11,7 +11,6 @@ peer / ours.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from _cli import run_script
+from _timing import machine
 from torch import Tensor
 
 from rlkit import advantages as A
@@ -234,11 +234,9 @@ def main(args: Args) -> None:
         )
         print(f"{name:24}{mine:10.2f}{theirs:10.1f}{theirs / mine:8.1f}{difference:16.1e}")
     if args.out is not None:
-        device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu"
-        head = {"torch": torch.__version__, "python": platform.python_version(), "device": device}
         shape = {"longest": d.padded_mask.shape[1]} | {k: v for k, v in vars(args).items() if k != "out"}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(head | {"args": shape, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"machine": machine(), "args": shape, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,55 @@
 """Write the tables of docs/benchmarks.md and the chart docs/img/benchmarks.png from benchmarks/results.
 
-Run `python docs/make_benchmarks.py` after measuring; a test fails if the page is out of date.
+Run `python docs/make_benchmarks.py` after measuring; a test fails if the page is out of date. A file of results names
+its commit. Where code that it measured (`MEASURES`) has changed since, its rows say so.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 PAGE = DOCS / "benchmarks.md"
-RESULTS = DOCS.parent / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 SMOLLM = "trl_cpu_SmolLM2-135M-Instruct"
-TRL = {  # file: its setting; those with † were measured with layers that are gone
+STEP = tuple(
+    f"rlkit/{name}"
+    for name in (
+        *("loops/updates.py", "losses/policy.py", "packing.py", "model/forward.py", "model/heads.py", "model/optim.py"),
+        *("parallel/attention.py", "parallel/forest.py", "kernels/linear_logp"),
+    )
+)
+SAMPLED = ("rlkit/loops/rl.py", "rlkit/loops/grpo.py", "rlkit/rollout/rollout.py", "rlkit/rollout/engines/local")
+MEASURES = {  # the beginning of a file's name: the code that it measures, files and folders
+    "trl_cpu": (*STEP, *SAMPLED),
+    "training_step_cpu": STEP,
+    "generation_cpu": ("rlkit/rollout/engines/local",),
+    "advantages_cpu": ("rlkit/advantages", "rlkit/kernels/linear_scan", "rlkit/segments.py"),
+    "linear_logp_cpu": ("rlkit/kernels/linear_logp",),
+    "linear_scan_cpu": ("rlkit/kernels/linear_scan",),
+    "packing_cpu": ("rlkit/balancing.py", *STEP[2:]),
+    "rewards": ("rlkit/rewards/code.py", "rlkit/rewards/math.py", "rlkit/rewards/sandbox"),
+    "async_loop_cpu": (*STEP, *SAMPLED, "rlkit/rollout/stream.py", "rlkit/rollout/engines/process.py"),
+    "fsdp_overhead_cpu": ("rlkit/model/parallelize.py", "rlkit/parallel", *STEP[3:]),
+    "contention_cpu": (*STEP, *SAMPLED, "rlkit/run/cores.py"),
+    "sglang_client_cpu": tuple(f"rlkit/rollout/engines/{name}" for name in ("http.py", "servers", "sglang")),
+}
+TRL = {  # file: its setting
     f"{SMOLLM}_4x8x32": "SmolLM2-135M, fp32: 4 prompts of about 45 tokens, 8 answers of 32",
     f"{SMOLLM}_4x8x128": "the same, answers of at most 128 tokens",
     f"{SMOLLM}_2x8x32_prefix": "SmolLM2-135M, fp32: 2 prompts of 311 tokens, 8 answers of 32",
     f"{SMOLLM}_4x8x32_defaults": "the first with TRL's defaults, bf16 and checkpointing, against `--dtype bf16`",
-    "trl_cpu": "1 M parameters, fp32, prompts of 14 tokens †",
-    "trl_cpu_defaults": "the same with TRL's defaults against `--dtype bf16` †",
-    "trl_cpu_prefix": "1 M parameters, fp32, prompts of 270 tokens †",
+    "trl_cpu": "1 M parameters, fp32, prompts of 14 tokens",
+    "trl_cpu_defaults": "the same with TRL's defaults against `--dtype bf16`",
+    "trl_cpu_prefix": "1 M parameters, fp32, prompts of 270 tokens",
 }
 CHART = (
     "4 prompts of 45 tokens, 8 answers of 32",
@@ -41,10 +68,54 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def there(names: Iterable[str]) -> list[str]:
+    """Those of which there are results."""
+    return [name for name in names if (RESULTS / f"{name}.json").exists()]
+
+
 def source(name: str) -> str:
-    """The last cell of a row: the file, and the processor that it names."""
-    cpu = load(name).get("machine", {}).get("cpu", "").replace("(R)", "").removesuffix(" Processor")
-    return f"[json](../benchmarks/results/{name}.json)" + f", {cpu}" * bool(cpu)
+    """The last cell of a row: the file, its processor and commit, and whether what it measures has changed since."""
+    about = load(name)["machine"]
+    cpu = about["cpu"].replace("(R)", "").removesuffix(" Processor")
+    stale = ", **changed since**" if changed(name) else ""
+    return f"[json](../benchmarks/results/{name}.json), {cpu}, {about['commit']}{stale}"
+
+
+@cache
+def changed(name: str) -> tuple[str, ...]:
+    """The measured files whose code is not that of the commit which the results name.
+
+    Errors: LookupError where the repository lacks the commit (a shallow clone).
+    """
+    commit = load(name)["machine"]["commit"].removesuffix("-dirty")
+    paths = next(paths for key, paths in MEASURES.items() if name.startswith(key))
+    lines = git("diff", "--no-renames", "--name-status", commit, "--", *paths).splitlines()
+    return tuple(
+        path
+        for status, path in (line.split("\t") for line in lines)
+        if path.endswith(".py")
+        and not path.endswith("/triton.py")  # no CPU runs it
+        and (status != "M" or code(git("show", f"{commit}:{path}")) != code((ROOT / path).read_text()))
+    )
+
+
+@cache
+def git(*command: str) -> str:
+    """What git prints; LookupError where it fails."""
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LookupError(done.stderr.strip())
+    return done.stdout
+
+
+@cache
+def code(text: str) -> str:
+    """A file without comments and docstrings, on which no figure depends."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return ast.dump(tree)
 
 
 def number(x: float) -> str:
@@ -62,7 +133,8 @@ def trl() -> list[list[str]]:
     """The figures that matter of each comparison with TRL."""
     head = ["setting", "step: TRL, s", "rlkit, s", "faster", "first update earlier", "peak memory, of TRL's"]
     rows = [[*head, "to the same reward, faster", "file"]]
-    for name, setting in TRL.items():
+    for name in there(TRL):
+        setting = TRL[name]
         found = {row["figure"].strip(): row for row in load(name)["table"]}
         step, first, peak = (found[figure] for figure in ("step, s", "first update, s", "peak RSS, MB"))
         goal = next((times(*row["better by"]) for key, row in found.items() if re.match(r"to reward .*, s$", key)), "")
@@ -70,29 +142,29 @@ def trl() -> list[list[str]]:
         seconds = [number(step[side][0]) for side in ("trl", "rlkit")]
         better = [times(*row["better by"]) for row in (step, first)]
         rows.append([setting, *seconds, *better, share, goal, source(name)])
-    return rows
+    reached = any(goal for *_, goal, _ in rows[1:])
+    return rows if reached else [[*row[:-2], row[-1]] for row in rows]
 
 
 def training() -> list[list[str]]:
-    """The packed step, and the step over the layers that are gone, against the padded one."""
-    rows = [["parameters", "prompt", "dtype", "padded, s", "packed, s", "faster", "own layers, faster †", "file"]]
+    """The packed step against the padded one."""
+    rows = [["parameters", "prompt", "dtype", "padded, s", "packed, s", "faster", "file"]]
     for row in load("training_step_cpu")["rows"]:
         seconds = [number(row[side]["seconds"]) for side in ("padded", "packed")]
-        faster = [times(*row[side]["ratio"]) for side in ("packed", "dense")]
         what = [MODELS[row["model"]], str(row["prompt"]), row["dtype"]]
-        rows.append([*what, *seconds, *faster, source("training_step_cpu")])
+        rows.append([*what, *seconds, times(*row["packed"]["ratio"]), source("training_step_cpu")])
     return rows
 
 
 def generation() -> list[list[str]]:
     """Tokens per second of each pair of sides."""
     rows = [["parameters", "prompt", "lengths", "sides", "tokens/s", "faster", "file"]]
-    for name, mark in (("generation_cpu_smollm", ""), ("generation_cpu", " †")):
+    for name in there(("generation_cpu_smollm", "generation_cpu")):
         for row in load(name)["rows"]:
             what = [MODELS[row["model"]], str(row["prompt_tokens"]), row["lengths"]]
             for sides, pair in row["pairs"].items():
                 rates = " / ".join(f"{rate:,}" for rate in pair["tokens_per_s"])
-                faster = times(pair["ratio"], pair["low"], pair["high"]) + mark
+                faster = times(pair["ratio"], pair["low"], pair["high"])
                 rows.append([*what, sides, rates, faster, source(name)])
     return rows
 
@@ -162,7 +234,7 @@ def page(text: str) -> str:
 
 
 def bars() -> list[tuple[str, float, float, float]]:
-    """The chart's rows: what, and how many times as fast, with its range. Only of code that is here."""
+    """The chart's rows: what, and how many times as fast, with its range."""
     rows = []
     for name, text in zip(list(TRL)[:4], CHART):
         step = next(row for row in load(name)["table"] if row["figure"] == "step, s")
