@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="expected.json to write")
     parser.add_argument("runs", type=Path, nargs="+", help="run folders, one for each seed")
     args = parser.parse_args()
-    target, found = args.target, [result(run) for run in args.runs]
+    try:
+        target, found = args.target, [result(run) for run in args.runs]
+    except OSError as error:
+        raise SystemExit(f"error: {error}") from None
     ranges = {key: sorted(r[key] for r in found) for key in ("sampled_after", "greedy_after", "kl_after", "minutes")}
     about = {"runs": found, "range": {key: [values[0], values[-1]] for key, values in ranges.items()}}
     target.write_text(json.dumps(about, indent=1) + "\n")

@@ -22,7 +22,10 @@ def main() -> None:
     run, pairs, best = args.run, args.pairs, args.best
     asked = [json.loads(line)["prompt"] for line in (HERE / "train.jsonl").read_text().splitlines()]
     samples = defaultdict(list)
-    for line in (run / "trajectories" / "eval_sampled_000000.jsonl").read_text().splitlines():
+    path = run / "trajectories" / "eval_sampled_000000.jsonl"
+    if not path.exists():
+        raise SystemExit(f"error: {path} is missing: see --help for the command that writes it")
+    for line in path.read_text().splitlines():
         sample = json.loads(line)
         text = sample["completion"].removesuffix("<|im_end|>")
         samples[sample["group"]].append((sample["reward"], text, asked[sample["group"]]))

@@ -99,7 +99,7 @@ MODULES = {  # no command line
     "examples/quickstart.ipynb", "examples/sorting_reward.py", "recipes/calculator/tool.py", "recipes/sums/reward.py",
     "recipes/word_count/reward.py",
 }  # fmt: skip
-LACKING = {  # what it needs of this machine: its flags, the variable that would name it, and the error
+LACKING = {  # without what it needs: its flags, and the error
     "benchmarks/generation.py": ("--models nano --sides engine vllm", "vllm is not installed here"),
     "benchmarks/peers/compare_trl.py": ("--trl-python /no/python", "--trl-python /no/python: No such file"),
     "benchmarks/peers/sglang_bench_client.py": ("", "sglang is not installed here"),
@@ -109,8 +109,13 @@ LACKING = {  # what it needs of this machine: its flags, the variable that would
     "benchmarks/sync_nodes.py": ("--model OUT --url http://127.0.0.1:9", "no SGLang server answers"),
     "examples/http_agent.py": ("1+1", "OPENAI_BASE_URL is not set"),
     "examples/in_verl.py": ("", "verl is not installed here"),
+    "recipes/expected.py": ("OUT/expected.json OUT/no", "No such file or directory"),
     "recipes/letter_counting/make_data.py": ("", "reasoning-gym is not installed here"),
     "recipes/sums/make_data.py": ("", "reasoning-gym is not installed here"),
+    "recipes/word_count/make_pairs.py": (
+        "OUT/run OUT/a OUT/b",
+        "is missing: see --help for the command",
+    ),
 }
 OWN_TESTS = {f"recipes/{name}/make_data.py" for name in DATA} | {
     "recipes/expected.py", "recipes/sums/reward.py", "recipes/word_count/make_pairs.py", "recipes/word_count/reward.py",
