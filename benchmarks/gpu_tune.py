@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 420
     PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 270 --groups statistics backward fused
-    TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_tune.py --rehearse --out /tmp/x   # without a device
+    PYTHONPATH=. python benchmarks/gpu_tune.py --rehearse --out /tmp/x   # without a device, in Triton's interpreter
 
 Each group of constants has workloads; a configuration's score is its time over that of the shipped constants,
 averaged over them (below 1 is better). The time that is left is shared equally by the groups that are left. A
@@ -20,11 +20,15 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and "--rehearse" in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 import torch
 from _gpu import CUDA, DEVICE, lost, machine, median_ms, reason, save
@@ -165,7 +169,7 @@ def main() -> None:
     if not CUDA and not args.rehearse:
         parser.error("no CUDA device; see --rehearse above")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("--rehearse runs the kernels in Triton's interpreter: set TRITON_INTERPRET=1")
+        parser.error("without a device the kernels run in Triton's interpreter only: set TRITON_INTERPRET=1")
     best, ran, end = [], 0, time.monotonic() + args.seconds
     for i, name in enumerate(args.groups):
         choices, make = groups()[name]
