@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _cli import NoFlags, run_script
 
 from rlkit.model.memory import Shape
 
@@ -97,4 +96,6 @@ def check(_: Any = None) -> None:
 
 
 if __name__ == "__main__":
+    from _cli import NoFlags, run_script  # a test reads this file without its folder
+
     run_script(check, NoFlags, __doc__)
