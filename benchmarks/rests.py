@@ -51,7 +51,7 @@ def make_data(folder: Path, task: str) -> None:
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in kept))
 
 
-def warm(folder: Path) -> Path:
+def warm(folder: Path, steps: int) -> Path:
     """The model after SFT on the demo's teacher."""
     if (folder / "sft" / "model" / "config.json").exists():
         return folder / "sft" / "model"
@@ -61,13 +61,13 @@ def warm(folder: Path) -> Path:
     return sft.main(
         sft.Args(
             model=Model(str(folder / "random")), data=Data(str(folder / "sft.jsonl")), examples=Examples(batch_size=64),
-            schedule=Schedule(folder / "sft", steps=300, print_steps=100),
+            schedule=Schedule(folder / "sft", steps=steps, print_steps=100),
             optim=Optim(lr=1e-3, lr_schedule="linear", warmup_steps=20),
         )
     )  # fmt: skip
 
 
-def train(folder: Path, model: Path, arm: str, seed: int, steps: int) -> list[dict[str, float]]:
+def train(folder: Path, model: Path, arm: str, seed: int, steps: int, held_out: int) -> list[dict[str, float]]:
     """The metrics of one run; an earlier one of this name is read."""
     output, how = folder / f"{arm.replace(', ', '_')}_{seed}", dict(ARMS[arm])
     longest = 24 if folder.name == "beyond" else 16
@@ -77,7 +77,7 @@ def train(folder: Path, model: Path, arm: str, seed: int, steps: int) -> list[di
         grpo.main(
             grpo.Args(
                 model=Model(str(model)), data=Data(str(folder / "train.jsonl"), eval_data=str(folder / "eval.jsonl")),
-                episodes=Episodes(reward=reward, max_prompt_tokens=64), evaluation=Evaluation(eval_limit=256),
+                episodes=Episodes(reward=reward, max_prompt_tokens=64), evaluation=Evaluation(eval_limit=held_out),
                 rollouts=Rollouts(prompts_per_step=PER_STEP, minibatches=2, max_new_tokens=longest, **how), loss=loss,
                 schedule=Schedule(output, steps=steps, eval_steps=20, print_steps=50, seed=seed),
                 optim=Optim(lr=1.5e-4, lr_schedule="linear"), engine=Engines(max_batch=128),
@@ -92,16 +92,21 @@ def main() -> None:
     parser.add_argument("--task", choices=("demo", "hard", "beyond"), default="demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=[*ARMS], help="which; those of a range need a trained model"
+    )
+    parser.add_argument("--sft-steps", type=int, default=300, help="of the model that all start from")
+    parser.add_argument("--eval-limit", type=int, default=256, help="held-out prompts")
     args = parser.parse_args()
     folder = args.output / args.task
     make_data(folder, args.task)
-    model = warm(folder)
+    model = warm(folder, args.sft_steps)
     for seed in args.seeds:
-        for arm in ARMS:
-            found = summary(train(folder, model, arm, seed, args.steps))
+        for arm in args.arms:
+            found = summary(train(folder, model, arm, seed, args.steps, args.eval_limit))
             print(json.dumps({"arm": arm, "seed": seed} | found), flush=True)
-    for arm in ARMS:
-        runs = [summary(train(folder, model, arm, seed, args.steps)) for seed in args.seeds]
+    for arm in args.arms:
+        runs = [summary(train(folder, model, arm, seed, args.steps, args.eval_limit)) for seed in args.seeds]
         cells = []
         for name in runs[0]:
             values = [run[name] for run in runs]
