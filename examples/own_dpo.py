@@ -7,6 +7,8 @@ log-ratios takes the place of `dpo` (docs/preference.md). Prints the loss, which
 whose chosen response has the larger log-ratio.
 """
 
+import argparse
+
 from rlkit import Policy, adamw, microbatches, optimizer_step, pack, pair_trajectories, with_ref_logp
 from rlkit.data.examples import preference_pairs
 from rlkit.data.order import batches
@@ -39,4 +41,6 @@ def main(steps: int = 30, batch_size: int = 8) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    main(parser.parse_args().steps)

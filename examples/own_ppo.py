@@ -7,6 +7,8 @@ policy is any model of `AutoModelForCausalLM`, the critic another one with a lin
 `gae` alone needs packed streams, and `from_padded` and `to_padded` convert both ways.
 """
 
+import argparse
+
 import torch
 from torch import Tensor
 
@@ -69,4 +71,6 @@ def main(steps: int = 25, batch_size: int = 64, length: int = 8, epochs: int = 2
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=25)
+    main(parser.parse_args().steps)

@@ -32,6 +32,8 @@ RUNS = {  # its smallest run, with OUT for a folder of the test, and what it pri
     "benchmarks/rewards.py": ("--num 1 --repeats 1 --out OUT/x.json", "ten_asserts"),
     "benchmarks/rollout_host.py": ("--prompts 2 --group-size 2 --tokens 8", '{"tokens": 32, '),
     "examples/in_transformers.py": ("--steps 1 --output OUT", "'train_loss'"),
+    "examples/own_dpo.py": ("--steps 1", "accuracy"),
+    "examples/own_ppo.py": ("--steps 1", "reward"),
     "examples/tic_tac_toe.py": (
         "--sft-steps 2 --eval-games 2 --steps 1 --prompts-per-step 2 --output OUT", "of a perfect player to imitate",
     ),
