@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit.data.markup import apply_template, encode, encode_after_text, markup_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -67,6 +69,8 @@ def render_text(
     """`render` before tokenisation.
 
     The arguments of tool calls are objects for most templates. A template that joins them to text gets their JSON text.
+    The text of a message that is not the assistant's is plain: a zero-width space splits each control token in it (see
+    `rlkit.data.markup`), so that a document cannot close its turn and open another.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -75,18 +79,25 @@ def render_text(
             "apply_chat_template=False (scripts: --no-chat-template)"
         )
     check_arguments(template_args, "`template_args`")
-    apply: Any = tokenizer.apply_chat_template
-    options = {"tools": None if tools is None else list(tools), "add_generation_prompt": add_generation_prompt}
-    options |= {"tokenize": False, **(template_args or {})}
+    options: dict[str, Any] = {"opened": add_generation_prompt, "tools": tools, "template_args": template_args}
+    messages = [_plain(message, markup_of(tokenizer).plain) for message in messages]
     arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
     try:
-        text: str = apply([dict(message) for message in messages], **options)
+        text = apply_template(tokenizer, messages, **options)
         if not any(written in text for written in arguments if written != "{}"):
             return text
     except Exception:
         if not arguments:
             raise
-    return apply([_with_texts(message) for message in messages], **options)
+    return apply_template(tokenizer, [_with_texts(message) for message in messages], **options)
+
+
+def _plain(message: Message, plain: Callable[[str], str]) -> Message:
+    """The message, without control tokens where it is not the assistant's."""
+    content = message.get("content")
+    if message.get("role") == "assistant" or not isinstance(content, str):
+        return message
+    return {**message, "content": plain(content)}
 
 
 def opened_text(
@@ -150,28 +161,21 @@ def _with_texts(message: Message) -> dict[str, Any]:
     return new
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text: no special token is added, and special tokens written in the text are recognised."""
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
 def encode_all(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, ready_made: bool = False
 ) -> list[list[int]]:
-    """Token ids of many texts: one tokenizer call per thousand, which a fast tokenizer spreads over its threads."""
+    """Token ids of many texts: one tokenizer call per thousand, which a fast tokenizer spreads over its threads.
+
+    Texts that are `ready_made` (no chat template has written them) begin with the tokenizer's bos, once.
+    """
     call: Any = tokenizer
+    begun = markup_of(tokenizer).begun if ready_made else list
+    texts = [markup_of(tokenizer).ready(text) for text in texts] if ready_made else texts
     found: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
-        found += call(list(texts[start : start + _CHUNK]), add_special_tokens=add_special_tokens)["input_ids"]
+        found += map(begun, call(list(texts[start : start + _CHUNK]), add_special_tokens=False)["input_ids"])
         _progress.info("tokenizing: %d of %d texts", len(found), len(texts))
     return found
-
-
-def encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that follows other text: no start-of-text mark is added."""
-    head = encode(tokenizer, "x")
-    both = encode(tokenizer, "x" + text)
-    return both[len(head) :] if both[: len(head)] == head else encode(tokenizer, text)
 
 
 def turn_tokens(
@@ -230,6 +234,9 @@ def turn_tokens(
         return None
     ids = encode_after_text(tokenizer, rewrite(tail) if rewrite else tail)
     most = min(len(encode_after_text(tokenizer, closing)), len(sampled_ids))
+    markup = markup_of(tokenizer)
+    if markup.written_end is None and [*sampled_ids[-1:]] == ids[:1] and ids[0] in markup.ends:
+        most = max(most, 1)  # the role of the next message ends the turn
     already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == ids[:k])
     return ids[next(already, 0) :]
 
@@ -237,17 +244,10 @@ def turn_tokens(
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that ends an assistant's turn: the first special token that the template writes after its content.
 
-    `eos_token_id` (possibly None) without a chat template, or where the template writes no special token there.
+    Where it writes none, and without a chat template, the token of `eos_token_id` (of the tokenizer, or of the
+    generation config beside it) that begins the next message, else the first of them; None where there is none.
     """
-    if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        closing = render_text(tokenizer, messages, add_generation_prompt=False).rpartition(_MARK)[2]
-        special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-        special.update(tokenizer.all_special_ids)
-        for token in encode_after_text(tokenizer, closing):
-            if token in special:
-                return token
-    return tokenizer.eos_token_id
+    return markup_of(tokenizer).end
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
@@ -255,14 +255,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 
         stop_token_ids(tokenizer, model.config, model.generation_config)
 
-    The union of the tokenizer's eos, the `eos_token_id` (an int or a list) of each config, the placeholders of a vision
-    model's images, and the chat template's end of turn. The union matters: base models are often published with an eos
-    that their template never writes, and a rollout without the template's token samples up to its length limit. Raises
-    ValueError if the union is empty.
+    The union of the tokenizer's eos, the `eos_token_id` (an int or a list) of each config and of the generation config
+    beside the tokenizer, the placeholders of a vision model's images, and the chat template's end of turn. The union
+    matters: base models are often published with an eos that their template never writes, and a rollout without the
+    template's token samples up to its length limit. Raises ValueError if the union is empty.
     """
     from rlkit.model.vision import placeholder_ids
 
-    ids = {end_of_turn_id(tokenizer), tokenizer.eos_token_id}
+    ids: set[Any] = {end_of_turn_id(tokenizer), *markup_of(tokenizer).ends}
     for config in configs:
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list | tuple) else [eos])

@@ -143,7 +143,7 @@ class Unused:
         self._rows = rows
         self._found: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}  # (file, kind) -> names
         self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
-        self._marked: dict[str, list[tuple[int, str]]] = {}  # file -> rows with markup of the template
+        self._marked: dict[tuple[str, bool], list[tuple[int, str]]] = {}  # (file, plain) -> rows with control tokens
 
     def add(
         self, index: int, row: Row, used: Iterable[str], asked: Sequence[str], answers: Sequence[str],
@@ -170,7 +170,7 @@ class Unused:
                 columns["column", name] = None
         for name in lost:
             if name[0] == "markup":
-                self._marked.setdefault(file, []).append((index, name[1]))
+                self._marked.setdefault((file, name[2]), []).append((index, name[1]))
             else:
                 self._found.setdefault((file, name[0]), {})[name] = None
         for message in _messages(row):
@@ -190,13 +190,14 @@ class Unused:
         self._spaced[file, name] = texts, num + 1
 
     def _report_markup(self) -> None:
-        for file, found in self._marked.items():
+        for (file, plain), found in self._marked.items():
             places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(found)][:5])
             source = f"{file}: " if isinstance(self._rows, Rows) and self._rows.source else ""
+            how = "; in messages that are not the assistant's it is read as text, no token" if plain else ""
             _log.warning(
                 "%s%d of the rows hold %s in their text, which the chat template writes itself (ready-made prompts and "
-                "responses are read with --no-chat-template): %s%s",
-                source, len(dict(found)), repr(found[0][1]), places, ", ..." * (len(dict(found)) > 5),
+                "responses are read with --no-chat-template)%s: %s%s",
+                source, len(dict(found)), repr(found[0][1]), how, places, ", ..." * (len(dict(found)) > 5),
             )  # fmt: skip
 
     def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, where: str) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlkit.data.chat import encode, encode_all, end_of_turn_id
+from rlkit.data.chat import encode_all
 from rlkit.data.images import ImageReader
+from rlkit.data.markup import encode, markup_of
 from rlkit.data.rows import (
     LABELLED,
     PAIR,
@@ -111,14 +112,17 @@ def sft_examples(
 
 def _note_split(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], tokens: Sequence[list[Any]]) -> None:
     """Log how many conversations become several examples, and why."""
-    for rewritten, why in (
-        (True, "the chat template rewrites past turns"),
-        (False, "the tokenizer merges the opening of a turn with its text"),
-    ):
-        split = []
-        for (i, of_row), examples in zip(turns, tokens, strict=True):
-            extends = all(b.whole.startswith(a.whole) for a, b in pairwise(of_row))
-            split.append((i, len(examples) if extends != rewritten else 1))
+    found: dict[str, list[tuple[int, int]]] = {
+        "the chat template rewrites past turns": [],
+        "the chat template writes no end of turn": [],
+        "the tokenizer merges the opening of a turn with its text": [],
+    }
+    for (i, of_row), examples in zip(turns, tokens, strict=True):
+        extends = all(b.whole.startswith(a.whole) for a, b in pairwise(of_row))
+        of_why = [not extends, extends and of_row[0].end is not None, extends and of_row[0].end is None]
+        for split, is_why in zip(found.values(), of_why, strict=True):
+            split.append((i, len(examples) if is_why else 1))
+    for why, split in found.items():
         num = sum(n for _, n in split if n > 1)
         why = f"become {num} examples, since {why}"
         drop(rows, split, lambda n: n > 1, what="conversations", why=why, keep=True)
@@ -305,10 +309,11 @@ def _split(example: Example) -> tuple[list[int], list[int]]:
 def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list[Example]]:
     """The examples of each row's turns."""
     tokenizer, plain = template.tokenizer, not template.apply
-    end = tokenizer.eos_token_id if plain else end_of_turn_id(tokenizer)
+    markup = markup_of(tokenizer)
+    end = next(iter(markup.eos), None) if plain else markup.end
     flat = [turn for of_row in turns for turn in of_row]
-    prompts = encode_all(tokenizer, [turn.prompt for turn in flat], add_special_tokens=plain)
-    wholes = encode_all(tokenizer, [turn.whole for turn in flat], add_special_tokens=plain)
+    prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
+    wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)
     masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, prompts, wholes, strict=True))
     return [_joined([*islice(masked, len(of_row))]) for of_row in turns]
 
@@ -317,33 +322,27 @@ def _masked(
     tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int], whole: list[int], *, end: int | None
 ) -> Example:
     """The turn with its own tokens trained and nothing else. `end`: the end-of-turn token."""
+    ended = turn.end if turn.end is not None else end if turn.literal else None
     if turn.blocks is not None:
         start = _num_shared(prompt, whole)
         mask = [bool(on) and t >= start for t, on in enumerate(turn.blocks)]
+        if ended is not None:
+            whole = whole[: max((t for t, on in enumerate(mask) if on), default=len(whole)) + 1]
+            mask = mask[: len(whole)]
     else:
         whole = _continued(tokenizer, turn, prompt, whole)
-        if turn.literal and end is not None and whole[-1:] != [end]:
-            whole = [*whole, end]
         mask = [t >= len(prompt) for t in range(len(whole))]
-    mask = _to_end_of_turn(whole, mask, end)
+    if ended is not None and whole[-1:] != [ended]:
+        whole, mask = [*whole, ended], [*mask, True]
+    mask = _to_end_of_turn(whole, mask, end if ended is None else ended)
     if not any(mask):
         raise ValueError(f"{turn.place}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
     return Example(whole, mask, turn.images)
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, turn: Turn, prompt: list[int], whole: list[int]) -> list[int]:
-    """`whole` such that it begins with the tokens of `prompt`."""
-    if whole[: len(prompt)] == prompt:
-        return whole
-    if turn.whole.startswith(turn.prompt):
-        return prompt + encode(tokenizer, turn.whole[len(turn.prompt) :])
-    shared = _num_shared(turn.prompt, turn.whole)
-    opened, written = turn.prompt[shared:][:60], turn.whole[shared:][:60]
-    raise ValueError(
-        f"{turn.place}: the chat template opens a turn with {opened!r} but writes the assistant's message as "
-        f"{written!r}, so that what is trained is not what would be sampled; give the conversation up to that turn as "
-        "'prompt' and the turn, reasoning included, as 'response' (taken literally), or change the chat template"
-    )
+    """`whole` such that it begins with the tokens of `prompt`, as its text does."""
+    return whole if whole[: len(prompt)] == prompt else prompt + encode(tokenizer, turn.whole[len(turn.prompt) :])
 
 
 def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -189,10 +189,14 @@ class ImageReader:
     def placed(self, text: str, images: Sequence[Image], place: str) -> str:
         """The text with the placeholders of an image for each `PLACE`: of the first ones, where it has fewer."""
         first, *rest = text.split(PLACE)
+        self.refuse_placeholders(text, place)
+        return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
+
+    def refuse_placeholders(self, text: str, place: str) -> None:
+        """ValueError for a text with placeholders of its own."""
         if own := [token for token in self._never if token in text]:
             what = f"{place}: the text holds {own[0]!r}, which stands for an image or a video"
             raise ValueError(f"{what}: drop it, or for an image of the row write {MARK}")
-        return "".join([first, *(self._text(image) + part for image, part in zip(images, rest))])
 
     def split_placeholders(self, text: str) -> str:
         """The text with a zero-width space in what would be read as a placeholder."""

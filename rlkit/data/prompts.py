@@ -70,8 +70,8 @@ def rl_prompts(
     `rlkit.compat.rows.read(rows, PROMPT)` makes such rows of those of other systems (docs/data.md). A string `prompt`
     is one user message. The chat template writes the conversation and the generation prompt. `system_prompt` is put
     before each conversation that has no system message of its own. With `apply_chat_template=False` (base models)
-    `prompt` is tokenised as it is, with the tokenizer's own special tokens such as a leading bos; of messages, the
-    contents are joined without a separator. A row's `tools` (JSON schemas) go to the template unless `tools` is given.
+    `prompt` is tokenised as it is, after the tokenizer's bos (which it may begin with); of messages, the contents are
+    joined without a separator. A row's `tools` (JSON schemas) go to the template unless `tools` is given.
 
     An assistant message that ends the conversation begins the answer: its text stands literally after the generation
     prompt, sampling goes on after it, and it is in `Prompt.begun`. It is the same in all rows, of which there are
@@ -97,7 +97,7 @@ def rl_prompts(
     left = drop(
         rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
     )
-    encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], add_special_tokens=not apply_chat_template)
+    encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], ready_made=not apply_chat_template)
     prompts = [
         (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)
     ]

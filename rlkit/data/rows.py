@@ -28,6 +28,7 @@ from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
+from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template, role_fix
 
@@ -59,10 +60,10 @@ _COLUMN_FIX = "check which columns hold the texts: one under another name is ren
 class Turn(NamedTuple):
     """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
 
-    A `literal` turn still lacks its end-of-turn token. `blocks` is the mask of the template's `{% generation %}`.
-    `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `begun`: the text with which a
-    prompt begins the answer. `untrained`: another assistant message of the row is context, though the row does not
-    exclude it from the loss. `unanswered`: messages follow the last one.
+    A `literal` turn still lacks its end-of-turn token, and any turn its `end`. `blocks` is the mask of the template's
+    `{% generation %}`. `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `begun`: the text
+    with which a prompt begins the answer. `untrained`: another assistant message of the row is context, though the row
+    does not exclude it from the loss. `unanswered`: messages follow the last one.
     """
 
     place: str
@@ -76,6 +77,7 @@ class Turn(NamedTuple):
     images: tuple[Image, ...] = ()
     begun: str = ""
     unanswered: bool = False
+    end: int | None = None
 
 
 class Form(NamedTuple):
@@ -142,6 +144,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     turns = []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
     unused, told = columns.Unused(rows), template.system_prompt
+    if template.apply:
+        markup_of(template.tokenizer).report()
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
@@ -656,11 +660,13 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
     for end in ends:
         if not columns.is_trained(messages[end], place):
             continue
-        prompt = template.text(messages[:end], place, opened=True)
-        whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
-        empty, untrained = _is_empty(messages[end]), messages[0]["role"] == "assistant"
-        more = {"untrained": untrained, "unanswered": ends[-1] + 1 < len(messages)}
-        turns.append(Turn(place, prompt, whole, empty=empty, literal=False, blocks=blocks, **more))
+        prompt, blocks = template.text(messages[:end], place, opened=True), template.blocks(messages[: end + 1])
+        if blocks is None:
+            template.refuse_reopened(messages, end, place)
+        whole, stop = template.ended(messages, end, place)
+        more: dict[str, Any] = {"empty": _is_empty(messages[end]), "untrained": messages[0]["role"] == "assistant"}
+        more["unanswered"] = ends[-1] + 1 < len(messages)
+        turns.append(Turn(place, prompt, whole, literal=False, blocks=blocks, end=stop, **more))
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
@@ -842,13 +848,9 @@ def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
     return _response(row, place, template, names=_LABELLED, label=columns.truth(row["label"]))
 
 
-def _text(row: Row, place: str, template: Template) -> list[Turn]:
-    """A text whose tokens all train. A bos that the tokenizer would add again is dropped."""
-    tokenizer, text = template.tokenizer, row["text"]
-    bos = tokenizer.bos_token
-    if bos and text.startswith(bos) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
-        text = text.removeprefix(bos)
-    return [Turn(place, "", text, empty=not text.strip())]
+def _text(row: Row, place: str, _template: Template) -> list[Turn]:
+    """A text whose tokens all train."""
+    return [Turn(place, "", row["text"], empty=not row["text"].strip())]
 
 
 _SFT, _PAIRS = "rlkit sft reads it", "rlkit dpo, kto and reward_model read it"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns
-from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, end_of_turn_id, render_text
+from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
+from rlkit.data.markup import markup_of
 from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ _OTHER_NAMES = {  # of these, for templates that do not name them
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
+_THINKS = ("enable_thinking", "thinking")  # arguments that turn reasoning off in the templates of 2026
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
 
@@ -50,7 +54,7 @@ class Template:
     of_run: bool = False
     """whether the tools are those of an RL run: its environment checks them, and a system prompt may list them"""
     seen: dict[Any, Any] = field(default_factory=dict, compare=False)
-    """in how many rows a key or argument changed no text, -1 where it changed that of one row; and `_markup`"""
+    """in how many rows a key or argument changed no text, -1 where it changed that of one row"""
     images: ImageReader | None = None
     continue_answer: bool = False
     """whether an assistant message that ends the prompt begins the answer, in any row"""
@@ -131,7 +135,11 @@ class Template:
         """
         for number, message in enumerate(messages):
             _check_calls(message, place)
-            self.refuse_markup(str(message.get("content") or ""), f"{place}: the text of the {message['role']}")
+            what = f"{place}: the text of the {message['role']}"
+            text = str(message.get("content") or "")
+            self.refuse_markup(text, what, plain=message["role"] != "assistant")
+            if self.images is not None:
+                self.images.refuse_placeholders(text, place)
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     raise ValueError(
@@ -151,41 +159,70 @@ class Template:
             )
         self._find_lost(messages, place)
 
-    def refuse_markup(self, text: str, what: str) -> None:
+    def refuse_markup(self, text: str, what: str, *, plain: bool = False) -> None:
         """ValueError for a text that begins with markup that the template writes; elsewhere it goes into `lost`.
 
-        A response may end with the end of its turn.
+        A response may end with the end of its turn. `plain`: the text is another's than the policy's, so that control
+        tokens are read as text in it.
         """
-        pattern, end = self._markup()
-        found = pattern.search(text) if pattern else None
-        if not found or (found[0] == end and found.end() == len(text)):
-            return
-        if not text[: found.start()].strip():
+        markup = markup_of(self.tokenizer)
+        found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
+        end = "" if markup.end is None else markup.tokenizer.decode([markup.end])
+        if found is not None and not (found == end and text.strip() == end):
             raise ValueError(
-                f"{what} begins with {found[0]!r}, which the chat template writes itself; ready-made prompts and "
+                f"{what} begins with {found!r}, which the chat template writes itself; ready-made prompts and "
                 "responses are strings for --no-chat-template"
             )
-        self.lost["markup", found[0]] = None
+        if plain:
+            inside = markup.control.search(text) if markup.control else None
+            found = inside[0] if inside else None
+        else:
+            said = text.removesuffix(end) if end else text
+            found = next((token for token in markup.written if token in said), None)
+        if found is not None:
+            self.lost["markup", found, plain] = None
 
-    def _markup(self) -> tuple[re.Pattern[str] | None, str]:
-        """The special tokens, and words like [INST], around two messages of text; and the end of the turn."""
-        if "markup" not in self.seen:
-            tokenizer: Any = self.tokenizer
-            asked = [{"role": "user", "content": "x"}]
-            try:
-                text = self.text(asked, "", opened=True)
-                text += self.text([*asked, {"role": "assistant", "content": "x"}], "", opened=False)
-            except ValueError:
-                text = ""
-            special = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
-            marks = {token for token in special if token and token in text} | {*re.findall(r"\[/?[A-Z_]{2,}\]", text)}
-            longest = sorted(marks, key=len, reverse=True)
-            end = end_of_turn_id(tokenizer) if text else None
-            self.seen["markup"] = (
-                re.compile("|".join(map(re.escape, longest))) if marks else None,
-                "" if end is None else tokenizer.decode([end]),
-            )
-        return self.seen["markup"]
+    def ended(self, messages: Sequence[Message], number: int, place: str) -> tuple[str, int | None]:
+        """The conversation up to the assistant's message `number`, and the token that ends it where the template writes
+        no end: that one takes the place of what it writes after a message."""
+        whole, markup = self.text(messages[: number + 1], place, opened=False), markup_of(self.tokenizer)
+        if markup.written_end is not None:
+            return whole, None
+        role = "tool" if messages[number].get("tool_calls") else "user"
+        after = messages[number + 1 : number + 2] or [{"role": role, "content": "x", "name": "x"}]
+        try:
+            both = self.text([*messages[: number + 1], *after], place, opened=False)
+        except ValueError:  # a template that refuses what follows
+            both = ""
+        rest = both.removeprefix(whole) if both.startswith(whole) else ""
+        return whole.removesuffix(markup.closing), markup.end_before(rest)
+
+    def refuse_reopened(self, messages: Sequence[Message], number: int, place: str) -> None:
+        """ValueError where the text of the assistant's message `number` does not go on from the generation prompt."""
+
+        def texts(template: Template) -> tuple[str, str]:
+            prompt = template.text(messages[:number], place, opened=True)
+            return prompt, template.text(messages[: number + 1], place, opened=False)
+
+        prompt, whole = texts(self)
+        if whole.startswith(prompt):
+            return
+        shared = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), min(len(prompt), len(whole)))
+        fix = (
+            "give the conversation up to that turn as 'prompt' and the turn, reasoning included, as 'response' (taken "
+            "literally), or change the chat template"
+        )
+        for name in (name for name in _THINKS if re.search(rf"\b{name}\b", self.source)):
+            args = {**(self.args or {}), name: False}
+            with suppress(ValueError):
+                prompt_without, whole_without = texts(replace(self, args=args))
+                if whole_without.startswith(prompt_without):
+                    fix = f"where the answers have no reasoning, --template-args '{json.dumps(args)}'; else {fix}"
+                    break
+        raise ValueError(
+            f"{place}: the chat template opens a turn with {prompt[shared:][:60]!r} but writes the assistant's message "
+            f"as {whole[shared:][:60]!r}, so that what is trained is not what would be sampled: {fix}"
+        )
 
     def _changes(self, before: Sequence[Message], message: Message, key: str, place: str) -> bool:
         """Whether the text of a conversation has `message[key]`; True where the marked one is refused.

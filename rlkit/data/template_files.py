@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.chat import encode, encode_after_text, end_of_turn_id, render_text
+from rlkit.data.chat import render_text
+from rlkit.data.markup import markup_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,6 @@ ChatTemplate = str | dict[str, str]  # Jinja, or several by name ("default", "to
 KEPT = "chat_template.json"  # of a run folder
 _IN_FOLDER = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not markup in any template
-_log = logging.getLogger("rlkit.data")
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
@@ -27,8 +26,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
         set_template(tokenizer, "chatml.jinja")                # a Jinja file, see `read_template` for others
         tokenizer.save_pretrained("out")                       # has the template, as every export of rlkit
 
-    Logs a warning where no special token ends the assistant's turn, so that only `eos_token` ends a sample, and where
-    the template leaves out the bos token that the tokenizer puts before every text.
+    Logs a warning where no special token ends the assistant's turn, and where the template leaves out the bos token
+    that the tokenizer puts before every text (`Markup.report`).
 
     Errors: those of `read_template`; ValueError, with the file and its line where Jinja tells it, for a template that
     does not parse or fails, leaves out what the user or the assistant says, or writes something before an answer that
@@ -120,26 +119,14 @@ def _check(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     for text, what, who in ((opened, _ASKED, "user"), (answered, _SAID, "assistant")):
         if what not in text:
             raise ValueError(f"{file}: the chat template does not write the content of the {who}'s message: {text!r}")
-    opener, _, closing = answered.rpartition(_SAID)
+    opener = answered.rpartition(_SAID)[0]
     if asked == opened and opener.strip() != opened.strip():
         written = opener.removeprefix(opened) if opener.startswith(opened) else opener[-80:]
         raise ValueError(
             f"{file}: the chat template has no generation prompt: it writes {written!r} before an answer, and nothing "
             "with add_generation_prompt; end it with {% if add_generation_prompt %}...{% endif %}"
         )
-    end, eos = end_of_turn_id(tokenizer), tokenizer.eos_token
-    if end is None or end not in encode_after_text(tokenizer, closing):
-        _log.warning(
-            "%s: no special token of this tokenizer ends an answer (%r is written there), so that messages train no "
-            "stop, and only eos_token %r ends a sample; write {{ eos_token }} there",
-            file, closing, eos,
-        )  # fmt: skip
-    bos = tokenizer.bos_token_id
-    if bos is not None and tokenizer.encode("")[:1] == [bos] and encode(tokenizer, opened)[:1] != [bos]:
-        _log.warning(
-            "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
-            file, tokenizer.bos_token,
-        )  # fmt: skip
+    markup_of(tokenizer).report(str(file))
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Any], file: Path, *, opened: bool) -> str:

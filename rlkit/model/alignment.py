@@ -31,7 +31,7 @@ def aligned(batch: Batch, ours: Any, theirs: Any) -> tuple[Batch, Int[Tensor, "T
             ids = ids[:-1]
         text = ours.decode(ids)
         other = theirs.encode(text, add_special_tokens=False)
-        head = theirs.encode(ours.decode(prompt)) or [theirs.eos_token_id]
+        head = _begun(theirs, ours.decode(prompt)) or [theirs.eos_token_id]
         num = len(other)
         samples.append(Trajectory(head, other, [True] * num, [0.0] * num, [0] * num, truncated=True))
         row_at = {place: row for row, place in enumerate([*_starts(theirs, other), len(text)]) if place >= 0}
@@ -42,6 +42,13 @@ def aligned(batch: Batch, ours: Any, theirs: Any) -> tuple[Batch, Int[Tensor, "T
         for t, row in pairs:
             rows[t] = start + row
     return packed, rows
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text with the tokenizer's bos before them, once: the text may begin with it."""
+    bare, whole = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text)
+    num = next((k for k in range(len(whole)) if whole[k : k + len(bare)] == bare), 0)
+    return [*(bare if bare[:num] == whole[:num] else whole[:num] + bare)]
 
 
 def _starts(tokenizer: Any, ids: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,15 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     ValueError for one that needs code of its own, or that is damaged.
     """
     from transformers import AutoTokenizer
+    from transformers.utils.hub import cached_file
 
     if not (is_adapter(path) and has_tokenizer(path)):
         check_model_path(path)
         path = base_of(path)
     with explained(path, "tokenizer"):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
+        with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
+            cached_file(str(path), "generation_config.json")
     if len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False):
         what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
         raise ValueError(f"model {str(path)!r} has {what}")

@@ -118,7 +118,7 @@ def test_a_turn_without_a_stop_token_and_a_lost_bos_are_named(tmp_path, caplog):
     (tmp_path / "a.jinja").write_text(TEMPLATE.replace("<|im_end|>", "<|eot|>"))
     set_template(base(), tmp_path / "a.jinja")
     assert "no special token of this tokenizer ends an answer ('<|eot|>' is written there)" in caplog.text
-    assert "only eos_token '<|endoftext|>' ends a sample" in caplog.text
+    assert "'<|endoftext|>' ends it, in training and in sampling" in caplog.text
     caplog.clear()
     (tmp_path / "b.jinja").write_text(TEMPLATE)
     for text, said in ((TEMPLATE, True), ("{{ bos_token }}" + TEMPLATE, False)):

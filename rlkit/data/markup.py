@@ -1,0 +1,266 @@
+"""What the tokenizer and the chat template of a run write around texts, read once for all roads.
+
+    markup = markup_of(tokenizer)
+    markup.bos                     the tokens that begin every text, so that none has them twice
+    markup.end, markup.ends        the token that ends an assistant's turn, and all that end a sample
+    markup.text_of(ids, context)   a sampled turn as rewards, environments and messages have it
+    markup.plain(text)             a text of others, in which no control token is left
+
+The facts come from three renderings of placeholders, and from the `eos_token_id` of the folder that the tokenizer is
+from (generation_config.json, else config.json).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger("rlkit.data")
+_ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not markup in any template
+_TAIL = 48  # tokens at the end of a context, in which what it has opened is looked for
+_REASONS = r"[\w:|.-]*(?:think|thought|reason)[\w:|.-]*"
+_OPENED = re.compile(rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]\s*\Z", re.IGNORECASE)
+_REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
+_WORDS = re.compile(r"<?[\[<]/?[A-Z_]{2,}[\]>]>?")  # [INST], <<SYS>>: markup that is no token
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def markup_of(tokenizer: Any) -> Markup:
+    """The markup of a tokenizer with the chat template that it has now."""
+    known = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token", "bos_token", "name_or_path")]
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    return _markup_of(tokenizer, repr(known), size)
+
+
+@lru_cache(maxsize=16)
+def _markup_of(tokenizer: Any, _known: str, _size: int) -> Markup:
+    return Markup(tokenizer)
+
+
+@dataclass(frozen=True, eq=False)
+class Markup:
+    """The facts of one tokenizer and chat template; each is computed when it is first asked for."""
+
+    tokenizer: Any
+    told: set[str] = field(default_factory=set, repr=False)
+    """what `report` has said"""
+
+    @cached_property
+    def bos(self) -> list[int]:
+        """The tokens that the tokenizer puts before every text."""
+        bare, whole = encode(self.tokenizer, "x"), self.tokenizer.encode("x")
+        at = next((k for k in range(len(whole)) if whole[k : k + len(bare)] == bare), 0)
+        return [*whole[:at]]
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The tokens of a ready-made text with `bos` before them once, whether or not the text begins with it."""
+        num = len(self.bos)
+        while num and ids[:num] == self.bos:
+            ids = ids[num:]
+        return self.bos + ids
+
+    def ready(self, text: str) -> str:
+        """A ready-made text without blanks before its own `bos`."""
+        bare = text.lstrip()
+        return bare if self.bos and bare.startswith(self.tokenizer.decode(self.bos)) else text
+
+    @cached_property
+    def _renders(self) -> tuple[str, str, str]:
+        """The texts of a question with the generation prompt, of question and answer, and of a question after them."""
+        asked = [{"role": "user", "content": _ASKED}]
+        said = [*asked, {"role": "assistant", "content": _SAID}]
+        first = apply_template(self.tokenizer, asked, opened=True), apply_template(self.tokenizer, said, opened=False)
+        try:
+            return *first, apply_template(self.tokenizer, [*said, *asked], opened=True)
+        except Exception:  # any of the template: it takes one question only
+            return *first, ""
+
+    @cached_property
+    def closing(self) -> str:
+        """What the template writes after an answer; "" without a chat template."""
+        return self._renders[1].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
+
+    @cached_property
+    def written_end(self) -> int | None:
+        """The token that ends an assistant's turn in the chat template; None where it writes none after an answer.
+
+        The first special token there, else the first that was added to the vocabulary.
+        """
+        ids = encode_after_text(self.tokenizer, self.closing) if self.closing else []
+        added = {i for i, token in self._added.items() if _is_markup(token)}
+        return next((i for of in (self._special.union(self.eos), added) for i in ids if i in of), None)
+
+    @cached_property
+    def eos(self) -> tuple[int, ...]:
+        """`eos_token_id` of the tokenizer and of its model's folder, the one to be trained first."""
+        own, theirs = getattr(self.tokenizer, "eos_token_id", None), _eos_of_folder(self.tokenizer)
+        first = [own] if own is not None and (own in theirs or not theirs) else []
+        return tuple(dict.fromkeys([*first, *theirs, *([] if own is None else [own])]))
+
+    @cached_property
+    def end(self) -> int | None:
+        """The token that ends an assistant's turn; None where neither the template, tokenizer nor folder has one."""
+        if self.written_end is not None:
+            return self.written_end
+        after = self._renders[2].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
+        return self.end_before(after.removeprefix(self.closing))
+
+    def end_before(self, text: str) -> int | None:
+        """The token that ends a turn where the template writes none, and `text` next.
+
+        The first token of `text` if a sample ends there (GLM-4.5: `<|user|>`, and after a call `<|observation|>`), else
+        the first of `eos`.
+        """
+        after = encode_after_text(self.tokenizer, text)[:1] if text else []
+        return next((i for i in (*after, *self.eos) if i in self.eos), None)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens at which a sample ends."""
+        try:
+            end = self.end
+        except Exception:  # any of the template, which then cannot render the prompts either
+            end = None
+        return frozenset(i for i in (end, *self.eos) if i is not None)
+
+    def text_of(self, ids: Sequence[int], context: Sequence[int] = ()) -> str:
+        """The text of a sampled turn, as rewards, environments and messages have it.
+
+        Only the tokens of `ends` at its end are dropped; other special tokens (`<think>`, `</tool_call>`) stay. What
+        the `context` has opened of it (`<think>` of the generation prompt) is its beginning.
+        """
+        text: str = self.tokenizer.decode(self.without_end(ids), skip_special_tokens=False)
+        return self.opened_by(context) + text
+
+    def without_end(self, ids: Sequence[int]) -> list[int]:
+        """The tokens of a turn before those that end it."""
+        end = len(ids)
+        while end and ids[end - 1] in self.ends:
+            end -= 1
+        return [*ids[:end]]
+
+    def opened_by(self, context: Sequence[int]) -> str:
+        """What the end of a context has opened of the reasoning that follows, with blanks: "<think>\\n"; or ""."""
+        tail = self.tokenizer.decode([*context[-_TAIL:]], skip_special_tokens=False) if context else ""
+        found = _OPENED.search(tail)
+        return found[0] if found else ""
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {i: str(token) for i, token in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset({i for i, t in added.items() if t.special} | {*getattr(self.tokenizer, "all_special_ids", ())})
+
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """Markup that the chat template writes around messages, longest first: tokens, and words like [INST].
+
+        Not what is the policy's own: what the template writes between the generation prompt and an answer.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            return ()
+        try:
+            question, answered, again = self._renders
+        except Exception:  # any of the template: it is reported where a row is rendered
+            return ()
+        text = "\n".join([question, self.closing, again.rpartition(_SAID)[2]] if _SAID in answered else [question])
+        text = _REASONING.sub("", text)
+        found = {token for token in self._added.values() if _is_markup(token) and token in text}
+        return tuple(sorted({*found, *_WORDS.findall(text)}, key=len, reverse=True))
+
+    @cached_property
+    def control(self) -> re.Pattern[str] | None:
+        """Control tokens: those that are `written`, and special tokens, except tags like <think> and </think>."""
+        special = {self._added[i] for i in self._special if i in self._added}
+        names = {token.strip("</[]>◁▷") for token in special if token[1:2] == "/"}
+        named = {str(getattr(self.tokenizer, name, None)) for name in _NAMED}
+        tags = {token for token in special - named if token.strip("</[]>◁▷") in names}
+        marks = {token for token in special - tags | {*self.written} if len(token.strip()) > 1}
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+
+    def plain(self, text: str) -> str:
+        """The text with a zero-width space in each control token, so that it is read as text."""
+        return self.control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text) if self.control else text
+
+    def report(self, source: str = "the chat template") -> None:
+        """Name, once, what the template leaves out: the end of an answer, and `bos`."""
+        if self.told or not getattr(self.tokenizer, "chat_template", None):
+            return
+        self.told.add(source)
+        decode = self.tokenizer.decode
+        if self.end is None:
+            _log.warning(
+                "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
+                "eos_token: answers train no stop, and no sample ends; write an end of turn there",
+                source, self.closing,
+            )  # fmt: skip
+        elif self.written_end is None:
+            _log.warning(
+                "%s: no special token of this tokenizer ends an answer (%r is written there); %r ends it, in training "
+                "and in sampling", source, self.closing, decode([self.end]),
+            )  # fmt: skip
+        if self.bos and encode(self.tokenizer, self._renders[0])[: len(self.bos)] != self.bos:
+            _log.warning(
+                "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
+                source, decode(self.bos),
+            )  # fmt: skip
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    opened: bool,
+    tools: Sequence[Any] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation, with the generation prompt if `opened`; errors are the template's."""
+    options = {"tools": None if tools is None else [*tools], "add_generation_prompt": opened}
+    told = [dict(message) for message in messages]
+    text: str = tokenizer.apply_chat_template(told, **options, tokenize=False, **(template_args or {}))
+    return text
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text: no special token is added, and special tokens written in the text are recognised."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def encode_after_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that follows other text: no start-of-text mark is added."""
+    head = encode(tokenizer, "x")
+    both = encode(tokenizer, "x" + text)
+    return both[len(head) :] if both[: len(head)] == head else encode(tokenizer, text)
+
+
+def _is_markup(token: str) -> bool:
+    """Whether an added token is no word (of a role) and no run of blanks."""
+    return len(token.strip()) > 1 and not token.strip()[0].isalnum()
+
+
+def _eos_of_folder(tokenizer: Any) -> list[int]:
+    """`eos_token_id` of the generation config, else of the config, beside the tokenizer's files."""
+    from transformers.utils.hub import cached_file
+
+    path = getattr(tokenizer, "name_or_path", "")
+    quiet: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    quiet["_raise_exceptions_for_connection_errors"] = False
+    for name in ("generation_config.json", "config.json") if path else ():
+        try:
+            file = cached_file(path, name, **quiet)
+            found = json.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
+        except (OSError, ValueError, AttributeError):  # a damaged file is named where the model is loaded
+            found = None
+        if ids := [i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)]:
+            return ids
+    return []
