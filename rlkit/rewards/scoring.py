@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlkit._numbers import show
+from rlkit.data.markup import markup_of
 from rlkit.rewards.call import Reward, RewardError, Sample, check_ours, run_reward, run_reward_each
 from rlkit.rewards.failures import name_of
 
@@ -28,8 +29,9 @@ def scorer(
 ) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:
     """Rewards of a function, as the `score` argument of `rlkit.rollout.rollout`: decode a group, run the function.
 
-    `completion` is the text of the last sampled turn, without special tokens; of a prompt that begins the answer it has
-    that beginning, as in TRL (`completion_ids` have not). The function may also ask for
+    `completion` is the text of the last sampled turn: without the token that ended it, other special tokens included,
+    and after what the prompt has begun of it (the beginning of the answer, as in TRL, or the `<think>` of the generation
+    prompt; `completion_ids` have neither). The function may also ask for
     `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
     `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
     `info["metrics"]`, texts (`reason`) to `info["notes"]`. `rlkit.compat.rewards.adapted` makes such a function of one
@@ -144,12 +146,12 @@ def _masked(trajectory: Trajectory, error: RewardError) -> Trajectory:
 
 
 def completion_of(tokenizer: Any, trajectory: Trajectory) -> str:
-    """The text of the last sampled turn, without special tokens."""
+    """The text of the last sampled turn, see `rlkit.data.markup`."""
     mask = [*map(bool, trajectory.mask)]
     end = len(mask) - mask[::-1].index(True) if True in mask else 0  # of the last run of sampled tokens
     start = end - mask[:end][::-1].index(False) if False in mask[:end] else 0
-    text: str = tokenizer.decode([*trajectory.ids[start:end]], skip_special_tokens=True)
-    return text
+    context = [*trajectory.prompt_ids, *trajectory.ids[:start]]
+    return markup_of(tokenizer).text_of(trajectory.ids[start:end], context)
 
 
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:

@@ -121,29 +121,27 @@ _TAGS = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DO
 _THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
-def think_answer_tags(completion: str, _row: dict[str, Any], *, opened: bool = False) -> float:
+def think_answer_tags(completion: str, _row: dict[str, Any]) -> float:
     """1 for `<think>...</think><answer>...</answer>`, each tag once, in this order, nothing but blanks around; else 0.
 
-    `opened`: the prompt ends with `<think>`, so the completion begins inside it.
+    A `<think>` that the prompt ends with is the beginning of the completion (see `rlkit.rewards.scoring.scorer`).
 
     Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
     Reference: https://arxiv.org/abs/2501.12948, table 1
     """
-    text = f"<think>{completion}" if opened else completion
-    found = _TAGS.fullmatch(text)
-    return float(found is not None and all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
+    found = _TAGS.fullmatch(completion)
+    return float(found is not None and all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
 
 
-def think_tags(completion: str, _row: dict[str, Any], *, opened: bool = False) -> float:
+def think_tags(completion: str, _row: dict[str, Any]) -> float:
     """1 for `<think>...</think>` once, at the beginning, with an answer after it; else 0.
 
-    `opened`: the prompt ends with `<think>`, so the completion begins inside it.
+    A `<think>` that the prompt ends with is the beginning of the completion (see `rlkit.rewards.scoring.scorer`).
 
     Differs: TRL's `think_format_reward` also accepts a completion that ends with `</think>`.
     """
-    text = f"<think>{completion}" if opened else completion
-    found = _THINK.fullmatch(text)
-    once = text.count("<think>") == 1 and text.count("</think>") == 1
+    found = _THINK.fullmatch(completion)
+    once = completion.count("<think>") == 1 and completion.count("</think>") == 1
     return float(found is not None and once and bool(found.group(2).strip()))
 
 

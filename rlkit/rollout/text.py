@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlkit.data.chat import encode, encode_after_text
-from rlkit.rollout.envs.chat import Turn, next_turn, special_ids
+from rlkit.data.markup import encode, encode_after_text, markup_of
+from rlkit.rollout.envs.chat import Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Prompt, Sampler
 
@@ -18,13 +18,15 @@ class Text:
 
     A context that starts with the previous context and the text sampled after it (with or without surrounding white
     space) continues the piece: only the rest is tokenised, without an end-of-turn token that was already sampled. Any
-    other context starts a new piece. `start` is the prompt as text.
+    other context starts a new piece, with the tokenizer's bos before it where the prompt has it. `start` is the prompt
+    as text.
 
     Reference: RL2's `step(state, action, extra_info)` has this rule; rl4llm tokenises the whole conversation again.
     """
 
     def __init__(self, prompt: Prompt, sample: Sampler, *, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._markup = tokenizer, markup_of(tokenizer)
+        self._begun = self._markup.begun if self._markup.begun([*prompt.ids]) == [*prompt.ids] else list
         self.start = str(tokenizer.decode(prompt.ids, skip_special_tokens=False))
         self.turns = Turns(prompt.ids, sample)
         self._context, self._sampled, self._ids = self.start, "", list[int]()
@@ -36,10 +38,10 @@ class Text:
             return None
         rest = self._rest(context)
         if rest is None:
-            self.turns.restart(encode(self._tokenizer, context))
+            self.turns.restart(self._begun(encode(self._tokenizer, context)))
         else:
             self.turns.append(self._not_sampled(encode_after_text(self._tokenizer, rest) if rest else []))
-        turn = await next_turn(self.turns, self._tokenizer)
+        turn = await next_turn(self.turns, self._tokenizer, as_message=False)
         if turn is not None:
             self._context, self._sampled, self._ids = context, turn.text, turn.ids
         return turn
@@ -53,7 +55,7 @@ class Text:
         return None
 
     def _not_sampled(self, ids: list[int]) -> list[int]:
-        special: Any = special_ids(self._tokenizer)
-        ends = next((k for k, i in enumerate(reversed(self._ids)) if i not in special), len(self._ids))
+        others = (k for k, i in enumerate(reversed(self._ids)) if i not in self._markup.ends)
+        ends = next(others, len(self._ids))
         already = (k for k in range(min(ends, len(ids)), 0, -1) if self._ids[-k:] == ids[:k])
         return ids[next(already, 0) :]

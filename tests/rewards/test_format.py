@@ -39,12 +39,6 @@ def test_tags(text, both, think, share):
     assert tag_count(text, {}) == share
 
 
-def test_a_prompt_that_opens_the_thinking():
-    rest = GOOD.removeprefix("<think>")
-    assert think_answer_tags(rest, {}, opened=True) == think_tags(rest, {}, opened=True) == 1
-    assert think_answer_tags(GOOD, {}, opened=True) == think_tags(GOOD, {}, opened=True) == 0
-
-
 async def test_a_pattern_is_set_by_partial():
     samples = [Sample(text, {}, 0) for text in ("ab\ncd", "ab", "xab\ncdx")]
     rewards = await run_reward(partial(matches, pattern=r"a.*d"), samples, timeout_s=60)

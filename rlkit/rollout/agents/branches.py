@@ -135,7 +135,7 @@ class Branches:
         else:
             turns = Turns(context, self._sample, shown)
         turns.take(out)
-        text, with_stop = _cut(text_of(out.ids, self._tokenizer), stop)
+        text, with_stop = _cut(text_of(out.ids, self._tokenizer, context), stop)
         turn = Turn(text, out.ids, out.finish_reason)
         said = Said(turn, self._calls(turn, tools), len(context))
         begun = messages[-1].get("content") or "" if begins_answer(messages) else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
 from rlkit.data.images import PLACE, gathered
+from rlkit.data.markup import markup_of
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
 from rlkit.data.rows import begins_answer
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class Turn(NamedTuple):
-    """A turn of the policy: its text without the end token, its sampled tokens, and its finish reason."""
+    """A turn of the policy: its text without the end token, its sampled tokens, and its finish reason.
+
+    The text begins with what the context has opened of it (`<think>` of the generation prompt), where it is a message;
+    in plain text (`rlkit.rollout.text`) the context has that.
+    """
 
     text: str
     ids: list[int]
@@ -167,24 +172,18 @@ def refuse_vision(*parts: Any) -> None:
 _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_config", "audio_config")
 
 
-async def next_turn(turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None) -> Turn | None:
-    """Sample the next turn; None if there is no room. Special tokens inside its text are kept."""
+async def next_turn(
+    turns: Turns, tokenizer: Any, *, max_new_tokens: int | None = None, as_message: bool = True
+) -> Turn | None:
+    """Sample the next turn; None if there is no room."""
+    context = turns.context if as_message else []
     out = await turns.sample(max_new_tokens=max_new_tokens)
-    return Turn(text_of(out.ids, tokenizer), out.ids, out.finish_reason) if out.ids else None
+    return Turn(text_of(out.ids, tokenizer, context), out.ids, out.finish_reason) if out.ids else None
 
 
-def text_of(ids: Sequence[int], tokenizer: Any) -> str:
-    """The text of a turn, without the special tokens that end it."""
-    special, end = special_ids(tokenizer), len(ids)
-    while end and ids[end - 1] in special:
-        end -= 1
-    text: str = tokenizer.decode(ids[:end], skip_special_tokens=False)
-    return text
-
-
-def special_ids(tokenizer: Any) -> set[int]:
-    """Special token ids: the named ones (eos, pad) and all that were added as special."""
-    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+def text_of(ids: Sequence[int], tokenizer: Any, context: Sequence[int] = ()) -> str:
+    """The text of a sampled turn without the token that ends it, see `rlkit.data.markup`."""
+    return markup_of(tokenizer).text_of(ids, context)
 
 
 def _marked(messages: Sequence[Message], images: Sequence[Picture]) -> list[dict[str, Any]]:

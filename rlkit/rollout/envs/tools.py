@@ -82,12 +82,11 @@ def tool_env(
     `num_calls`, `num_bad_calls` (could not be parsed, unknown tool, wrong arguments) and `num_failed_calls` (raised or
     timed out). Calls of a truncated turn are not run. The number of turns is not limited here: see `limited`.
 
-    A special token (`<|im_end|>`) in a tool's result is split by a zero-width space, so that a document cannot close
-    the tool's turn and open another.
+    A control token (`<|im_end|>`) in a tool's result is read as text, so that a document cannot close the tool's turn
+    and open another (see `rlkit.data.chat.render_text`).
 
     Differs: nothing from TRL `tools`; in verl, tools are subclasses of verl `BaseTool`, and return a `ToolResponse`.
     """
-    special = _special_texts(tokenizer)
     fixed = None if callable(tools) else tool_schemas(tools)
 
     @cache
@@ -103,7 +102,7 @@ def tool_env(
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         own = tools(prompt) if callable(tools) else tools
-        box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars, special)
+        box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars)
         chat = Chat(
             prompt, sample, tokenizer=tokenizer, system_prompt=system_prompt, tools=box.schemas,
             template_args=template_args,
@@ -158,14 +157,12 @@ def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
 class _Toolbox:
     """The tools of one episode, and counts of its calls."""
 
-    def __init__(
-        self, tools: Tools, schemas: list[dict[str, Any]], timeout_s: float, max_chars: int, special: Sequence[str]
-    ) -> None:
+    def __init__(self, tools: Tools, schemas: list[dict[str, Any]], timeout_s: float, max_chars: int) -> None:
         self.schemas = schemas
         names = [s["function"]["name"] for s in schemas]
         self._functions = dict(zip(names, tools, strict=True))
         self._parameters = dict(zip(names, (s["function"]["parameters"] for s in schemas), strict=True))
-        self._timeout_s, self._max_chars, self._special = timeout_s, max_chars, special
+        self._timeout_s, self._max_chars = timeout_s, max_chars
         self.num_calls = self._bad = self._failed = 0
 
     def counts(self) -> dict[str, int]:
@@ -176,14 +173,14 @@ class _Toolbox:
         error = wanted.error if isinstance(wanted, BadCall) else self._wrong(wanted)
         if error is not None:
             self._bad += 1
-            return self._plain(f"Error: {error}")
+            return self._cut(f"Error: {error}")
         assert isinstance(wanted, Call)
         try:
             function = partial(self._functions[wanted.name], **wanted.arguments)
             result = await call(function, timeout_s=self._timeout_s)
             if (parts := parts_of(result)) and images.reader is not None:
-                plain = [self._plain_part(part) for part in parts]
-                return await asyncio.to_thread(images.text_of, plain, "the result")
+                parts = [self._cut_part(part) for part in parts]
+                return await asyncio.to_thread(images.text_of, parts, "the result")
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as raised:
             self._failed += 1
@@ -193,21 +190,19 @@ class _Toolbox:
             text, parts = f"Error: {what}", None
         if parts:
             images.check_reader(f"the result of tool {wanted.name}")
-        return self._plain(text)
+        return self._cut(text)
 
-    def _plain_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**part, "text": self._plain(part["text"])} if isinstance(part.get("text"), str) else part
+    def _cut_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**part, "text": self._cut(part["text"])} if isinstance(part.get("text"), str) else part
 
     def _wrong(self, wanted: Call) -> str | None:
         if wanted.name not in self._functions:
             return f"there is no tool {wanted.name!r}; the tools are {', '.join(self._functions)}"
         return wrong_arguments(self._parameters[wanted.name], wanted.arguments)
 
-    def _plain(self, text: str) -> str:
+    def _cut(self, text: str) -> str:
         if len(text) > self._max_chars:
             text = f"{text[: self._max_chars]} ... ({len(text) - self._max_chars} more characters cut)"
-        for token in self._special:
-            text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
 
 
@@ -294,8 +289,3 @@ def _is_told(name: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     word = rf"(?<!\w){re.escape(name)}"
     ends = [r"(?!\w)" if m["role"] == "system" else "[\"'`(:]" for m in messages]
     return any(re.search(word + end, str(m.get("content"))) for m, end in zip(messages, ends, strict=True))
-
-
-def _special_texts(tokenizer: Any) -> list[str]:
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return sorted({t.content for t in added if t.special and len(t.content) > 1}, key=len, reverse=True)
