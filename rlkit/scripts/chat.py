@@ -97,17 +97,24 @@ class Chat:
 
     def show(self, ids: list[int], *, end: bool = False) -> None:
         """Print what `ids` add to the answer, except an incomplete character; at the end print everything."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        from rlkit.data.markup import markup_of
+
+        own = markup_of(self.tokenizer).without_end(ids)
+        text = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if end or (self.live and not text.endswith("\ufffd")):
             write(text[len(self.shown) :] + "\n" * end)
             self.shown = text
 
     def ask(self, prompt: str) -> None:
         """Print the answer and add both to the conversation; ValueError for a prompt that is too long."""
+        from rlkit.data.markup import markup_of
+
         self.turns.append({"role": "user", "content": prompt})
-        self.shown = ""
+        self.shown = opened = ""
         try:
-            done = asyncio.run(self.engine.generate(self.tokens(), params=self.params))
+            ids = self.tokens()
+            opened = markup_of(self.tokenizer).opened_by(ids)
+            done = asyncio.run(self.engine.generate(ids, params=self.params))
             self.show(done.ids, end=True)
             if self.live and done.finish_reason == "length":
                 write(f"(stopped after {len(done.ids)} tokens)\n")
@@ -115,7 +122,7 @@ class Chat:
             if not self.live:
                 raise
             write("\n")
-        self.turns.append({"role": "assistant", "content": self.shown})
+        self.turns.append({"role": "assistant", "content": opened + self.shown})
         if not (self.live and self.data.chat_template):
             self.turns.clear()
 
@@ -137,7 +144,7 @@ class Chat:
         from rlkit.data.chat import encode_all, render
 
         if not self.data.chat_template:
-            return encode_all(self.tokenizer, [self.turns[-1]["content"]], add_special_tokens=True)[0]
+            return encode_all(self.tokenizer, [self.turns[-1]["content"]], ready_made=True)[0]
         system = [{"role": "system", "content": self.data.system_prompt}] if self.data.system_prompt else []
         args = self.data.template()
         with template_errors():

@@ -98,14 +98,17 @@ def _main(args: Args) -> None:
     refuse_if(args.row > len(rows), f"`row` {args.row}: there are {len(rows)} rows")
     say(f"{', '.join(rows.sources[:3])}{' ...' * (len(rows.sources) > 3)}: {len(rows):,} rows")
     say(f"columns: {', '.join(columns_of(rows))}")
-    fitting = forms_of(data, rows)
-    command = args.script or next((name for name in ("dpo", "kto", "sft", "grpo") if name in fitting), None)
-    if command is None or command not in fitting:
+    tokenizer = tokenizer_of(args) if args.model else None
+    reading = forms_of(args, data, rows, tokenizer)
+    command = args.script or next((name for name in ("dpo", "kto", "sft", "grpo") if reading.get(name)), None)
+    if not args.script and command in (None, "grpo") and _is_answered(rows[0]):
+        command = "sft"  # whose reasons are those to be shown
+    if command is None or (args.script and command not in reading):
         raise SystemExit(1)
-    good, wrong = checked(rows, lambda some: data.read(some, *forms_for(command)))
+    good, wrong = checked(rows, lambda some: read_as(data, some, command))
     failed = bool(args.reward and good) and show_rewards(args, data, _some(rows, good))
     if args.model and good:
-        wrong |= show_rendered(args, data, command, _some(rows, good), place=rows.places[args.row - 1])
+        wrong |= show_rendered(args, data, command, _some(rows, good), tokenizer, place=rows.places[args.row - 1])
     if wrong:
         say(f"wrong: {len(wrong)} of {len(rows):,} rows")
         for error in [*wrong.values()][:_MOST_WRONG]:
@@ -129,12 +132,12 @@ def show_rewards(args: Args, data: Data, rows: Any) -> bool:
     return failed
 
 
-def show_rendered(args: Args, data: Data, command: str, rows: Any, *, place: str) -> dict[str, str]:
+def show_rendered(args: Args, data: Data, command: str, rows: Any, tokenizer: Any, *, place: str) -> dict[str, str]:
     """Print the row at `place` (the first, if that one is wrong) and the lengths.
 
     Returns the errors of rows that cannot be rendered, by their places.
     """
-    tokenizer, render = renderer(args, data, command, rows)
+    render = renderer(args, data, command, rows, tokenizer)
 
     sure = args.continue_answer
 
@@ -175,23 +178,42 @@ def forms_for(command: str) -> tuple[Any, ...]:
     return {"grpo": (forms.PROMPT,), "sft": forms.SFT, "kto": (*pairs, forms.LABELLED)}.get(command, pairs)
 
 
-def forms_of(data: Data, rows: Any) -> list[str]:
-    """The commands that read the first row; prints each, with its form or why it does not."""
+def forms_of(args: Args, data: Data, rows: Any, tokenizer: Any) -> dict[str, bool]:
+    """The commands whose form the first row has, and whether they read it; prints each, with the form or why not."""
     from rlkit.compat.rows import source_of
     from rlkit.data.rows import check_columns
 
-    found = []
+    found: dict[str, bool] = {}
     for command, title in (("grpo", "grpo, ppo"), ("sft", "sft"), ("dpo", "dpo, reward_model"), ("kto", "kto")):
         try:
             read = data.read(_some(rows, [0]), *forms_for(command))
             form, _ = check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))[0]
             foreign = source_of(rows[0], rows.places[0])
             name = f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
-            found += [command, "reward_model"] if command == "dpo" else [command]
+            found[command] = tokenizer is None
+            if tokenizer is not None:
+                renderer(args, data, command, rows, tokenizer)(read)
+                found[command] = True
         except ValueError as error:
-            name = f"no: {error}".partition("; columns found")[0]
+            name = f"no: {' '.join(str(error).split())}".partition("; columns found")[0]
         say(f"  rlkit {title:18} {name}")
-    return found
+    return found | ({"reward_model": found["dpo"]} if "dpo" in found else {})
+
+
+def read_as(data: Data, rows: Any, command: str) -> Any:
+    """The rows as a command reads them; ValueError for one in another form."""
+    from rlkit.data.rows import check_columns
+
+    read = data.read(rows, *forms_for(command))
+    check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))
+    return read
+
+
+def _is_answered(row: Any) -> bool:
+    """Whether the row is a conversation that ends with the assistant's message."""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
 
 
 def _some(rows: Any, indices: Sequence[int]) -> Any:
@@ -224,18 +246,24 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
     return good, wrong
 
 
+def tokenizer_of(args: Args) -> Any:
+    """The tokenizer of the model, with the chat template."""
+    from rlkit.scripts.start import load_tokenizer
+
+    file = None if isinstance(args.chat_template, bool) else Path(args.chat_template)
+    return load_tokenizer(args.model or "", chat_template=file)
+
+
 def renderer(
-    args: Args, data: Data, command: str, rows: Any
-) -> tuple[Any, Callable[..., list[tuple[list[int], list[bool]]]]]:
-    """The tokenizer, and a function from rows to the ids and the mask of their examples."""
+    args: Args, data: Data, command: str, rows: Any, tokenizer: Any
+) -> Callable[..., list[tuple[list[int], list[bool]]]]:
+    """A function from rows to the ids and the mask of their examples."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
     from rlkit.data.vocabulary import check_vocabulary
     from rlkit.model.pretrained import load_config
-    from rlkit.scripts.start import image_reader, load_tokenizer
+    from rlkit.scripts.start import image_reader
 
-    file = None if isinstance(args.chat_template, bool) else Path(args.chat_template)
-    tokenizer = load_tokenizer(args.model or "", chat_template=file)
     size = load_config(args.model or "").get_text_config().vocab_size
     known: dict[str, Any] = {"tokenizer": tokenizer, "num_rows": size}
     how: dict[str, Any] = {"system_prompt": data.system_prompt, "apply_chat_template": bool(data.chat_template)}
@@ -261,7 +289,7 @@ def renderer(
             answers = [(x.prompt, ids) for x in made for ids in (x.chosen, x.rejected)]
         return [(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for prompt, ids in answers]
 
-    return tokenizer, render
+    return render
 
 
 def shown(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:

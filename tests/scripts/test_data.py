@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -46,8 +47,11 @@ def test_a_row_is_shown_with_what_is_trained_and_the_lengths_are_counted(command
     assert not ended
     assert "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«aaaaaaaaaaa<|im_end|>»\n" in out
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[:6] == [
-        "good.jsonl: 10 rows", "columns: messages (list)", "rlkit grpo, ppo prompt", "rlkit sft conversation",
+    assert lines[2].startswith(
+        "rlkit grpo, ppo no: good.jsonl, line 1: the conversation ends with an assistant message"
+    )
+    assert [*lines[:2], *lines[3:6]] == [
+        "good.jsonl: 10 rows", "columns: messages (list)", "rlkit sft conversation",
         "rlkit dpo, reward_model no: good.jsonl, line 1: no column 'chosen'",
         "rlkit kto no: good.jsonl, line 1: no column 'label'",
     ]  # fmt: skip
@@ -107,3 +111,32 @@ def test_a_column_beside_the_prompt_is_named_once(command, make_task, caplog):
         assert [x.getMessage() for x in caplog.records if "most" in x.getMessage()] == [
             f"{folder / 'rows.jsonl'}: column most is not part of the prompt (rewards see all columns)"
         ]
+
+
+def test_rows_that_sft_refuses_are_listed_with_its_reasons(command, task):
+    """Not with those of grpo, which reads no conversation with its answer."""
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    (task / "masked.jsonl").write_text(json.dumps({"messages": said, "loss_mask": [0, 1]}) + "\n")
+    for model in ((), ("--model", "model")):
+        ended, out = command("masked.jsonl", *model)
+        assert ended == 1
+        assert re.findall(r"^  masked.jsonl, line 1: column 'loss_mask' is \[0, 1\], which excludes", out, re.MULTILINE)
+
+
+def test_an_argument_of_the_template_that_helps_is_named(command, task):
+    """A template that opens <think>, as Nemotron 3's, and rows without reasoning."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' }}{% endif %}"
+    )
+    (task / "thinks.jinja").write_text(template)
+    how = ("good.jsonl", "--model", "model", "--chat-template", "thinks.jinja")
+    ended, out = command(*how)
+    assert ended == 1
+    flag = """--template-args '{"enable_thinking": false}'"""
+    assert f"where the answers have no reasoning, {flag}" in out
+    assert re.search(r"rlkit sft +no: good.jsonl, line 1: the chat template opens a turn with", out)
+    ended, out = command(*how, "--template-args", '{"enable_thinking": false}')
+    assert not ended
+    assert "<think></think>«a" in out
