@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.markup import apply_template, encode, encode_after_text, markup_of
+from rlkit.data.markup import Markup, apply_template, encode, encode_after_text, markup_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,8 @@ def render_text(
 
     The arguments of tool calls are objects for most templates. A template that joins them to text gets their JSON text.
     The text of a message that is not the assistant's is plain: a zero-width space splits each control token in it (see
-    `rlkit.data.markup`), so that a document cannot close its turn and open another.
+    `rlkit.data.markup`), so that a document cannot close its turn and open another. An assistant's text that ends with
+    the end of turn does not end twice.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -80,7 +81,7 @@ def render_text(
         )
     check_arguments(template_args, "`template_args`")
     options: dict[str, Any] = {"opened": add_generation_prompt, "tools": tools, "template_args": template_args}
-    messages = [_plain(message, markup_of(tokenizer).plain) for message in messages]
+    messages = [_own(message, markup_of(tokenizer)) for message in messages]
     arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
     try:
         text = apply_template(tokenizer, messages, **options)
@@ -92,12 +93,15 @@ def render_text(
     return apply_template(tokenizer, [_with_texts(message) for message in messages], **options)
 
 
-def _plain(message: Message, plain: Callable[[str], str]) -> Message:
-    """The message, without control tokens where it is not the assistant's."""
+def _own(message: Message, markup: Markup) -> Message:
+    """The message without control tokens; of the assistant's without the end of turn, which the template writes."""
     content = message.get("content")
-    if message.get("role") == "assistant" or not isinstance(content, str):
+    if not isinstance(content, str):
         return message
-    return {**message, "content": plain(content)}
+    if message.get("role") != "assistant":
+        return {**message, "content": markup.plain(content)}
+    end = "" if markup.written_end is None else markup.tokenizer.decode([markup.written_end])
+    return {**message, "content": content.rstrip().removesuffix(end)} if end and end in content[-99:] else message
 
 
 def opened_text(

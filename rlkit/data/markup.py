@@ -49,7 +49,7 @@ class Markup:
 
     tokenizer: Any
     told: set[str] = field(default_factory=set, repr=False)
-    """what `report` has said"""
+    """what has been reported"""
 
     @cached_property
     def bos(self) -> list[int]:
@@ -151,6 +151,13 @@ class Markup:
         found = _OPENED.search(tail)
         return found[0] if found else ""
 
+    def report_opened(self, prompt: str) -> None:
+        """Name, once, what a prompt opens."""
+        found = _OPENED.search(prompt[-4 * _TAIL :])
+        if found and found[0] not in self.told:
+            self.told.add(found[0])
+            _log.warning("prompts end with %r: the completion begins with it for rewards and environments", found[0])
+
     @cached_property
     def _added(self) -> dict[int, str]:
         return {i: str(token) for i, token in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
@@ -193,9 +200,9 @@ class Markup:
 
     def report(self, source: str = "the chat template") -> None:
         """Name, once, what the template leaves out: the end of an answer, and `bos`."""
-        if self.told or not getattr(self.tokenizer, "chat_template", None):
+        if "template" in self.told or not getattr(self.tokenizer, "chat_template", None):
             return
-        self.told.add(source)
+        self.told.add("template")
         decode = self.tokenizer.decode
         if self.end is None:
             _log.warning(

@@ -166,6 +166,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
     unused.report(template.not_read, where=where)
     _name_oddities(rows, found)
+    markup_of(template.tokenizer).report_opened(turns[0][0].prompt if form is PROMPT else "")
     return turns
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
+from rlkit.data.markup import markup_of
 from rlkit.data.messages import row_template_args
 from rlkit.data.rows import begins_answer
 from rlkit.rollout.envs.calls import Call, Parse, message_of
@@ -115,6 +116,7 @@ class Branches:
             if i >= size
         )
         how: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
+        messages = [self._told(message, key) for message, key in zip(messages, keys, strict=True)]
         added = node and known.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **how)
         if node is None or added is None:
             node, rerendered, added = None, rerendered or node is not None, ([], [])
@@ -194,6 +196,12 @@ class Branches:
             (piece,) = turns.pieces(reward=reward, turn_rewards=own, truncated=cut)
             pieces.append(replace(piece, continues=i > 0, info={}))
         return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
+
+    def _told(self, message: Message, key: str) -> Message:
+        """The message; a turn that the policy did not sample has no control tokens."""
+        if message["role"] != "assistant" or key in self._keys or not isinstance(message.get("content"), str):
+            return message
+        return {**message, "content": markup_of(self._tokenizer).plain(message["content"])}
 
     def _in_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with OpenAI's role `developer` as `system`, for a template that does not know it."""

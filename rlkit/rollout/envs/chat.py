@@ -104,10 +104,15 @@ class Chat:
     def add(self, *messages: str | Message) -> None:
         """Add messages of the environment; a string is a user message.
 
-        The content of a message may be a picture of Pillow, or a list of parts with texts and images.
+        The content of a message may be a picture of Pillow, or a list of parts with texts and images. A control token
+        in it is read as text, as in all messages that the policy did not sample.
         """
-        told = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
-        self.messages += [self._with_text(message) for message in told]
+        plain = markup_of(self._tokenizer).plain
+        for told in ({"role": "user", "content": m} if isinstance(m, str) else m for m in messages):
+            message = self._with_text(told)
+            if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+                message["content"] = plain(message["content"])
+            self.messages.append(message)
 
     def end(
         self,
