@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlkit._numbers import show
+from rlkit.data.markup import opened_by
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.data.rows import begins_answer
 from rlkit.rewards.call import Need, WrongResult, check_signature
@@ -369,7 +370,8 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
         prompt = row["prompt"] if isinstance(row.get("prompt"), str) else question_messages(row)[-1]["content"]
-        return reward_func([prompt + completion], [prompt], [_gold(row, "label")]), read
+        said = completion.removeprefix(opened_by(prompt))  # which the completion repeats where the prompt is plain text
+        return reward_func([prompt + said], [prompt], [_gold(row, "label")]), read
 
     def read(result: Any) -> dict[str, Any]:
         if not isinstance(result, dict):

@@ -146,17 +146,15 @@ class Markup:
         return [*ids[:end]]
 
     def opened_by(self, context: Sequence[int]) -> str:
-        """What the end of a context has opened of the reasoning that follows, with blanks: "<think>\\n"; or ""."""
-        tail = self.tokenizer.decode([*context[-_TAIL:]], skip_special_tokens=False) if context else ""
-        found = _OPENED.search(tail)
-        return found[0] if found else ""
+        """`opened_by` of the text of a context."""
+        return opened_by(self.tokenizer.decode([*context[-_TAIL:]], skip_special_tokens=False)) if context else ""
 
     def report_opened(self, prompt: str) -> None:
         """Name, once, what a prompt opens."""
-        found = _OPENED.search(prompt[-4 * _TAIL :])
-        if found and found[0] not in self.told:
-            self.told.add(found[0])
-            _log.warning("prompts end with %r: the completion begins with it for rewards and environments", found[0])
+        what = opened_by(prompt)
+        if what and what not in self.told:
+            self.told.add(what)
+            _log.warning("prompts end with %r: the completion begins with it for rewards and environments", what)
 
     @cached_property
     def _added(self) -> dict[int, str]:
@@ -220,6 +218,12 @@ class Markup:
                 "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
                 source, decode(self.bos),
             )  # fmt: skip
+
+
+def opened_by(text: str) -> str:
+    """What the end of a text has opened of reasoning, with blanks: "<think>\\n"; "" for nothing."""
+    found = _OPENED.search(text[-4 * _TAIL :])
+    return found[0] if found else ""
 
 
 def apply_template(
