@@ -100,7 +100,7 @@ def _own(message: Message, markup: Markup) -> Message:
         return message
     if message.get("role") != "assistant":
         return {**message, "content": markup.plain(content)}
-    end = "" if markup.written_end is None else markup.tokenizer.decode([markup.written_end])
+    end = "" if markup.written_end is None else markup.end_text
     return {**message, "content": content.rstrip().removesuffix(end)} if end and end in content[-99:] else message
 
 

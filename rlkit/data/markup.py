@@ -111,6 +111,11 @@ class Markup:
         after = self._renders[2].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
         return self.end_before(after.removeprefix(self.closing))
 
+    @cached_property
+    def end_text(self) -> str:
+        """The text of `end`; "" where there is none."""
+        return "" if self.end is None else str(self.tokenizer.decode([self.end]))
+
     def end_before(self, text: str) -> int | None:
         """The token that ends a turn where the template writes none, and `text` next.
 
@@ -201,7 +206,6 @@ class Markup:
         if "template" in self.told or not getattr(self.tokenizer, "chat_template", None):
             return
         self.told.add("template")
-        decode = self.tokenizer.decode
         if self.end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
@@ -211,12 +215,12 @@ class Markup:
         elif self.written_end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there); %r ends it, in training "
-                "and in sampling", source, self.closing, decode([self.end]),
+                "and in sampling", source, self.closing, self.end_text,
             )  # fmt: skip
         if self.bos and encode(self.tokenizer, self._renders[0])[: len(self.bos)] != self.bos:
             _log.warning(
                 "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
-                source, decode(self.bos),
+                source, self.tokenizer.decode(self.bos),
             )  # fmt: skip
 
 

@@ -661,10 +661,11 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
     for end in ends:
         if not columns.is_trained(messages[end], place):
             continue
-        prompt, blocks = template.text(messages[:end], place, opened=True), template.blocks(messages[: end + 1])
-        if blocks is None:
-            template.refuse_reopened(messages, end, place)
-        whole, stop = template.ended(messages, end, place)
+        (prompt, whole), blocks = template.turn(messages, end, place), template.blocks(messages[: end + 1])
+        if blocks is None and not whole.startswith(prompt):
+            raise template.reopened(messages, end, place)
+        if (stop := template.end_after(whole, messages, end, place)) is not None:
+            whole = whole.removesuffix(markup_of(template.tokenizer).closing)
         more: dict[str, Any] = {"empty": _is_empty(messages[end]), "untrained": messages[0]["role"] == "assistant"}
         more["unanswered"] = ends[-1] + 1 < len(messages)
         turns.append(Turn(place, prompt, whole, literal=False, blocks=blocks, end=stop, **more))

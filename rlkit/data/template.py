@@ -167,7 +167,7 @@ class Template:
         """
         markup = markup_of(self.tokenizer)
         found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
-        end = "" if markup.end is None else markup.tokenizer.decode([markup.end])
+        end = markup.end_text
         if found is not None and not (found == end and text.strip() == end):
             raise ValueError(
                 f"{what} begins with {found!r}, which the chat template writes itself; ready-made prompts and "
@@ -182,31 +182,27 @@ class Template:
         if found is not None:
             self.lost["markup", found, plain] = None
 
-    def ended(self, messages: Sequence[Message], number: int, place: str) -> tuple[str, int | None]:
-        """The conversation up to the assistant's message `number`, and the token that ends it where the template writes
-        no end: that one takes the place of what it writes after a message."""
-        whole, markup = self.text(messages[: number + 1], place, opened=False), markup_of(self.tokenizer)
+    def turn(self, messages: Sequence[Message], number: int, place: str) -> tuple[str, str]:
+        """The texts up to the generation prompt of the assistant's message `number`, and with that message."""
+        prompt = self.text(messages[:number], place, opened=True)
+        return prompt, self.text(messages[: number + 1], place, opened=False)
+
+    def end_after(self, whole: str, messages: Sequence[Message], number: int, place: str) -> int | None:
+        """The token that ends message `number` of the assistant, the last of `whole`; None where that has it."""
+        markup = markup_of(self.tokenizer)
         if markup.written_end is not None:
-            return whole, None
+            return None
         role = "tool" if messages[number].get("tool_calls") else "user"
         after = messages[number + 1 : number + 2] or [{"role": role, "content": "x", "name": "x"}]
         try:
             both = self.text([*messages[: number + 1], *after], place, opened=False)
         except ValueError:  # a template that refuses what follows
             both = ""
-        rest = both.removeprefix(whole) if both.startswith(whole) else ""
-        return whole.removesuffix(markup.closing), markup.end_before(rest)
+        return markup.end_before(both.removeprefix(whole) if both.startswith(whole) else "")
 
-    def refuse_reopened(self, messages: Sequence[Message], number: int, place: str) -> None:
-        """ValueError where the text of the assistant's message `number` does not go on from the generation prompt."""
-
-        def texts(template: Template) -> tuple[str, str]:
-            prompt = template.text(messages[:number], place, opened=True)
-            return prompt, template.text(messages[: number + 1], place, opened=False)
-
-        prompt, whole = texts(self)
-        if whole.startswith(prompt):
-            return
+    def reopened(self, messages: Sequence[Message], number: int, place: str) -> ValueError:
+        """The error of an assistant's message whose text does not go on from the generation prompt."""
+        prompt, whole = self.turn(messages, number, place)
         shared = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), min(len(prompt), len(whole)))
         fix = (
             "give the conversation up to that turn as 'prompt' and the turn, reasoning included, as 'response' (taken "
@@ -215,11 +211,11 @@ class Template:
         for name in (name for name in _THINKS if re.search(rf"\b{name}\b", self.source)):
             args = {**(self.args or {}), name: False}
             with suppress(ValueError):
-                prompt_without, whole_without = texts(replace(self, args=args))
-                if whole_without.startswith(prompt_without):
+                without, written = replace(self, args=args).turn(messages, number, place)
+                if written.startswith(without):
                     fix = f"where the answers have no reasoning, --template-args '{json.dumps(args)}'; else {fix}"
                     break
-        raise ValueError(
+        return ValueError(
             f"{place}: the chat template opens a turn with {prompt[shared:][:60]!r} but writes the assistant's message "
             f"as {whole[shared:][:60]!r}, so that what is trained is not what would be sampled: {fix}"
         )
