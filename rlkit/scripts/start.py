@@ -315,16 +315,21 @@ def check_rank(path: str, rank: int | None) -> None:
 
 
 def stop_at_template(model: Any, args: Any) -> None:
-    """Let the exported model stop at the end of turn of --chat-template too, wherever it is served."""
+    """Let the exported model stop at the end of turn of the chat template too, wherever it is served."""
     config = getattr(model, "generation_config", None)
-    if (file := template_file(args)) is None or config is None:
+    if config is None or not args.data.chat_template:
         return
     from rlkit.data.chat import stop_token_ids
+    from rlkit.data.markup import markup_of
     from rlkit.data.template_files import read_template
     from rlkit.model import pretrained
 
-    tokenizer = pretrained.load_tokenizer(args.model.tokenizer)
-    tokenizer.chat_template = read_template(file)[0]
+    tokenizer, file = pretrained.load_tokenizer(args.model.tokenizer), template_file(args)
+    markup = markup_of(tokenizer)
+    if file is not None:
+        tokenizer.chat_template = read_template(file)[0]
+    elif markup.ends <= {*markup.eos}:  # the model's own template ends turns as its generation config says
+        return
     ends = list(stop_token_ids(tokenizer, model.config, config))
     config.update(eos_token_id=ends, _from_model_config=False)  # True: `generate` may go back to config.json's eos
 

@@ -117,6 +117,15 @@ def test_a_base_model_trains_on_messages_and_exports_the_template(task, tmp_path
     assert ends == {END: [END], 256: [256], 0: [0, 0, 0]}
 
 
+def test_an_export_stops_at_the_end_of_the_models_own_template(task, tmp_path):
+    """Models are published with an eos that their template never writes."""
+    shutil.copytree(task / "base", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text((task / "turns.jinja").read_text())
+    call(task, "sft", tmp_path / "run", "--model", str(tmp_path / "model"))
+    config = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == [256, END]
+
+
 def test_training_sampling_chat_and_resume_render_the_same_tokens(task, tmp_path, asked, capsys, monkeypatch):
     file = tmp_path / "own.jinja"
     shutil.copy(task / "turns.jinja", file)
