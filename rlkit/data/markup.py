@@ -206,6 +206,10 @@ class Markup:
         if "template" in self.told or not getattr(self.tokenizer, "chat_template", None):
             return
         self.told.add("template")
+        try:
+            opened = self._renders[0]
+        except Exception:  # any of the template: it is reported where a row is rendered
+            return
         if self.end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
@@ -217,7 +221,7 @@ class Markup:
                 "%s: no special token of this tokenizer ends an answer (%r is written there); %r ends it, in training "
                 "and in sampling", source, self.closing, self.end_text,
             )  # fmt: skip
-        if self.bos and encode(self.tokenizer, self._renders[0])[: len(self.bos)] != self.bos:
+        if self.bos and encode(self.tokenizer, opened)[: len(self.bos)] != self.bos:
             _log.warning(
                 "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
                 source, self.tokenizer.decode(self.bos),

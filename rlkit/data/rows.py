@@ -146,6 +146,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     unused, told = columns.Unused(rows), template.system_prompt
     if template.apply:
         markup_of(template.tokenizer).report()
+        told = told and markup_of(template.tokenizer).plain(told)
     for index, (form, row) in enumerate(found):
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
