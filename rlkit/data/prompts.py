@@ -146,7 +146,7 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     def cut(size: int) -> Prompt:
         own = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
         written = prompt_text(own, place_of(rows, prompt.index), template)
-        (ids,) = encode_all(template.tokenizer, [written], add_special_tokens=not template.apply)
+        (ids,) = encode_all(template.tokenizer, [written], ready_made=not template.apply)
         return replace(prompt, ids=ids, row=own)
 
     (whole,) = encode_all(template.tokenizer, [text])

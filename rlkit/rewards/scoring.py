@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlkit._numbers import show
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, opened_by
 from rlkit.rewards.call import Reward, RewardError, Sample, check_ours, run_reward, run_reward_each
 from rlkit.rewards.failures import name_of
 
@@ -30,7 +30,7 @@ def scorer(
     """Rewards of a function, as the `score` argument of `rlkit.rollout.rollout`: decode a group, run the function.
 
     `completion` is the text of the last sampled turn: without the token that ended it, other special tokens included,
-    and after what the prompt has begun of it (the beginning of the answer, as in TRL, or the `<think>` of the generation
+    and after what the prompt has begun of it (the beginning of the answer, as in TRL, or `<think>` of the generation
     prompt; `completion_ids` have neither). The function may also ask for
     `prompt_ids`, `completion_ids`, `truncated` and for what the environment left in `Trajectory.info`, such as
     `messages`. A reward that the environment set is overwritten. Further numbers that the function returns go to
@@ -157,6 +157,6 @@ def completion_of(tokenizer: Any, trajectory: Trajectory) -> str:
 def _sample(tokenizer: Any, prompt: Prompt, trajectory: Trajectory) -> Sample:
     text = completion_of(tokenizer, trajectory)
     if (begun := getattr(prompt, "begun", "")) and all(trajectory.mask):  # one turn: it goes on after the beginning
-        text = begun + text
+        text = begun.removesuffix(opened_by(begun)) + text
     tokens = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.ids, "truncated": trajectory.truncated}
     return Sample(text, prompt.row, prompt.index, {**trajectory.info, **tokens})

@@ -186,13 +186,14 @@ def forms_of(args: Args, data: Data, rows: Any, tokenizer: Any) -> dict[str, boo
     found: dict[str, bool] = {}
     for command, title in (("grpo", "grpo, ppo"), ("sft", "sft"), ("dpo", "dpo, reward_model"), ("kto", "kto")):
         try:
-            read = data.read(_some(rows, [0]), *forms_for(command))
+            whole = command == "grpo" and _is_answered(rows[0])  # whether all rows begin their answer alike
+            read = data.read(rows if whole else _some(rows, [0]), *forms_for(command))
             form, _ = check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))[0]
             foreign = source_of(rows[0], rows.places[0])
             name = f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
             found[command] = tokenizer is None
             if tokenizer is not None:
-                renderer(args, data, command, rows, tokenizer)(read)
+                renderer(args, data, command, rows, tokenizer)(read, continue_answer=args.continue_answer)
                 found[command] = True
         except ValueError as error:
             name = f"no: {' '.join(str(error).split())}".partition("; columns found")[0]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.rows import begins_answer
 from rlkit.rollout.envs.calls import Call, Parse, message_of
@@ -141,8 +141,9 @@ class Branches:
         turn = Turn(text, out.ids, out.finish_reason)
         said = Said(turn, self._calls(turn, tools), len(context))
         begun = messages[-1].get("content") or "" if begins_answer(messages) else ""
-        before = names[-2] if begun else names[-1]  # a client sends both back as one message
-        messages = messages[:-1] if begun else messages
+        begun, continues = begun.removesuffix(opened_by(begun)), bool(begun)
+        before = names[-2] if continues else names[-1]  # a client sends both back as one message
+        messages = messages[:-1] if continues else messages
         whole = {"role": "assistant", "content": begun + text}
         name = _hash(before + self._key(whole, tools).encode() + str(number).encode())
         shown_as = (text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False)))

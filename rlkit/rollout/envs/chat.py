@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
 from rlkit.data.images import PLACE, gathered
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
 from rlkit.data.rows import begins_answer
@@ -88,7 +88,7 @@ class Chat:
         turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
         if turn is not None:
             begun = self.messages.pop()["content"] if self._last is None and begins_answer(self.messages) else ""
-            self.messages.append({"role": "assistant", "content": begun + turn.text})
+            self.messages.append({"role": "assistant", "content": begun.removesuffix(opened_by(begun)) + turn.text})
             self._last = len(self.messages), turn.ids
         return turn
 
