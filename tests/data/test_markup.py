@@ -14,7 +14,7 @@ from rlkit.data.examples import labelled_examples, preference_pairs, sft_example
 from rlkit.data.markup import markup_of
 from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.rewards import Sample, run_reward_each
-from rlkit.rewards.scoring import completion_of
+from rlkit.rewards.scoring import completion_of, scorer
 from rlkit.rewards.text import think_answer_tags
 from rlkit.rollout.agents.branches import Branches
 from rlkit.rollout.envs.chat import Chat
@@ -405,3 +405,25 @@ def test_what_the_prompts_open_is_named_once(tmp_path, caplog):
     for _ in range(2):
         rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
     assert caplog.text.count("prompts end with '<think>\\n': the completion begins with it") == 1
+
+
+def test_a_beginning_that_ends_with_think_is_seen_once(tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["qwen3"], tmp_path)
+    row = {"messages": [user("hi"), assistant("Let me think.\n<think>")]}
+    (prompt, _), _ = rl_prompts([row, row], tokenizer=tokenizer, max_prompt_tokens=99)
+    said, seen = "r</think>5<|im_end|>", []
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    trajectory = Trajectory(prompt.ids, ids, [True] * len(ids), [0.0] * len(ids), [0] * len(ids))
+
+    def reward(completion, _row):
+        seen.append(completion)
+        return 1.0
+
+    async def turn():
+        await scorer(reward, tokenizer=tokenizer, timeout_s=9)(prompt, [trajectory])
+        chat = Chat(prompt, sampler(tokenizer, said)[0], tokenizer=tokenizer)
+        await chat.turn()
+        seen.append(chat.messages[-1]["content"])
+
+    asyncio.run(turn())
+    assert seen == ["Let me think.\n<think>r</think>5"] * 2
