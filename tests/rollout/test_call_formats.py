@@ -8,6 +8,7 @@ from scripted import Script, check_exact, prompt_of
 
 from rlkit.data.chat import render_text
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rollout import calling
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import FORMATS, BadCall, Call, message_of, value_of
 from rlkit.rollout.envs.endpoint import agent_env
@@ -407,7 +408,8 @@ def test_a_function_that_does_not_read_the_template_is_reported(caplog):
     assert message.endswith("arg_key_calls does: drop --tool-calls (`parse`)")
 
 
-def test_a_template_without_calls_is_read_by_the_marks_of_its_prompt(caplog):
+def test_a_template_without_calls_is_read_by_the_marks_of_its_prompt(caplog, monkeypatch):
+    monkeypatch.setattr(calling, "_reported", set())
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (HEAD + TAIL).replace("{{ tools | tojson }}", "{{ tools | tojson }} {{ how }}")
     parse = call_parser(tokenizer, tools=SCHEMAS)
