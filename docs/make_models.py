@@ -60,7 +60,7 @@ There a small copy on the GPU is compared with the CPU, too, and the model runs 
 path, sinks and latent attention by FlashAttention, and Gemma 4's heads of 512 dimensions have not run on a GPU.
 
 A forward and backward of eight answers of 30 to 90 tokens to one prompt of 1,000, with random models of four layers on
-two cores (`benchmarks/sharing.py`; ratios within a round):
+two cores (`benchmarks/sharing.py`, at a3d8202; ratios within a round):
 
 | | shared prompt | packed, each with its prompt | unpacked |
 |---|---|---|---|

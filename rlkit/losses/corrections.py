@@ -262,7 +262,9 @@ def kept_support(
     least = ranked.gather(-1, num[:, None] - 1)
     above, ties = p > least, p == least
     room = num - above.sum(-1)
-    return above | (ties & (ties.cumsum(-1) <= room[:, None])) | every[:, None]
+    kept = above | (ties & (ties.cumsum(-1) <= room[:, None])) | every[:, None]
+    kept[:, 0] |= ranked[:, 0].isnan()  # NaN, which ranks first, has to show
+    return kept
 
 
 def _num_kept(

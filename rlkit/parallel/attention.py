@@ -339,7 +339,7 @@ class _ReadRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor, reads: Reads) -> Tensor:
         ctx.save_for_backward(*reads)
         ctx.num_rows = x.shape[0]
-        return x[index]
+        return rows(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

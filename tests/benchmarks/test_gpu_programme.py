@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,11 @@ def test_a_stage_at_its_limit_is_killed_with_its_children(programme, tmp_path, m
     stage = programme.Stage("stubborn", 3.0, ("-c", stubborn))
     log = tmp_path / "log"
     assert programme.run(stage, log, 3.0, dict(os.environ)) == "stopped"
-    child = int(log.read_text().split()[0])
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    child = Path(f"/proc/{log.read_text().split()[0]}/stat")
+    end = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < end:
+        time.sleep(0.05)  # a killed process is there for a moment
+    assert time.monotonic() < end
     assert programme.run(programme.Stage("bad", 9.0, ("-c", "exit(3)")), log, 9.0, dict(os.environ)) == "failed 3"
 
 
