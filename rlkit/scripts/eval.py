@@ -99,8 +99,6 @@ def main(args: Args) -> None:
     check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
     check_engine(flags)
-    exported = (Path(flags.model.model) / "config.json").is_file() or not kept
-    check_context(flags, load_config(flags.model.model if exported else kept["model"]), packed=False)
     if args.device:
         check_device(args.device)
     with data_progress():
@@ -110,10 +108,13 @@ def main(args: Args) -> None:
     make_env = read_env(flags, *rows.values())
     others = (part for name, part in rows.items() if name not in own)
     make_score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
+    exported = (Path(flags.model.model) / "config.json").is_file() or not kept
+    config = load_config(flags.model.model if exported else kept["model"])
+    check_context(flags, config, packed=False)
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
     sets, env = eval_sets(flags, tokenizer, rows, own), make_env(tokenizer)
-    size = load_config(flags.model.model if exported else kept["model"]).get_text_config().vocab_size
+    size = config.get_text_config().vocab_size
     size = model.get_input_embeddings().num_embeddings if model is not None else size
     for name, one in sets.items():
         check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=rows[name])
