@@ -187,7 +187,11 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
             bare = bare if alone and name in (alone.name, *foreign.OF_RUN) else ""
             wrong[given] = _unknown(name, names, in_python, bare=bare, system=system)
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
-        elif word.startswith("--") and (ours := foreign.VALUES.get(name, {}).get(value)):
+        elif (
+            word.startswith("--")
+            and (ours := foreign.VALUES.get(name, {}).get(value))
+            and not ours.endswith(f":{value}")  # a name of ours, too: the loader asks "did you mean"
+        ):
             wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
     unknown = bool(wrong)
     wrong = wrong or wrong_words(argv, kind)

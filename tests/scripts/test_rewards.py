@@ -244,7 +244,8 @@ WRONG = [
 @pytest.mark.parametrize("where", screens.EVERYWHERE)
 def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task, where):
     wrong = WRONG if where == "pipe" else WRONG[::4]
-    commands = [["grpo", "--model", "none", "--data", "rows.jsonl", "--reward", *given] for given, _ in wrong]
+    data = ["--data", "rows.jsonl"]
+    commands = [["grpo", "--model", "none", *data * ("--data" not in x), "--reward", *x] for x, _ in wrong]
     found = screens.refused_early(commands, where, cwd=task, env={"PYTHONPATH": str(ROOT)})
     for line, (given, message) in zip(found, wrong, strict=True):
         assert message in line, given
