@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlkit.data.load import place_of
@@ -58,8 +59,9 @@ async def try_reward(
 
     The texts are its gold answer, "" and another row's answer. Where the gold answer gets no more than these, it is
     tried as rewards often read it too (`\\boxed{7}`, `<answer>7</answer>`, ...). The ids of a text are its bytes, since
-    there is no tokenizer yet. None for a function that asks for what only an environment knows (`one_turn` False), and
-    for a judge of this package, whose calls cost something.
+    there is no tokenizer yet. None for a function that asks for what only an environment knows (`one_turn` False; if it
+    asks by a parameter with a default, None where it fails without), and for a judge of this package, whose calls cost
+    something.
 
     `alone`: no other function adds to the reward, so that None is an error, and one number for all texts is told.
     `stop` after the first text that the function fails on.
@@ -77,15 +79,18 @@ async def try_reward(
         values.update(map(_number, found))
         return found
 
+    known = {"index", *_extra(row, "", one_turn=one_turn)}
     try:
-        check_signature(function, {"index", *_extra(row, "", one_turn=one_turn)})
+        check_signature(function, known)
     except TypeError:
         if one_turn:
             raise
         return None
     results = await call([*(texts := _texts(gold, other))], stop=stop)
     tried = [(text, what, result) for (text, what), result in zip(texts.items(), results)]
-    found = Trial(place_of(rows, index), tried)
+    found, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, known)
+    if blind and found.failures:
+        return None
     if gold is None or found.failures:
         return found
     numbers = {text: _number(result) for text, _, result in tried}
@@ -93,6 +98,8 @@ async def try_reward(
         return found
     if written := await _written(call, gold, other, numbers[""]):
         return Trial(found.place, [(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
+    if blind:
+        return found
     same = alone and not _is_ours(function) and len(values) == 1
     return Trial(found.place, tried, _note(function, row, tried) if same or _reads_gold(function, seen) else "")
 
@@ -143,6 +150,13 @@ def _reads_gold(function: Callable[..., Any], seen: set[str]) -> bool:
     """Whether the function reads a gold answer: of the row, or as an argument (of another system)."""
     named = {name for need in needs_of(function) for name in ((need,) if isinstance(need, str) else need)}
     return bool((seen | named | {*inspect.signature(unwrapped(function)).parameters}) & {*GOLD_COLUMNS})
+
+
+def _has_more(function: Callable[..., Any], known: set[str]) -> bool:
+    """Whether the function has a parameter after the first two that is neither known nor an option of the user's."""
+    bound = function.keywords if isinstance(function, partial) else ()
+    further = [*inspect.signature(function).parameters.values()][2:]
+    return any(p.name not in (*known, *bound) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
 
 
 def _is_ours(function: Callable[..., Any]) -> bool:

@@ -224,6 +224,17 @@ def test_a_function_that_needs_the_environment_is_not_called(tmp_path):
         read_reward(Episodes(reward=spec, env=f"{spec}"), given)
 
 
+def test_what_the_environment_may_give_is_no_mistake_where_it_is_missing(tmp_path, caplog):
+    """A parameter with a default that only the environment fills: without it the function fails, or gives 0."""
+    given = loaded(tmp_path, ROWS)
+    for body in ("return {'reward': 1.0, 'calls': board}", "return float(board is not None and row['answer'] != '')"):
+        spec = spec_of(tmp_path, f"def f(completion, row, board=None):\n    {body}\n")
+        read_reward(Episodes(reward=spec, env=spec), given)
+        assert caplog.records == []
+    with pytest.raises(ValueError, match="returned NoneType None under 'calls'"):
+        read_reward(Episodes(reward=spec_of(tmp_path, "return {'reward': 1.0, 'calls': None}")), given)
+
+
 @pytest.mark.parametrize("command", ["grpo", "ppo", "distill", "eval", "sft", "dpo"])
 def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
