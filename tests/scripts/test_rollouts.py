@@ -37,7 +37,7 @@ def weather(city: str) -> str:
     return f"rain in {city}"
 
 
-def score(completion, row, num_calls=None, num_failed_calls=None):
+def score(completion, row, num_calls=0, num_failed_calls=0):
     return {"reward": float(row["answer"] in completion), "calls": num_calls, "failed_calls": num_failed_calls}
 '''
 
