@@ -104,7 +104,7 @@ def test_pools_and_executors_give_the_same_rewards(folder):
 
 
 def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder):
-    run = start(folder, ["reward.py:slowly"], "--steps", "50")
+    run = start(folder, ["reward.py:slowly"], "--steps", "50", "--no-trial")
     deadline = time.monotonic() + 40
     while not [*folder.glob("worker-*")] and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -116,8 +116,9 @@ def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder):
     assert code == -signal.SIGINT
 
 
-def test_a_file_that_spawned_processes_cannot_import_is_named_as_the_reason(folder):
-    code, printed = ended(start(folder, ["sub/copy.py:spawned"], "--steps", "1", "--reward-timeout", "3"))
-    assert code == 1
-    fix = "fix: rename copy.py: another module is named 'copy', so processes with spawn cannot import the function"
+@pytest.mark.parametrize(("flags", "expected"), [((), 2), (("--no-trial",), 1)], ids=["trial", "run"])
+def test_a_file_that_spawned_processes_cannot_import_is_named_as_the_reason(folder, flags, expected):
+    code, printed = ended(start(folder, ["sub/copy.py:spawned"], "--steps", "1", "--reward-timeout", "3", *flags))
+    assert code == expected, printed
+    fix = "rename copy.py: another module is named 'copy', so processes with spawn cannot import the function"
     assert fix in printed
