@@ -341,9 +341,14 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
 
 def report_left(before: set[threading.Thread]) -> None:
     """Name the processes, and the threads since `before`, that a user's code has started and that Python waits for."""
-    names = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    threads = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    names = [name for name in threads if not name.startswith("rlkit-")]
     if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
-        names += [process.name for process in multiprocessing.active_children() if not process.daemon]
+        names += [
+            process.name
+            for process in multiprocessing.active_children()
+            if not process.daemon and not type(process).__module__.startswith("rlkit.")  # of ours, which end at once
+        ]
     if names and is_first():
         text = f"waiting for what a reward or environment has started: {', '.join(names)} (Ctrl-C ends it)"
         sys.stderr.write(wrapped(text, sys.stderr) + "\n")

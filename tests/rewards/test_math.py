@@ -16,6 +16,7 @@ import warm
 
 from rlkit.rewards import RewardError, Sample, math, run_reward
 from rlkit.rewards.math import answer_tag, anywhere, boxed, equal
+from rlkit.scripts.cli import report_left
 
 # Pairs that math-verify publishes as its own regression tests: https://github.com/huggingface/Math-Verify,
 # tests/test_all.py (gold, text with the answer, whether it is right).
@@ -193,6 +194,20 @@ async def test_a_worker_that_dies_is_reported_and_replaced():
     assert verdict.reason.startswith("the worker died (exit code -9")
     assert (await equal("1/3", "2/6", timeout_s=60)).equal
     assert len(workers()) <= max(len(before), 1)
+
+
+async def test_workers_are_not_named_as_what_a_reward_has_started(capsys):
+    await equal("1/3", "2/6", timeout_s=60)
+    assert workers()
+    threads = set(threading.enumerate())
+    report_left(threads)
+    assert capsys.readouterr().err == ""
+    own = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60], name="of-the-user")
+    own.start()
+    report_left(threads)
+    own.kill()
+    own.join()
+    assert ": of-the-user (Ctrl-C ends it)" in " ".join(capsys.readouterr().err.split())
 
 
 async def test_idle_workers_that_are_killed_are_replaced():
