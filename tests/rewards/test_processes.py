@@ -46,6 +46,14 @@ def slow_measure(text):
 def slowly(completions, rows):
     with mp.Pool(2) as pool:
         return pool.map(slow_measure, completions)
+
+pool = None
+
+def kept(completions, rows):
+    global pool
+    pool = pool or mp.get_context("fork").Pool(2)
+    runs = [*HERE.glob("run-*kept/*")]
+    return pool.map(slow_measure if runs else measure, completions)
 """
 
 
@@ -103,13 +111,30 @@ def test_pools_and_executors_give_the_same_rewards(folder):
         assert metrics["reward/forked"] == metrics["reward/spawned"] == metrics["reward/executor"] > 0
 
 
-def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder):
-    run = start(folder, ["reward.py:slowly"], "--steps", "50", "--no-trial")
+def interrupted(run, folder):
+    """Ctrl-C while a worker of a run works: the exit code and what was printed."""
     deadline = time.monotonic() + 40
     while not [*folder.glob("worker-*")] and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)  # as the terminal does
-    code, printed = ended(run)
+    result = ended(run)
+    for mark in folder.glob("worker-*"):
+        mark.unlink()
+    return result
+
+
+def test_ctrl_c_in_the_trial_ends_the_command_and_its_pool(folder):
+    code, printed = interrupted(start(folder, ["reward.py:slowly"]), folder)
+    assert printed == "KeyboardInterrupt\n"
+    assert code == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("reward", "flags"), [("slowly", ["--no-trial"]), pytest.param("kept", [], marks=pytest.mark.slow)]
+)
+def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder, reward, flags):
+    """Also with a pool that the trial has started, before the run."""
+    code, printed = interrupted(start(folder, [f"reward.py:{reward}"], "--steps", "50", *flags), folder)
     assert "saved after step 1" in printed, printed
     assert printed.count("stopping after this step") == 1
     assert "Traceback" not in printed

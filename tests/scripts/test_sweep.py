@@ -188,7 +188,7 @@ def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
     text = shown.decode()
     assert "saved" in text, text
-    assert "trial 0 was stopped; the sweep goes on with: " in text
+    assert "trial 0 was stopped; the sweep goes on with:" in text
     assert not {"aborted", "KeyboardInterrupt", "Traceback"} & {*text.replace(":", " ").split()}, text
 
 

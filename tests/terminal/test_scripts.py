@@ -122,7 +122,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script, sh
 def test_the_second_ctrl_c_aborts(task, tmp_path):
     (task / "slow.py").write_text("import asyncio\nasync def score(completion, row):\n    await asyncio.sleep(600)\n")
     flags = ("--reward", f"{task / 'slow.py'}:score", "--eval-steps", "0", "--reward-timeout", "900")
-    terminal = Terminal(command(task, "grpo", tmp_path / "run", *flags))
+    terminal = Terminal(command(task, "grpo", tmp_path / "run", "--no-trial", *flags))
     terminal.wait_for(r"^step 0/3 ")
     for said in (r"^stopping after this step", r"^aborting, nothing more is saved \(Ctrl-C again: without waiting"):
         terminal.press("\x03")
