@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from rlkit._extras import MissingExtra
@@ -11,6 +13,7 @@ from rlkit.ranks import is_first
 from rlkit.scripts.args import Episodes
 
 _log = logging.getLogger("rlkit.rewards")
+_SLOW_S = 10.0
 
 
 def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, flag: str) -> None:
@@ -70,14 +73,28 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
     from rlkit.run.sync import run_sync
 
     for (name, (spec, _)), rows in ((one, rows) for one in episodes.rewards().items() for rows in filter(len, parts)):
-        trial = run_sync(
-            try_reward(
-                functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
-                alone=len(functions) == 1, stop=not episodes.max_failed,
-            )
-        )  # fmt: skip
+        with _told_if_slow(spec):
+            trial = run_sync(
+                try_reward(
+                    functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
+                    alone=len(functions) == 1, stop=not episodes.max_failed,
+                )
+            )  # fmt: skip
         if trial is not None:
             yield spec, functions[name], trial
+
+
+@contextmanager
+def _told_if_slow(spec: str) -> Iterator[None]:
+    """Say so where the block takes longer than a person waits without a sign."""
+    said = f"{spec} is still being tried on a row of the data; --no-trial skips this call"
+    timer = Timer(_SLOW_S, _log.warning, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def trial_lines(trial: Any) -> Sequence[str]:

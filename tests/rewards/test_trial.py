@@ -16,7 +16,7 @@ from rlkit.data.load import load_rows
 from rlkit.rewards.load import load_function
 from rlkit.rewards.trial import try_reward
 from rlkit.run.sync import run_sync
-from rlkit.scripts import cli
+from rlkit.scripts import cli, trial
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.task import read_reward
 
@@ -259,6 +259,14 @@ def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkey
     found = screens.said(partial(cli.main, [*ask, "--no-trial"]), "pipe")
     assert "mine.py:f failed" not in found.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("limit_s", "times"), [(0.05, 1), (60.0, 0)])
+def test_a_trial_that_takes_long_is_told(tmp_path, monkeypatch, caplog, limit_s, times):
+    monkeypatch.setattr(trial, "_SLOW_S", limit_s)
+    spec = spec_of(tmp_path, "import time; time.sleep(0.1); return float(completion == row['answer'])")
+    read_reward(Episodes(reward=spec), loaded(tmp_path, ROWS))
+    assert caplog.text.count(f"{spec} is still being tried on a row of the data; --no-trial skips this call") == times
 
 
 def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
