@@ -246,8 +246,9 @@ def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkey
     more = {"distill": ["--teacher", "none", "--group-size", "2"]}.get(command, [])
     ask = [command, *model, *reward, *more]
     flag = "eval-reward" if command in ("sft", "dpo") else "reward"
-    if command == "eval":  # without a folder of a model it ends before
-        monkeypatch.setattr("rlkit.scripts.eval.check_model_path", lambda path: None)
+    if command == "eval":  # reads the config of a model before
+        (tmp_path / "none").mkdir()
+        (tmp_path / "none/config.json").write_text(json.dumps({"model_type": "llama"}))
     for where in screens.EVERYWHERE:
         found = screens.said(partial(cli.main, ask), where)
         (said,) = screens.errors(found.out + found.err)
