@@ -363,7 +363,7 @@ def key_of(name: str, system: str | None = None) -> str:
     parts = name.split(".")
     longest = [".".join(parts[at:]) for at in range(len(parts))]
     first = SYSTEMS.get(system or "", {})
-    return next((key for table in (first, FLAGS, NO_FLAG) for key in longest if key in table), "")
+    return next((key for key in longest for table in (first, FLAGS, NO_FLAG) if key in table), "")
 
 
 def system_of(names: Collection[str]) -> str | None:

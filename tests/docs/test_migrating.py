@@ -22,7 +22,7 @@ import tyro
 from pyarrow import parquet
 
 from rlkit import losses
-from rlkit.compat.flags import FLAGS, NO_FLAG, answer
+from rlkit.compat.flags import FLAGS, NO_FLAG, SYSTEMS, answer, key_of
 from rlkit.compat.rewards import adapted
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
@@ -238,6 +238,7 @@ def test_there_is_a_command_for_every_script_of_trl() -> None:
         assert script == "ppo" or re.search(rf"^rlkit {script} --model", section, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer names a flag that the script has, or says why none is needed; never a flag that the script has."""
@@ -261,6 +262,15 @@ def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: p
     own |= {"distill": {"teacher_model_name_or_path"}}
     own |= {"grpo": {"num_iterations", "scale_rewards"}, "ppo": {"cliprange", "num_ppo_epochs", "response_length"}}
     assert own[script] <= answered
+
+
+def test_the_longest_name_counts_in_every_system() -> None:
+    """`ref.model_name_or_path` of OpenRLHF is not TRL's `model_name_or_path`, though both have one name in common."""
+    for system, table in {"": {}, **SYSTEMS}.items():
+        for name in {*FLAGS, *table}:
+            assert key_of(name, system) == name
+        assert answer("ref.model_name_or_path", {"model", "reference"}, system) == "is --reference here"
+        assert answer("critic.cliprange_value", {"critic", "value_clip"}, system) == "is --value-clip here"
 
 
 NOT_ONE_TO_ONE = {
