@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ log = logging.getLogger("rlkit.model")
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # for every call of transformers that takes it
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
+
+
+@cache
+def _report_code(path: str, what: str) -> None:
+    """Warn, once in a process, of code that is not run: a script reads a config several times."""
+    log.warning("%r has a %s in Python (auto_map), which is not run: transformers' is used", path, what)
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
@@ -44,7 +51,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
             what = f"names the kernel {kernel!r}, and rlkit runs no code of the hub: remove {name[1:]}"
             raise ValueError(f"model {str(path)!r}: config.json {what} there")
     if getattr(config, "auto_map", None):
-        log.warning("%r has a model in Python (auto_map), which is not run: transformers' is used", str(path))
+        _report_code(str(path), "model")
     return config
 
 
@@ -67,7 +74,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
         raise ValueError(f"model {str(path)!r} has {what}")
     if tokenizer.init_kwargs.get("auto_map"):
-        log.warning("%r has a tokenizer in Python (auto_map), which is not run: transformers' is used", str(path))
+        _report_code(str(path), "tokenizer")
     return tokenizer
 
 
