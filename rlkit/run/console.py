@@ -61,7 +61,7 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
     cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
     pair = ("eval/loss", "eval/accuracy") if "eval/loss" in metrics else ("eval/sampled", "eval/greedy")
     evals = [metrics.get(key) for key in pair]
-    shown = "/".join("-" if x is None else f"{x:.3f}" for x in evals) if any(x is not None for x in evals) else ""
+    shown = "/".join("-" if x is None else f"{x:z.3f}" for x in evals) if any(x is not None for x in evals) else ""
     return f"{step:>6}{cells}  {shown}".rstrip()
 
 
@@ -239,7 +239,7 @@ def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
     if not found:
         return "-"
     value = sum(found) * column.scale
-    texts = [format(value, form) for form in (column.format, ".1f", ".0f", ".1e", ".0e")]
+    texts = [format(value, f"z{form}") for form in (column.format, ".1f", ".0f", ".1e", ".0e")]
     return next((text for text in texts if len(text) <= column.width), texts[-1])
 
 

@@ -202,8 +202,8 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int, begun
     columns = ["reward", "advantage", *parts]
     cells = []
     for row in shown:
-        numbers = [f"{row['reward']:.3f}", "-" if row["advantage"] is None else f"{row['advantage']:+.3f}"]
-        cells.append(numbers + [f"{x:.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts])
+        numbers = [f"{row['reward']:z.3f}", "-" if row["advantage"] is None else f"{row['advantage']:+z.3f}"]
+        cells.append(numbers + [f"{x:z.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts])
     widths = [max(9, *(len(text) + 1 for text in column)) for column in zip(columns, *cells, strict=True)]
     lines = [title + _quoted(question, width - len(title) - len(gold)) + gold]
     lines.append("".join(f"{name:>{w}}" for name, w in zip(columns, widths)) + "  answer")

@@ -45,6 +45,8 @@ def test_each_number_is_printed_under_its_title():
         "  0.250/1.000"
     )
     assert step_line(1, {"eval/loss": 0.25}).endswith("  0.250/-")
+    assert step_line(1, {"loss": -4e-5}).split()[1] == "0.0000"
+    assert step_line(1, {"loss": -6e-5}).split()[1] == "-0.0001"
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), st.floats() | st.floats(-1e3, 1e3)), st.integers(0, 999_999))
