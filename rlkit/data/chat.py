@@ -100,7 +100,10 @@ def _own(message: Message, markup: Markup) -> Message:
         return message
     if message.get("role") != "assistant":
         return {**message, "content": markup.plain(content)}
-    end = "" if markup.written_end is None else markup.end_text
+    try:
+        end = "" if markup.written_end is None else markup.end_text
+    except ValueError:  # the template fails: the caller reports it where it renders the message
+        return message
     return {**message, "content": content.rstrip().removesuffix(end)} if end and end in content[-99:] else message
 
 

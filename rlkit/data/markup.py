@@ -72,14 +72,21 @@ class Markup:
 
     @cached_property
     def _renders(self) -> tuple[str, str, str]:
-        """The texts of a question with the generation prompt, of question and answer, and of a question after them."""
+        """The texts of a question with the generation prompt, of question and answer, and of a question after them.
+
+        ValueError for a template that fails, so that all that is read from them ends a command in one line.
+        """
         asked = [{"role": "user", "content": _ASKED}]
         said = [*asked, {"role": "assistant", "content": _SAID}]
-        first = apply_template(self.tokenizer, asked, opened=True), apply_template(self.tokenizer, said, opened=False)
         try:
-            return *first, apply_template(self.tokenizer, [*said, *asked], opened=True)
+            first = [apply_template(self.tokenizer, told, opened=told is asked) for told in (asked, said)]
+        except Exception as error:  # any of the template
+            what = " ".join(str(error).split())
+            raise ValueError(f"the chat template cannot be rendered: {type(error).__name__}: {what}") from error
+        try:
+            return first[0], first[1], apply_template(self.tokenizer, [*said, *asked], opened=True)
         except Exception:  # any of the template: it takes one question only
-            return *first, ""
+            return first[0], first[1], ""
 
     @cached_property
     def closing(self) -> str:
@@ -130,7 +137,7 @@ class Markup:
         """The tokens at which a sample ends."""
         try:
             end = self.end
-        except Exception:  # any of the template, which then cannot render the prompts either
+        except ValueError:  # of the template, which then cannot render the prompts either
             end = None
         return frozenset(i for i in (end, *self.eos) if i is not None)
 
@@ -180,7 +187,7 @@ class Markup:
             return ()
         try:
             question, answered, again = self._renders
-        except Exception:  # any of the template: it is reported where a row is rendered
+        except ValueError:  # it is reported where a row is rendered
             return ()
         text = "\n".join([question, self.closing, again.rpartition(_SAID)[2]] if _SAID in answered else [question])
         text = _REASONING.sub("", text)
@@ -208,7 +215,7 @@ class Markup:
         self.told.add("template")
         try:
             opened = self._renders[0]
-        except Exception:  # any of the template: it is reported where a row is rendered
+        except ValueError:  # it is reported where a row is rendered
             return
         if self.end is None:
             _log.warning(

@@ -427,3 +427,35 @@ def test_a_beginning_that_ends_with_think_is_seen_once(tmp_path):
 
     asyncio.run(turn())
     assert seen == ["Let me think.\n<think>r</think>5"] * 2
+
+
+HOSTILE = "{{ cycler.__init__.__globals__ }}"
+IN_ANSWERS = "{% for m in messages %}{{ " + "cycler.__init__.x if m.role == 'assistant' else m.content }}{% endfor %}"
+PAIR = {"prompt": "x", "chosen": "y", "rejected": "z"}
+OF_FIXED = [
+    (sft_examples, {"prompt": "x", "response": "y"}),
+    (sft_examples, {"messages": [user("x"), assistant("y")]}),
+    (preference_pairs, PAIR),
+    (labelled_examples, {"prompt": "x", "completion": "y", "label": True}),
+    (labelled_examples, {"prompt": [user("x")], "completion": [assistant("y")], "label": True}),
+]
+
+
+@pytest.mark.parametrize("template", [HOSTILE, IN_ANSWERS])
+def test_a_template_that_fails_is_one_line_on_every_road(template, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["qwen3"], tmp_path)
+    tokenizer.chat_template = template
+    markup, line = markup_of(tokenizer), r"\A[^\n]*cannot be rendered: SecurityError: [^\n]*\Z"
+    for fact in ("closing", "written_end", "end", "end_text"):
+        with pytest.raises(ValueError, match=line):
+            getattr(markup, fact)
+    markup.report()
+    assert markup.ends == {*markup.eos}
+    assert markup.plain("a <|im_end|>") != "a <|im_end|>"
+    for make, row in OF_FIXED:
+        with pytest.raises(ValueError, match=line):
+            make([row], tokenizer=tokenizer, max_example_tokens=99)
+    prompts = [{"prompt": "x"}, {"messages": [user("x"), assistant("y"), user("z")]}]
+    for row in prompts if template == HOSTILE else prompts[1:]:
+        with pytest.raises(ValueError, match=line):
+            rl_prompts([row], tokenizer=tokenizer, max_prompt_tokens=99)
