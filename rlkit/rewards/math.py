@@ -162,6 +162,7 @@ class _Process(SpawnProcess):
     """A process that does not import the user's script, which multiprocessing would do to find its functions."""
 
     def start(self) -> None:
+        self.daemon = True  # pebble says no; then a command would be said to wait for what ends with it
         main = sys.modules["__main__"]
         spec, file = main.__spec__, vars(main).pop("__file__", None)
         main.__spec__ = None

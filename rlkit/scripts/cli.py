@@ -308,7 +308,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     process ends by SIGINT, so that a shell's loop ends with it, or with 143 after SIGTERM; ranks exit with 0.
     """
     alone, result, sys.excepthook = not launched(), None, _show_traceback
-    before = set(threading.enumerate())
+    before = {*threading.enumerate(), *_processes()}
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _show_in_thread
     if not is_first():
@@ -339,16 +339,16 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     return result
 
 
-def report_left(before: set[threading.Thread]) -> None:
-    """Name the processes, and the threads since `before`, that a user's code has started and that Python waits for."""
-    threads = [thread.name for thread in threading.enumerate() if thread not in before and not thread.daemon]
-    names = [name for name in threads if not name.startswith("rlkit-")]
-    if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
-        names += [
-            process.name
-            for process in multiprocessing.active_children()
-            if not process.daemon and not type(process).__module__.startswith("rlkit.")  # of ours, which end at once
-        ]
+def _processes() -> list[Any]:
+    multiprocessing = sys.modules.get("multiprocessing")
+    return [] if multiprocessing is None else multiprocessing.active_children()
+
+
+def report_left(before: set[Any]) -> None:
+    """Name the threads and processes, since `before`, that a user's code has started and that Python waits for."""
+    new = [x for x in (*threading.enumerate(), *_processes()) if x not in before and not x.daemon]
+    ours = [x for x in new if x.name.startswith("rlkit-") or type(x).__module__.startswith("rlkit.")]
+    names = [x.name for x in new if x not in ours]  # ours end at once
     if names and is_first():
         text = f"waiting for what a reward or environment has started: {', '.join(names)} (Ctrl-C ends it)"
         sys.stderr.write(wrapped(text, sys.stderr) + "\n")

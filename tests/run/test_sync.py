@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import warm
 
+from rlkit.rewards.math import equal
 from rlkit.run.folder import read_metrics
 from rlkit.run.sync import blocking, run_sync
 from rlkit.scripts import cli
@@ -185,3 +188,19 @@ def test_the_calls_of_a_command_share_a_loop(capsys):
     with pytest.raises(SystemExit):
         cli.on_ranks(ends)
     assert capsys.readouterr().err == "error: wrong\n"
+
+
+def test_only_what_a_command_has_started_is_named_at_its_end(capsys):
+    spawn = multiprocessing.get_context("spawn")
+    others = [spawn.Process(target=time.sleep, args=(600,), name=name) for name in ("earlier", "own")]
+    try:
+        others[0].start()
+        verdict = cli.on_ranks(lambda: run_sync(equal("4", "$2+2$", search=False, timeout_s=60.0)))
+        assert verdict.equal
+        assert capsys.readouterr().err == ""
+        cli.on_ranks(others[1].start)
+        said = "waiting for what a reward or environment has started: own (Ctrl-C ends it)\n"
+        assert capsys.readouterr().err == said
+    finally:
+        for process in others:
+            process.kill()
