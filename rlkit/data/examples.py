@@ -311,6 +311,8 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
     tokenizer, plain = template.tokenizer, not template.apply
     markup = markup_of(tokenizer)
     end = next(iter(markup.eos), None) if plain else markup.end
+    if plain:
+        markup.report_no_eos()
     flat = [turn for of_row in turns for turn in of_row]
     prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
     wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)

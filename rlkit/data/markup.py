@@ -208,6 +208,12 @@ class Markup:
         """The text with a zero-width space in each control token, so that it is read as text."""
         return self.control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text) if self.control else text
 
+    def report_no_eos(self) -> None:
+        """Name, once, that texts without a chat template have no end."""
+        if not self.eos and "eos" not in self.told:
+            self.told.add("eos")
+            _log.warning("the tokenizer has no eos_token: texts end without a token, and train no stop")
+
     def report(self, source: str = "the chat template") -> None:
         """Name, once, what the template leaves out: the end of an answer, and `bos`."""
         if "template" in self.told or not getattr(self.tokenizer, "chat_template", None):
@@ -227,6 +233,12 @@ class Markup:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there); %r ends it, in training "
                 "and in sampling", source, self.closing, self.end_text,
+            )  # fmt: skip
+        before = self._renders[1].removeprefix(opened).partition(_SAID)[0]
+        if self._renders[1].startswith(opened) and re.search(r"\w", _REASONING.sub("", before)):
+            _log.warning(
+                "%s: the generation prompt lacks %r, which is written before an answer (no add_generation_prompt?): it "
+                "is sampled and trained as part of the answer", source, before,
             )  # fmt: skip
         if self.bos and encode(self.tokenizer, opened)[: len(self.bos)] != self.bos:
             _log.warning(

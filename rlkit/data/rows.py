@@ -28,7 +28,7 @@ from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template, role_fix
 
@@ -152,6 +152,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         own = template.of_row(row, place) if template.apply else template
         turns.append(_with_images(form.read(row, place, own), row, rows, template, place))
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
+        turns[-1] = [_opened_once(turn, template) for turn in turns[-1]] if template.apply else turns[-1]
         for turn in turns[-1] if template.apply else ():
             if turn.whole and turn.literal:
                 own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
@@ -169,6 +170,28 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     _name_oddities(rows, found)
     markup_of(template.tokenizer).report_opened(turns[0][0].prompt if form is PROMPT else "")
     return turns
+
+
+def _opened_once(turn: Turn, template: Template) -> Turn:
+    """A response, taken literally, after a prompt that has opened its reasoning: without a second tag at its start.
+
+    One that never closes it is named, once.
+    """
+    opened = opened_by(turn.prompt) if turn.whole and turn.literal else ""
+    tag, answer = opened.strip(), turn.whole.removeprefix(turn.prompt)
+    if not re.fullmatch(r"<\w+>|\[\w+\]|◁\w+▷", tag):
+        return turn
+    closing, told = f"{tag[0]}/{tag[1:]}", markup_of(template.tokenizer).told
+    if answer.lstrip().startswith(tag):
+        answer = answer.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
+    if closing not in answer and closing not in told:
+        told.add(closing)
+        _log.warning(
+            "%s: the chat template opens %s, which the response %r never closes, so that the answer is trained within "
+            "the reasoning: write the reasoning and %s before it, or, where the template has it, --template-args "
+            "'{\"enable_thinking\": false}'", turn.place, tag, answer.strip()[:40], closing,
+        )  # fmt: skip
+    return turn._replace(whole=turn.prompt + answer)
 
 
 def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:

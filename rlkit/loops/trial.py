@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -141,12 +141,25 @@ def _loss(
 ) -> tuple[tuple[Tensor, Tensor], str]:
     """The loss per token and the gradient of its sum, or what is wrong with the result."""
     torch.manual_seed(seed)
+    given = _copied(batch)
     with torch.enable_grad():
         x = log_ratio(batch, ratio).requires_grad_()
         loss = surrogate(x, batch)
-        if wrong := _wrong(loss, x.shape):
+        if wrong := _changed(batch, given) or _wrong(loss, x.shape):
             return (x.detach(), x.detach()), wrong
         return (loss.detach(), _slopes(loss, x)[0]), ""
+
+
+def _copied(batch: Batch) -> dict[str, Tensor]:
+    """A copy of each stream."""
+    streams = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    return {name: x.clone() for name, x in streams if isinstance(x, Tensor)}
+
+
+def _changed(batch: Batch, given: dict[str, Tensor]) -> str:
+    """Which stream a function has changed; empty for none."""
+    name = next((name for name, x in given.items() if not torch.equal(x, getattr(batch, name))), None)
+    return "" if name is None else f"it changes `{name}` in place, which others read: work on a copy"
 
 
 def _wrong(loss: Any, shape: torch.Size) -> str:
@@ -263,17 +276,20 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
     batch = replace(batch, advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
 
     def estimated(of: Batch) -> list[Tensor]:
+        given = _copied(of)
         try:
             found = function(of, torch.zeros(of.num_seqs))
         except Exception as error:
             what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
             raise ValueError(what) from error
+        if wrong := _changed(of, given):
+            raise ValueError(f"{name}: {wrong}")
         streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
         for key, x in zip(("advantages", "returns"), streams):
-            got = f"{list(x.shape)}" if isinstance(x, Tensor) else show(found)
-            if not isinstance(x, Tensor) or x.shape != of.targets.shape:
+            got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else show(found)
+            if not isinstance(x, Tensor) or x.shape != of.targets.shape or not x.is_floating_point():
                 what = (
-                    f"must return rlkit.advantages.Gae(advantages, returns), a number per token [{of.num_tokens}] each"
+                    f"must return rlkit.advantages.Gae(advantages, returns), a float per token [{of.num_tokens}] each"
                 )
                 raise ValueError(f"{name} {what}, got {got}")
             if not bool(x[of.mask].isfinite().all()):

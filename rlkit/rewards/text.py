@@ -429,7 +429,9 @@ def language_share(completion: str, _row: dict[str, Any], *, scripts: Iterable[s
 
 def _references(row: dict[str, Any], column: str) -> list[str]:
     value = row.get(column)
-    references = [value] if isinstance(value, str) else list(value or [])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(int(value) if value == value // 1 else value)  # 4.0 of a column with gaps is written 4
+    references = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
     if not references or not all(isinstance(text, str) for text in references):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts, got {repr(value)[:80]}")
     return references

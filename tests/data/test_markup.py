@@ -407,6 +407,46 @@ def test_what_the_prompts_open_is_named_once(tmp_path, caplog):
     assert caplog.text.count("prompts end with '<think>\\n': the completion begins with it") == 1
 
 
+def fixed_roads(tokenizer, response):
+    """The text that each road of ready answers trains."""
+    how = {"tokenizer": tokenizer, "max_example_tokens": 99}
+    example = sft_examples([{"prompt": "hi", "response": response}], **how)[0][0]
+    yield [i for i, on in zip(example.ids, example.mask, strict=True) if on]
+    yield preference_pairs([{"prompt": "hi", "chosen": response, "rejected": f"{response}!"}], **how)[0][0].chosen
+    yield labelled_examples([{"prompt": "hi", "completion": response, "label": True}], **how)[0][0].response
+
+
+@pytest.mark.parametrize("response", ["<think>\nr\n</think>\n\n4", "r\n</think>\n\n4"])
+def test_a_response_opens_once_what_its_prompt_has_opened(response, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["deepseek-r1"], tmp_path)
+    for ids in fixed_roads(tokenizer, response):
+        assert tokenizer.decode(ids).startswith("r\n</think>\n\n4")
+
+
+def test_responses_that_never_close_the_reasoning_of_their_prompts_are_named_once(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["deepseek-r1"], tmp_path)
+    for _ in range(2):
+        sft_examples([{"prompt": "hi", "response": "4"}], tokenizer=tokenizer, max_example_tokens=99)
+    assert caplog.text.count("row 1: the chat template opens <think>, which the response '4' never closes") == 1
+
+
+def test_a_template_without_a_generation_prompt_is_named_once(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    for _ in range(2):
+        rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    assert caplog.text.count(r"the generation prompt lacks '<|im_start|>assistant\n'") == 1
+
+
+def test_texts_without_any_end_are_named_once(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    tokenizer.eos_token = None
+    tokenizer.name_or_path = ""
+    for _ in range(2):
+        sft_examples([{"text": "Once"}], tokenizer=tokenizer, max_example_tokens=99, apply_chat_template=False)
+    assert caplog.text.count("the tokenizer has no eos_token: texts end without a token, and train no stop") == 1
+
+
 def test_a_beginning_that_ends_with_think_is_seen_once(tmp_path):
     tokenizer = tokenizer_of(FAMILIES["qwen3"], tmp_path)
     row = {"messages": [user("hi"), assistant("Let me think.\n<think>")]}

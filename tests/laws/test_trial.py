@@ -186,3 +186,30 @@ def test_wrong_estimators_are_refused_or_named(caplog):
     assert "failed on a batch of 18 tokens: AttributeError" in of(lambda batch, bootstrap: batch.rewads)
     ordered = lambda batch, bootstrap: Gae(batch.token_rewards + torch.arange(18.0), None)
     assert "depends on the order of the groups" in of(ordered)
+
+
+@pytest.mark.parametrize("change", ["neg_", "zero_", "abs_"])
+def test_a_function_that_changes_what_it_is_given_is_refused(change):
+    def loss(log_ratio, advantages, mask):
+        getattr(advantages, change)()
+        return -log_ratio.exp() * advantages * mask
+
+    def hides(log_ratio, batch):
+        batch.mask[:] = False
+        return -log_ratio.exp() * batch.advantages
+
+    def estimator(batch, bootstrap):
+        getattr(batch.rewards, change)()
+        return Gae(batch.rewards * 1, batch.rewards * 1)
+
+    with pytest.raises(ValueError, match="it changes `advantages` in place, which others read: work on a copy"):
+        PolicyLoss(loss)
+    with pytest.raises(ValueError, match="it changes `mask` in place"):
+        PolicyLoss(hides)
+    with pytest.raises(ValueError, match="it changes `rewards` in place"):
+        try_advantage(estimator, values=True)
+
+
+def test_advantages_are_floats():
+    with pytest.raises(ValueError, match=r"a float per token \[18\] each, got \[18\] of torch.int64"):
+        try_advantage(lambda batch, _: Gae(batch.targets * 1, batch.targets * 1), values=True)

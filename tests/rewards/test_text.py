@@ -51,9 +51,15 @@ def test_the_best_of_several_references_counts():
     assert f1("it is paris france", row, column="answers") == pytest.approx(2 * 2 / 6)
     assert contains("it is Paris in France", row, column="answers") == 1.0
     assert contains("parisian", row, column="answers") == 0.0
-    for row in ({}, {"answer": []}, {"answer": 3}, {"answer": [3]}):
-        with pytest.raises((ValueError, TypeError)):
+    for row in ({}, {"answer": []}, {"answer": True}, {"answer": [3]}, {"answer": {"a": 1}}):
+        with pytest.raises(ValueError, match="must be a text or a list of texts"):
             exact_match("a", row)
+
+
+@pytest.mark.parametrize("answer", [4, 4.0, "4"])
+def test_a_number_is_its_text(answer):
+    assert exact_match("4", {"answer": answer}) == 1.0
+    assert exact_match("4.5", {"answer": 4.5}) == 1.0
 
 
 def test_the_gold_answer_of_each_librarys_rows():
