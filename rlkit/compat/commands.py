@@ -194,6 +194,8 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             found["baseline"] = ["group_centered"]
         if system == "RL2":
             found["baseline"] = ["group_zscore" if is_on(given.get("adv.norm_var")) else "group_centered"]
+        if system == "TRL" and [x.lower() for x in given.get("scale_rewards", ())] == ["none"]:
+            found["baseline"] = ["group_centered"]
         if system == "TRL" and given.get("importance_sampling_level") == ["sequence"]:
             found["loss"] = ["gspo"]
         if system == "ColossalAI":

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     encode_anything()
-    argv = sys.argv[1:] if argv is None else argv
+    argv = translate.after_launcher(sys.argv[1:] if argv is None else argv)
     own = list(argv[: argv.index("--")] if "--" in argv else argv)  # after --: another command's
     if asked := [i for i, word in enumerate(own) if word in ("-h", "--help")]:
         _help(kind, description, takewhile(lambda word: not is_flag(word), own[asked[0] + 1 :]))

@@ -42,6 +42,12 @@ class Translation(NamedTuple):
         ]
 
 
+def after_launcher(argv: Sequence[str]) -> Sequence[str]:
+    """The words after `ray job submit ... --`, with which other systems start their commands."""
+    submits = [*argv[:3]] == ["ray", "job", "submit"] and "--" in argv
+    return argv[[*argv].index("--") + 1 :] if submits else argv
+
+
 def options(argv: Sequence[str]) -> dict[str, list[str]]:
     """The options of a command line that may be another system's: names without dashes, and their values."""
     found: dict[str, list[str]] = {}

@@ -285,3 +285,26 @@ def test_whole_scripts_take_two_attempts(name: str, capsys: pytest.CaptureFixtur
     found = flags_of_command(script, said.command[2:])
     assert {key: found[key] for key in OURS[name]} == OURS[name]
     assert all(note.startswith(("add --", "kl_loss_coef")) for note in said.notes), said.notes
+
+
+def test_what_submits_a_job_is_not_part_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["python3", "-m", "openrlhf.cli.train_ppo_ray", "--pretrain", "m", "--prompt_data", "d"]
+    ray = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--runtime-env-json={}", "--"]
+    assert paste("grpo", [*ray, *command], capsys) == paste("grpo", command, capsys)
+
+
+@pytest.mark.parametrize("scale", ["none", "False"])
+def test_rewards_that_are_not_scaled_are_centered(scale: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_name",
+        "d.jsonl",
+        "--reward_funcs",
+        "r.f",
+        "--scale_rewards",
+        scale,
+    ]
+    said = paste("grpo", words, capsys)
+    assert said.command[said.command.index("--baseline") + 1] == "group_centered"
+    assert not [note for note in said.notes if "baseline" in note]
