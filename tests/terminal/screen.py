@@ -100,7 +100,8 @@ class Terminal:
 
 def steps_on(lines: Sequence[str]) -> list[int]:
     """The steps whose line is on the screen, each time it is."""
-    cells = [line[:6] for line in lines if line[6:7] in {"", " "}]  # not a number in a command of several lines
+    words = "\n".join(lines).partition("go on with:")[0]  # not the numbers in a command of several lines
+    cells = [line[:6] for line in words.splitlines() if line[6:7] in {"", " "}]
     return [int(cell) for cell in cells if re.fullmatch(r" {0,5}\d+", cell) and len(cell) == 6]
 
 

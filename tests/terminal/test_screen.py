@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def script(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def short():
+    """A folder with a short path: a word longer than a line would be broken."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def logged(folder: Path) -> list[int]:
     return [row["step"] for row in read_metrics(folder)]
 
@@ -86,22 +94,22 @@ def test_the_bar_stays_readable_while_sampling(tmp_path, script, columns):
     assert terminal.cursor_is_visible, "also of a process that was killed"
 
 
-def test_ctrl_c_in_a_terminal_leaves_whole_lines(tmp_path, script):
-    terminal = Terminal([sys.executable, script, "grpo", tmp_path / "run", 200, "wait"])
+def test_ctrl_c_in_a_terminal_leaves_whole_lines(short, script):
+    terminal = Terminal([sys.executable, script, "grpo", short / "run", 200, "wait"])
     terminal.wait_for(r" train: 5 groups")
     terminal.press("\x03")
     terminal.wait_for(r"^stopping after this step, then saving \(Ctrl-C again: without saving\)$")
     terminal.go()
     assert terminal.wait() == 0
     assert_clean(terminal)
-    assert steps_on(terminal.lines) == [0, 1] == logged(tmp_path / "run")
+    assert steps_on(terminal.lines) == [0, 1] == logged(short / "run")
     said = terminal.text.partition("saved; go on with:")[2]
     assert max(map(len, terminal.lines)) < 80, "broken between words"
     assert shlex.split(said.replace("\\\n", "")) == [
         sys.executable,
         str(script),
         "grpo",
-        str(tmp_path / "run"),
+        str(short / "run"),
         "200",
         "wait",
         "--resume",
