@@ -87,6 +87,7 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
+@pytest.mark.slow
 def test_the_best_model_is_that_of_the_best_evaluation_also_after_a_resume(task, tmp_path):
     cli.main(flags(task, tmp_path / "run", "--steps", "4", "--keep-best", "eval/sampled"))
     cli.main(flags(task, tmp_path / "two", "--steps", "2", "--keep-best", "eval/sampled"))

@@ -133,6 +133,7 @@ def test_chat_talks_to_the_checkpoint_of_a_run_that_trains_an_adapter_on(command
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_an_engine_of_its_own_gets_the_adapter(command, task, tmp_path):
     """With --overlap a process samples from the base model until it is sent the weights: no sample is of it."""
     command(f"grpo --model adapter {ROADS['grpo']} --overlap --steps 2 --output {tmp_path}/run")

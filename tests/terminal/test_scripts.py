@@ -88,7 +88,7 @@ def test_the_tool_example_runs_in_a_terminal(tmp_path):
 
 
 @pytest.mark.parametrize(("script", "shell"), [
-    ("sft", False),
+    pytest.param("sft", False, marks=pytest.mark.slow),
     pytest.param("sft", True, marks=pytest.mark.slow),
     pytest.param("grpo", True, marks=pytest.mark.slow),
 ])  # fmt: skip
