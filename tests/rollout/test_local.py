@@ -44,7 +44,7 @@ def model():
 class Counting:
     """A decoder whose greedy continuation counts up from the last token read, modulo the vocabulary."""
 
-    keeps_states = fixed = False
+    keeps_states = False
 
     def experts(self, slot, length):
         return None

@@ -110,7 +110,12 @@ class LocalEngine:
     @property
     def copied_bytes(self) -> int:
         """Size of the engine's own copy of the weights, with a `dtype`; 0 where it reads the model's."""
-        return self._decoder.copied_bytes if isinstance(self._decoder, FusedDecoder) else 0
+        return self._fused.copied_bytes if self._fused else 0
+
+    @property
+    def _fused(self) -> FusedDecoder | None:
+        """The decoder, if it has a copy of the weights and a cache of fixed capacity."""
+        return self._decoder if isinstance(self._decoder, FusedDecoder) else None
 
     @property
     def progress(self) -> Progress:
@@ -291,17 +296,17 @@ class LocalEngine:
     def _step(self) -> None:
         sources = self._admit()
         rows, n = self._rows, len(self._rows)
-        if self._decoder.fixed and sources:  # then every row reads its own last token
+        if self._fused and sources:  # then every row reads its own last token
             self._decoder.copy(sources, range(n - len(sources), n), int(rows.position[sources].max()))
             sources = []
         read = n - len(sources)
         batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
         self._decoder.reserve(max(batch, n), self._room(), keep=n)
         truncated = bool((rows.top_p[:n] < 1).any() or rows.top_k[:n].any() or self._never)
-        if isinstance(self._decoder, FusedDecoder) and not truncated:
+        if self._fused and not truncated:
             tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
             noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1)
-            drawn = self._decoder.draw(rows.token[:batch], rows.position[:batch], noise, tempered)
+            drawn = self._fused.draw(rows.token[:batch], rows.position[:batch], noise, tempered)
             self._push(drawn[0][:n], drawn[1][:n])
             return
         logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:read]
@@ -327,15 +332,15 @@ class LocalEngine:
 
     def _room(self) -> int:
         """Positions that the cache needs: what the rows have now, or may reach where the cache is fixed."""
-        of = self._rows.final if self._decoder.fixed else self._rows.position + 1
+        of = self._rows.final if self._fused else self._rows.position + 1
         return int(of[: len(self._rows)].max())
 
     def _limit(self) -> int:
         """Rows that fit, if waiting requests join them."""
-        if not isinstance(self._decoder, FusedDecoder):
+        if self._fused is None:
             return self.max_batch
         waiting = max(r.final_length for r in islice(self._waiting, self.max_batch))
-        return self._decoder.slots(max(waiting, self._room() if len(self._rows) else 0))
+        return self._fused.slots(max(waiting, self._room() if len(self._rows) else 0))
 
     def _admit(self) -> list[int]:
         """Give free rows to waiting requests. Of several new requests with one prompt only the first is read.

@@ -46,8 +46,6 @@ class CachedForward:
     `windows` collects the sliding windows that were met.
     """
 
-    fixed = False
-
     def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -299,7 +297,6 @@ class Recompute:
     """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
 
     keeps_states = False
-    fixed = False
 
     def experts(self, slot: int, length: int) -> None:
         """None: whole sequences are forwarded, with more tokens than were read."""

@@ -76,11 +76,9 @@ class Decoder:
 
     Attributes:
         keeps_states: whether a slot holds what cannot be cut to fewer tokens (False: keys and values can).
-        fixed: whether `reserve` takes the final length of the sequences, and `slots` limits their number.
     """
 
     keeps_states = False
-    fixed = False
     reads_images = False
 
     def experts(self, slot: int, length: int) -> None:

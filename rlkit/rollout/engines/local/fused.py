@@ -49,14 +49,12 @@ class FusedDecoder(Decoder):
     """`Decoder` over a copy of the weights in `dtype`, for CUDA (on a CPU without graphs: the same values, slower).
 
     `refresh` writes the model's weights into the copy. The cache has one fixed capacity, from the first `reserve` to
-    the next longer one. `draw` decodes and samples.
+    the next longer one: `reserve` takes the final length of the sequences, and `slots` says how many fit. `draw`
+    decodes and samples.
 
     Attributes:
-        fixed: True: `reserve` takes the final length of the sequences, and `slots` says how many fit.
         copied_bytes: size of the copy.
     """
-
-    fixed = True
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -140,7 +138,7 @@ class FusedDecoder(Decoder):
     ) -> Tensor:
         """The tokens through all layers, their keys and values into the cache; normed hidden states of the last."""
         assert self._half_table is not None
-        options: dict[str, Any] = {"eps": self._eps, "dtype": self._dtype, "impl": self._on(tokens)}
+        options: dict[str, Any] = {"eps": self._eps, "dtype": self._dtype}
         x = F.embedding(tokens, self._weights.embed).float()
         h = add_rms_norm(x, None, self._layers[0].norm, **options)
         for i, layer in enumerate(self._layers):
@@ -150,14 +148,10 @@ class FusedDecoder(Decoder):
                 slots=slots, norms=layer.norms, eps=self._eps, impl=self._impl,
             )  # fmt: skip
             h = add_rms_norm(x, F.linear(attended(q, i), layer.o, layer.o_bias), layer.mlp_norm, **options)
-            out = F.linear(silu_mul(F.linear(h, layer.gate_up), impl=options["impl"]), layer.down)
+            out = F.linear(silu_mul(F.linear(h, layer.gate_up)), layer.down)
             after = self._layers[i + 1].norm if i + 1 < len(self._layers) else self._weights.norm
             h = add_rms_norm(x, out, after, **options)
         return h
-
-    def _on(self, x: Tensor) -> str | None:
-        """The implementation of what has no heads."""
-        return None if x.is_cuda else "reference"
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
