@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.markup import Markup, apply_template, encode, encode_after_text, markup_of
+from rlkit.data.markup import Markup, apply_template, encode, encode_after_text, markup_of, without_opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ def beginning(message: Message, opened: str) -> str:
         what = f"the chat template opens {found[1]}, and the prompt's beginning of the answer, {text[-60:]!r}, does too"
         fix = "drop it there, or, where the template has that argument, --template-args '{\"enable_thinking\": false}'"
         raise ValueError(f"{what}: {fix}")
-    return text.lstrip().removeprefix(found[1]).removeprefix(found[2])
+    return without_opened(text, found[1], found[2])
 
 
 def check_arguments(args: Mapping[str, Any] | None, what: str) -> None:

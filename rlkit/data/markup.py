@@ -253,6 +253,12 @@ def opened_by(text: str) -> str:
     return found[0] if found else ""
 
 
+def without_opened(text: str, tag: str, blanks: str) -> str:
+    """A text without the `tag` at its start, and the blanks after it, which stand before the text already."""
+    bare = text.lstrip()
+    return bare.removeprefix(tag).removeprefix(blanks) if bare.startswith(tag) else text
+
+
 def apply_template(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],

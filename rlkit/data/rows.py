@@ -28,7 +28,7 @@ from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
-from rlkit.data.markup import markup_of, opened_by
+from rlkit.data.markup import markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template, role_fix
 
@@ -181,9 +181,8 @@ def _opened_once(turn: Turn, template: Template) -> Turn:
     tag, answer = opened.strip(), turn.whole.removeprefix(turn.prompt)
     if not re.fullmatch(r"<\w+>|\[\w+\]|◁\w+▷", tag):
         return turn
+    answer = without_opened(answer, tag, opened[len(tag) :])
     closing, told = f"{tag[0]}/{tag[1:]}", markup_of(template.tokenizer).told
-    if answer.lstrip().startswith(tag):
-        answer = answer.lstrip().removeprefix(tag).removeprefix(opened[len(tag) :])
     if closing not in answer and closing not in told:
         told.add(closing)
         _log.warning(
