@@ -670,8 +670,8 @@ async def test_a_reward_that_changes_the_working_folder_is_named(tmp_path, caplo
 async def test_a_wrong_row_or_option_of_this_package_is_not_the_answers_fault():
     from rlkit.rewards.text import exact_match, soft_overlong
 
-    number = [Sample("a", {"answer": 0}, 0)]
+    empty = [Sample("a", {"answer": None}, 0)]
     option = [Sample("a", {}, 0, {"completion_ids": [1]})]
-    for function, items in ((exact_match, number), (partial(soft_overlong, max_tokens=2, cache_tokens=9), option)):
+    for function, items in ((exact_match, empty), (partial(soft_overlong, max_tokens=2, cache_tokens=9), option)):
         with pytest.raises(RewardError, match="fix: correct the row, or the option of the reward"):
             await run(function, items)
