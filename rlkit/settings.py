@@ -223,9 +223,6 @@ class Rollouts:
     """train only on tokens sampled by the newest weights"""
     max_dropped: CountOr0 | None = None
     """groups that one step may reject before the run stops; None: 20 * prompts_per_step"""
-    max_rest: CountOr0 = 0
-    """longest rest of a prompt, in passes over the data: one whose samples all got the same reward, or that
-    --success-range rejects, is passed over for 1 pass, then for twice as many each time; 0: no prompt rests"""
     journal: bool = False
     """write each completion to disk, so that a killed run does not sample it again (always on with --overlap)"""
     skip_nan: bool = False
@@ -256,10 +253,11 @@ class Rollouts:
             self.drop_off_policy and not stale,
             "`drop_off_policy` is for `overlap` or `staleness` above 0: else every sample is on-policy",
         )
-        refuse_if(
-            self.max_rest and self.group_size < 2,
-            "`max_rest` compares the rewards of a group: `group_size` must be at least 2",
-        )
+
+    @property
+    def max_age(self) -> float:
+        """`staleness`, or what None stands for."""
+        return float(self.overlap) if self.staleness is None else self.staleness
 
     @property
     def params(self) -> SamplingParams:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 
@@ -113,9 +112,8 @@ def to_save(parts: Parts, leg: Leg, *, position: int) -> dict[str, Any]:
 
 def resumed(
     saved: Mapping[str, Any] | None, parts: Parts, *, position: int, names: str | None = None
-) -> tuple[Leg, list[tuple[int, int, int]], list[str]]:
-    """The leg of a run that goes on at `position` of the stream, the parts that go on (index of the first row before,
-    number of rows, index now), and what is to be reported.
+) -> tuple[Leg, list[str]]:
+    """The leg of a run that goes on at `position` of the stream, and what is to be reported.
 
     A part whose files are those of a part of the checkpoint (`saved`, of `to_save`) goes on after its last row. One
     with other contents, or new in the mixture, begins at the first row of its order. Without `saved`, the state of an
@@ -123,36 +121,28 @@ def resumed(
     """
     sources = [part[2] if len(part) > 2 else "" for part in parts]
     if not all(sources) or not parts or (saved is None and names is None):
-        return Leg(), [], []
+        return Leg(), []
     if saved is None and all(f" {source.rpartition(' ')[0]} " in f" {names} " for source in sources):
-        return Leg(), [], []
+        return Leg(), []
     before = [] if saved is None else saved["parts"]
-    old = dict(zip(_keys([part[2] for part in before]), zip(before, starts_of(before)), strict=True))
+    old = dict(zip(_keys([part[2] for part in before]), before, strict=True))
     keys = _keys(sources)
     weights = [(key, part[1]) for key, part in zip(keys, parts, strict=True)]
-    if saved is not None and position == saved["position"] and weights == [(k, p[1]) for k, (p, _) in old.items()]:
-        return Leg(saved["first"], tuple(saved["before"])), [], []
-    kept = [
-        (old[key][1], old[key][0][0], start) for key, start in zip(keys, starts_of(parts), strict=True) if key in old
-    ]
-    taken = [old[key][0][3] if key in old else 0 for key in keys]
+    if saved is not None and position == saved["position"] and weights == [(k, p[1]) for k, p in old.items()]:
+        return Leg(saved["first"], tuple(saved["before"])), []
+    taken = [old[key][3] if key in old else 0 for key in keys]
     said = [
         f"data: {source.rpartition(' ')[0]} "
         + (f"goes on after {num} rows" if key in old else "is new or has changed: it begins at its first row")
         for key, source, num in zip(keys, sources, taken, strict=True)
     ]
-    return Leg(position, tuple(taken)), kept, said if {*keys} != {*old} else []
+    return Leg(position, tuple(taken)), said if {*keys} != {*old} else []
 
 
 def _keys(sources: Sequence[str]) -> list[tuple[str, int]]:
     """The number of the contents of each source, and how many of the sources before it have the same."""
     numbers = [source.rpartition(" ")[2] for source in sources]
     return [(number, numbers[:i].count(number)) for i, number in enumerate(numbers)]
-
-
-def starts_of(parts: Sequence[Sequence[Any]]) -> list[int]:
-    """The index of the first row of each part."""
-    return [*accumulate((part[0] for part in parts), initial=0)][:-1]
 
 
 def rested(rests: Rests, outcomes: Iterable[tuple[int, int, bool]], *, longest: int) -> dict[int, tuple[int, int]]:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
+from rlkit.loops.checks import check_settings
 from rlkit.loops.estimators import Advantage, with_estimates
-from rlkit.loops.rl import Step, Task, check_settings, rl
+from rlkit.loops.rl import rl
+from rlkit.loops.task import Step, Task
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.losses import opd_advantages
 from rlkit.losses.distillation import reverse_kl_rows

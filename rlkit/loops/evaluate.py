@@ -111,16 +111,12 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     }
 
 
-def mean_advantages(batch: Batch, groups: Sequence[Sequence[Trajectory]]) -> dict[int, float]:
-    """The mean advantage of each trajectory's trained tokens, by the trajectory's `id`.
-
-    Empty for a batch without advantages, or of other sequences than the trajectories.
-    """
-    samples = [t for group in groups for t in group]
-    if batch.advantages is None or batch.cu_seqlens.numel() != len(samples) + 1:
-        return {}
-    means = mean_per_seq(batch.advantages, mask=batch.mask, cu_seqlens=batch.cu_seqlens).tolist()
-    return {id(t): x for t, x in zip(samples, means, strict=True)}
+def mean_advantages(batch: Batch, *, num_samples: int) -> list[float]:
+    """The mean advantage of each sample's trained tokens; [] without advantages, or for another number of sequences."""
+    if batch.advantages is None or batch.num_seqs != num_samples:
+        return []
+    means: list[float] = mean_per_seq(batch.advantages, mask=batch.mask, cu_seqlens=batch.cu_seqlens).tolist()
+    return means
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from torch import Tensor
 from rlkit._tensors import check_call
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients, roles
+from rlkit.loops.checks import check_rewarded, check_settings
 from rlkit.loops.estimators import Advantage, with_estimates
-from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
+from rlkit.loops.rl import rl
+from rlkit.loops.task import Step, Task
 from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed

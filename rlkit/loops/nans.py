@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 
 from rlkit.packing import select
 from rlkit.rollout.groups import Group, Prompt
-from rlkit.run.folder import Run
 from rlkit.segments import sum_per_seq
 from rlkit.types import Batch, Trajectory
 
@@ -36,39 +34,15 @@ X = TypeVar("X")
 
 
 class Finite(NamedTuple, Generic[X]):
-    """The finite part, the number of samples dropped from it, and one line that names them ("" for none)."""
+    """The finite part, the number of samples dropped from it, and one line that names them ("" for none).
+
+    `places` are those of the samples in `kept` among all that were given.
+    """
 
     kept: X
     num_dropped: int
     note: str
-
-
-class Watch:
-    """The checks of one run: stops at the first non-finite number, or with `skip` drops its samples and counts them."""
-
-    def __init__(self, run: Run, prompts: Sequence[Prompt], tokenizer: Any, *, skip: bool) -> None:
-        self._run, self._skip, self._num_dropped = run, skip, 0
-        self._describe = partial(describe_prompt, prompts, tokenizer)
-
-    def groups(self, groups: Sequence[Group], *, step: int) -> list[Group]:
-        """`finite_groups`."""
-        return self._report(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
-
-    def batch(self, batch: Batch, *, step: int) -> Batch:
-        """`finite_batch`."""
-        return self._report(finite_batch(batch, step=step, describe=self._describe, skip=self._skip))
-
-    def update(self, line: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """`check_update`; with `skip`, returns the number of samples dropped in this step as `nan/dropped`."""
-        check_update(line, step=step, skip=self._skip)
-        num, self._num_dropped = self._num_dropped, 0
-        return {"nan/dropped": float(num)} if self._skip else {}
-
-    def _report(self, finite: Finite[X]) -> X:
-        self._num_dropped += finite.num_dropped
-        if finite.note:
-            self._run.say(f"{finite.note}; dropped")
-        return finite.kept
+    places: Sequence[int]
 
 
 def describe_prompt(prompts: Sequence[Prompt], tokenizer: Any, ids: Sequence[int]) -> str:
@@ -88,15 +62,18 @@ def finite_groups(groups: Sequence[Group], *, step: int, describe: Describe, ski
     """
     first = next(((t, *broken) for group in groups for t in group if (broken := _broken(t))), None)
     if first is None:
-        return Finite(list(groups), 0, "")
-    episodes = [_episodes(group) for group in groups]
-    whole = [[e for e in group if not any(map(_broken, e))] for group in episodes]
+        return Finite(list(groups), 0, "", range(sum(map(len, groups))))
+    place = count()
+    episodes = [[[(next(place), t) for t in e] for e in _episodes(group)] for group in groups]
+    whole = [[e for e in group if not any(_broken(t) for _, t in e)] for group in episodes]
     total, left = sum(map(len, episodes)), sum(map(len, whole))
     t, name, value = first
     note = f"step {step}: {_what(name, value, total - left, total)}; the first is of {describe(t.prompt_ids)}"
     if not skip or not left:
         raise ValueError(note + _fix(skip))
-    return Finite([[t for e in group for t in e] for group in whole if group], total - left, note)
+    kept = [[pair for e in group for pair in e] for group in whole if group]
+    places = [i for group in kept for i, _ in group]
+    return Finite([[t for _, t in group] for group in kept], total - left, note, places)
 
 
 def _episodes(group: Group) -> list[Group]:
@@ -130,7 +107,7 @@ def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> 
     streams = {name: x for name in ORIGIN if name != "rewards" and (x := getattr(batch, name)) is not None}
     bad = {name: ~x.isfinite() & (batch.mask | (ends & (name == "values"))) for name, x in streams.items()}
     if not any(x.any() for x in bad.values()):
-        return Finite(batch, 0, "")
+        return Finite(batch, 0, "", range(batch.num_seqs))
     broken = sum_per_seq(torch.stack([*bad.values()]).any(0).float(), cu_seqlens=batch.cu_seqlens) > 0
     name = next(name for name, x in bad.items() if x.any())
     index = int(bad[name].int().argmax())
@@ -139,7 +116,8 @@ def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> 
     note = f"step {step}: {_what(name, value, num, batch.num_seqs)}; the first is of {prompt}"
     if not skip or num == batch.num_seqs:
         raise ValueError(note + _fix(skip))
-    return Finite(select(batch, (~broken).nonzero().flatten()), num, note)
+    left = (~broken).nonzero().flatten()
+    return Finite(select(batch, left), num, note, left.tolist())
 
 
 def _prompt_ids(batch: Batch, sequence: int) -> list[int]:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from rlkit.advantages import whiten
 from rlkit.loops import coefficients
+from rlkit.loops.checks import check_rewarded, check_settings
 from rlkit.loops.coefficients import KlTerm
 from rlkit.loops.estimators import Advantage, gae
-from rlkit.loops.rl import Step, Task, check_rewarded, check_settings, rl
+from rlkit.loops.rl import rl
+from rlkit.loops.task import Step, Task
 from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import k1, kl_in_reward, value_clip, value_huber
 from rlkit.metrics import Mean, Metrics, mean, merge

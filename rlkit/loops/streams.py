@@ -46,7 +46,7 @@ def chosen(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
 def token_streams(
     policy: Policy, batch: Batch, groups: Sequence[Sequence[Trajectory]], *, max_tokens: int
 ) -> dict[int, dict[str, Any]]:
-    """What is known of each token of the `chosen` samples, by the trajectory's `id`: lists, one number per sampled id.
+    """What is known of each token of the `chosen` samples, by their place: lists, one number per sampled id.
 
         logp         log-prob under the engine that sampled, nats
         entropy      of the policy's distribution at the token, before the step's update, nats
@@ -57,7 +57,7 @@ def token_streams(
     Empty for a batch of other sequences than the trajectories.
     """
     samples = [t for group in groups for t in group]
-    if batch.cu_seqlens.numel() != len(samples) + 1:
+    if batch.num_seqs != len(samples):
         return {}
     places = chosen(groups)
     part = select(batch, places)
@@ -71,7 +71,7 @@ def token_streams(
     for i, place in enumerate(places):
         trajectory, start = samples[place], int(part.cu_seqlens[i])
         tokens = slice(start, start + len(trajectory.ids))
-        found[id(trajectory)] = {
+        found[place] = {
             "logp": np.asarray(trajectory.logp, float).tolist(), "entropy": entropy[tokens].tolist(),
             "ratio": ratio[tokens].tolist(),
             "advantage": None if part.advantages is None else part.advantages[tokens].tolist(),

@@ -25,8 +25,6 @@ from rlkit.parallel.data import rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.run import saving
-from rlkit.run.plot import draw
-from rlkit.run.report import report
 from rlkit.run.samples import Samples
 from rlkit.run.sync import run_sync
 from rlkit.settings import Optim, SamplingParams, Schedule
@@ -175,18 +173,20 @@ def supervised(
             found |= run_sync(_answered(model, tokenizer, eval_sets, seed=schedule.seed, on_group=on_group))
         return found | over_sets(found, sets, names=keys)
 
-    with saving.open_training(schedule, start=start) as (run, stop, saver):
+    with saving.open_training(schedule, start=start) as job:
+        run, log = job.run, partial(saving.log, job, model=model, tokenizer=tokenizer)
         samples = Samples(run, tokenizer, engine=None)
         asked = {name: len(one.prompts) for name, one in eval_sets.items()}
         run.note(rows=num_examples, held_out=asked | {name: len(some) for name, some in sets.items()})
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
-            run.log(0, scores)
-            saving.keep_best(run, 0, schedule=schedule, model=model, tokenizer=tokenizer)
-        leg, _, said = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
+            log(0, scores)
+        leg, said = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
         for text in said:
             run.say(text)
-        order = batches(num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts, leg=leg)
-        for step, rows in zip(range(first, schedule.steps), order):
+        stream = batches(
+            num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts, leg=leg
+        )
+        for step, rows in zip(range(first, schedule.steps), stream):
             done, clock = step + 1, Clock(memory=schedule.profile_memory)
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
@@ -199,21 +199,11 @@ def supervised(
             clock.lap("eval")
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
-            run.log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
-            if (sets or eval_sets) and is_due(done, schedule):
-                saving.keep_best(run, done, schedule=schedule, model=model, tokenizer=tokenizer)
-            if saving.save_if_due(
-                run, saver, stop, done, schedule=schedule, model=model, optimizer=optimizer,
-                state={"order": to_save(parts, leg, position=done * batch_size)},
-            ):  # fmt: skip
+            log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
+            order = {"order": to_save(parts, leg, position=done * batch_size)}
+            if saving.save_if_due(job, done, model=model, optimizer=optimizer, state=order):
                 break
-        draw(run)
-        if max(start, schedule.steps) < 1:
-            report(run)
-            return schedule.output
-        exported = saving.export(run, model, tokenizer, schedule=schedule)
-        report(run)
-        return exported
+        return saving.finish(job, model, tokenizer, steps=max(start, schedule.steps))
 
 
 async def _answered(

@@ -131,6 +131,25 @@ async def shared_rollout(
     return groups
 
 
+SEND_TRIES = 5
+
+
+async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: int) -> int:
+    """Send the weights to the engine; returns the bytes that it has read of them.
+
+    A server may fail meanwhile: those that are up then get the weights anew, in at most `SEND_TRIES` tries.
+    """
+    for left in reversed(range(SEND_TRIES)):
+        stream = weights()
+        try:
+            await engine.update_weights(stream, version=version)
+            break
+        except EngineError:
+            if not left or not hasattr(engine, "lost"):
+                raise
+    return stream.num_bytes
+
+
 async def rest(engine: Any) -> None:
     """Tell an engine that sampling is over until the next update; one without a method `rest` has nothing to do."""
     if hasattr(engine, "rest"):
@@ -243,7 +262,7 @@ class SharedStream:
         journal: Path | None = None, max_dropped: int | None = None, state: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        self._engine, self._on_group = engine, on_group
+        self._engine, self._on_group, self._group_size = engine, on_group, options["group_size"]
         self._samplers = samplers_of(engine)[:groups_per_step]
         self._number = self._samplers.index(rank()) if rank() in self._samplers else None
         self._dropped: list[tuple[Prompt, Group, int]] = []
@@ -296,6 +315,14 @@ class SharedStream:
         """`on_group` of a sampler other than the first: what is dropped goes to rank 0 with the next `take`."""
         if not kept:
             self._dropped.append((prompt, group, step))
+
+    def facts(self, *, ready: bool) -> dict[str, float]:
+        """Metrics of the last `take`: the groups dropped, the share whose rewards are all equal (of groups of several
+        samples), and with `ready` the number that can be taken now."""
+        line: dict[str, float] = {"groups/dropped": self.num_dropped}
+        if self._group_size > 1:
+            line["groups/equal"] = sum(not varied for _, varied in self.outcomes) / len(self.outcomes)
+        return line | ({"groups/ready": self.progress.ready} if ready else {})
 
     async def pause(self) -> None:
         """See `GroupStream`."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,19 @@ class _Tally:
     success: float = 0.0
     tokens: int = 0
     start: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class Known:
+    """What a step knows of the samples that it took.
+
+    `advantages` and `tokens` are of the samples at `places` among all, in this order: the mean advantage of the trained
+    tokens, and for some of them, by their number in `places`, numbers per token (see `token_row`).
+    """
+
+    places: Sequence[int] = ()
+    advantages: Sequence[float] = ()
+    tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Samples:
@@ -73,27 +86,34 @@ class Samples:
         tally.tokens += sum(int(np.count_nonzero(t.mask)) for t in group) if tally.groups > 1 else 0
         self._run.status(_status(kind, tally, getattr(self._engine, "progress", None)))
 
+    @contextmanager
+    def training(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], *, step: int
+    ) -> Iterator[Known]:
+        """The value gets what the block learns of the groups; they are written when it ends, also by an error."""
+        known = Known()
+        try:
+            yield known
+        finally:
+            self.trained(prompts, groups, known, step=step)
+
     def trained(
-        self,
-        prompts: Sequence[Prompt],
-        groups: Sequence[Sequence[Trajectory]],
-        advantages: Mapping[int, float],
-        *,
-        step: int,
-        streams: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], known: Known, *, step: int
     ) -> None:
         """Write the groups that train in `step` to `train_{step}.jsonl`, and show one group if a table is due.
 
-        `advantages`: the mean advantage of a trajectory's trained tokens, by the trajectory's `id`. One without is null
-        in the file: it was dropped, or the step failed before its advantages were known. `streams`: numbers per token
-        of some trajectories, likewise, which become their `tokens` (see `token_row`).
+        A sample without an advantage has null in the file: it was dropped, or the step failed before.
         """
         if not self._run.active:
             return
-        rows = [self._rows(*of, step=step, advantages=advantages) for of in zip(prompts, groups, strict=True)]
-        for row, t in zip([row for group in rows for row in group], [t for group in groups for t in group]):
-            if id(t) in streams:
-                row["tokens"] = token_row(t.ids, streams[id(t)], decode=self._decode)
+        rows = [self._rows(*of, step=step) for of in zip(prompts, groups, strict=True)]
+        advantages = dict(zip(known.places, known.advantages))
+        tokens = {known.places[i]: streams for i, streams in known.tokens.items()}
+        samples = zip([row for group in rows for row in group], [t for group in groups for t in group], strict=True)
+        for place, (row, t) in enumerate(samples):
+            row["advantage"] = advantages.get(place)
+            if place in tokens:
+                row["tokens"] = token_row(t.ids, tokens[place], decode=self._decode)
         self._run.trajectories(step, [row for group in rows for row in group])
         if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
             shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
@@ -102,19 +122,14 @@ class Samples:
             for line in table(rows[shown], **told, width=line_width()):
                 self._run.say(line, whole=True)
 
-    def _rows(
-        self, prompt: Prompt, group: Sequence[Trajectory], *, step: int, advantages: Mapping[int, float] | None = None
-    ) -> list[dict[str, Any]]:
+    def _rows(self, prompt: Prompt, group: Sequence[Trajectory], *, step: int) -> list[dict[str, Any]]:
         known = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
         text = self._decode(prompt.ids)  # once: most samples of a group have the same prompt
 
         def decode(ids: Sequence[int]) -> str:
             return text if list(ids) == list(prompt.ids) else self._decode(ids)
 
-        rows = [known | trajectory_row(t, decode=decode) for t in group]
-        if advantages is not None:
-            rows = [row | {"advantage": advantages.get(id(t))} for row, t in zip(rows, group, strict=True)]
-        return rows
+        return [known | trajectory_row(t, decode=decode) for t in group]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,13 +27,25 @@ from rlkit.run.card import write_card
 from rlkit.run.console import TRAINING, say, with_command
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
 from rlkit.run.history import process_gib
+from rlkit.run.plot import draw
 from rlkit.run.profile import Profile
+from rlkit.run.report import report
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.run.tracking import tracking
 from rlkit.settings import Schedule
 
 X = TypeVar("X")
 Y = TypeVar("Y")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run in progress: its folder, the stop request of this process, and the saver of `checkpoints/`."""
+
+    run: Run
+    stop: Stop
+    saver: BackgroundSaver
+    schedule: Schedule
 
 
 async def unless_hung(waiting: Awaitable[X], otherwise: Y, *, engine: Any, stop: Stop, run: Run) -> X | Y:
@@ -59,8 +73,8 @@ async def unless_hung(waiting: Awaitable[X], otherwise: Y, *, engine: Any, stop:
 
 
 @contextmanager
-def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop, BackgroundSaver]]:
-    """The run folder (see `open_run`), the stop request of this process, and the saver of its `checkpoints/`.
+def open_training(schedule: Schedule, *, start: int) -> Iterator[Job]:
+    """Open the run folder (see `open_run`) for a run that has taken `start` steps (-1: a new one).
 
     After a stop request on any rank, leaving the block raises `Stopped`, a KeyboardInterrupt, so that the code after an
     interrupted run (the next stage, the next cell of a notebook) does not start.
@@ -78,7 +92,7 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[tuple[Run, Stop
                 run.say(f"nothing to train: {what}; args.json stays as it was")
             started = True
             with tracking(run, schedule), _profiled(run, schedule, start=max(start, 0)):
-                yield run, stop, saver
+                yield Job(run, stop, saver, schedule)
     except Exception as error:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
@@ -99,13 +113,17 @@ def _profiled(run: Run, schedule: Schedule, *, start: int) -> Iterator[None]:
             run.say(written)
 
 
+def log(job: Job, step: int, line: dict[str, float], *, model: Any, tokenizer: Any) -> None:
+    """Log the metrics of a step (`Run.log`); after an evaluation also `keep_best`."""
+    job.run.log(step, line)
+    if any(name.startswith("eval/") for name in line):
+        keep_best(job, step, model=model, tokenizer=tokenizer)
+
+
 def save_if_due(
-    run: Run,
-    saver: BackgroundSaver,
-    stop: Stop,
+    job: Job,
     step: int,
     *,
-    schedule: Schedule,
     model: Any,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
@@ -120,7 +138,8 @@ def save_if_due(
     the previous checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of
     the run. A stop is reported with the command that resumes the run.
     """
-    stopping = any_rank(stop.requested)
+    run, saver, schedule = job.run, job.saver, job.schedule
+    stopping = any_rank(job.stop.requested)
     every, must = schedule.save_steps, stopping or step == schedule.steps
     due = must or (every > 0 and step % every == 0)
     if due or saver.idle:
@@ -199,19 +218,19 @@ def _with_reference(model: Any, reference: Any) -> Any:
     return model if reference is None else torch.nn.ModuleDict({"policy": model, "reference": reference})
 
 
-def keep_best(run: Run, step: int, *, schedule: Schedule, model: Any, tokenizer: Any) -> None:
+def keep_best(job: Job, step: int, *, model: Any, tokenizer: Any) -> None:
     """Write the model to `best/` in the run folder, as `export` does, if no evaluation had a better
     `schedule.keep_best`.
 
     The highest is best, and of a loss the lowest; the model before the first step is not written. A full disk is
     reported. Errors: Explained for a metric that the evaluation has not.
     """
-    metric = schedule.keep_best
+    run, metric = job.run, job.schedule.keep_best
     if metric is None or not any(on_all_ranks(lambda: run.active and _is_best(run.folder, step, metric))):
         return
     run.status("saving the best model")
     with _reported(run, fatal=False, what="no best model"):
-        folder = export_hf(model, tokenizer, run.folder / "best", dtype=dtype_of(schedule))
+        folder = export_hf(model, tokenizer, run.folder / "best", dtype=dtype_of(job.schedule))
         _write_card(run, folder, step=step)
 
 
@@ -240,6 +259,24 @@ def dtype_of(schedule: Schedule) -> torch.dtype | None:
     """The dtype of `schedule.dtype_export`; None: that of the model's files."""
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     return named[schedule.dtype_export]
+
+
+def finish(
+    job: Job, model: Any, tokenizer: Any, *, steps: int, others: Mapping[str, Any] = MappingProxyType({})
+) -> Path:
+    """Draw the curves, export the model and the `others` by their names, and write the report of the run.
+
+    Returns the folder of the exported model. After 0 `steps` nothing is exported, and it returns the run folder.
+    """
+    run = job.run
+    draw(run)
+    exported = run.folder
+    if steps > 0:
+        for name, other in others.items():
+            export_hf(other, tokenizer, run.folder / name, dtype=dtype_of(job.schedule))
+        exported = export(run, model, tokenizer, schedule=job.schedule)
+    report(run)
+    return exported
 
 
 def export(run: Run, model: Any, tokenizer: Any, *, schedule: Schedule) -> Path:

@@ -99,3 +99,22 @@ def blocking(function: Callable[P, Coroutine[Any, Any, X]]) -> Callable[P, X]:
         return run_sync(run())
 
     return call
+
+
+async def run_inline(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call `function` in this thread: the event loop waits for it."""
+    return function(*args, **kwargs)
+
+
+async def run_in_thread(function: Callable[..., X], *args: Any, **kwargs: Any) -> X:
+    """Call `function` in a thread, while the event loop keeps sampling and scoring.
+
+    A cancelled call still waits for the function to return, so that no caller sees a model inside an optimizer step.
+    """
+    call = partial(on_this_device(function), *args, **kwargs)
+    work = asyncio.get_running_loop().run_in_executor(None, call)  # no task: Ctrl-C cancels those
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise

@@ -122,7 +122,6 @@ def main(args: Args) -> Path:
         "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
     )
     refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
-    refuse_if(args.rollouts.max_rest, "`max_rest` is for grpo, which learns nothing from equal rewards: drop it")
     served = next((place for place in flags.teachers().values() if is_url(place)), "")
     refuse_if(
         served and args.rollouts.temperature != 1,

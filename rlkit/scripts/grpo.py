@@ -142,10 +142,6 @@ def main(args: Args) -> Path:
         "`max_dropped` requires `success_range`",
     )
     refuse_if(
-        args.rollouts.max_rest and args.loss.baseline in ("none", "role_average"),
-        "`max_rest` is for a `baseline` of the group, under which equal rewards teach nothing: drop it",
-    )
-    refuse_if(
         args.loss.max_ratio and args.rollouts.minibatches * args.rollouts.epochs == 1,
         "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
     )

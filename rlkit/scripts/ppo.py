@@ -80,7 +80,6 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
-    refuse_if(args.rollouts.max_rest, "`max_rest` is for grpo, which learns nothing from equal rewards: drop it")
     if args.bins.value_range:
         args.values.check_bins()
     name = args.loss.advantage.partition("(")[0]

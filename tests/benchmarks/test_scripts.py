@@ -69,7 +69,6 @@ SLOW = {
         f"--trl-python {sys.executable} --steps 5 --rounds 1 --sft-steps 3 --prompts 2 --group 2 --max-new-tokens 4 "
         "--prefix 8 --work OUT/work --out OUT/x.json", "log-probs, s",
     ),
-    "benchmarks/rests.py": ("OUT --arms plain rest --seeds 0 --steps 1 --sft-steps 1 --eval-limit 2", "| rest |"),
     "benchmarks/sharing.py": ("--only answers/nemotron_h tree/qwen3 --rounds 1", "forest (1,031 rows)"),
     "benchmarks/streaming.py": ("OUT --megabytes 1 --held 1", "1 MB, 1000 rows, held"),
     "examples/in_trl.py": ("--steps 1 --output OUT", "train_loss"),

@@ -132,19 +132,18 @@ A, B, GROWN = Part(8, 1.0, "a.jsonl 1"), Part(20, 1.0, "b.jsonl 2"), Part(11, 1.
 def test_unchanged_data_goes_on_as_without_an_interruption():
     for parts in ([A], [A._replace(weight=2.0), B]):
         saved = to_save(parts, Leg(), position=13)
-        leg, kept, said = resumed(saved, parts, position=13)
-        assert (leg, kept, said) == (Leg(), [], [])
+        leg, said = resumed(saved, parts, position=13)
+        assert (leg, said) == (Leg(), [])
         assert resumed(to_save(parts, leg, position=20), parts, position=20)[0] == Leg()
 
 
 @pytest.mark.parametrize("new", [B, GROWN])
 def test_a_new_or_changed_file_begins_at_its_first_row(new):
-    leg, kept, said = resumed(to_save([A], Leg(), position=5), [new], position=5)
+    leg, said = resumed(to_save([A], Leg(), position=5), [new], position=5)
     assert visited([new], range(5, 5 + new.size), leg) == epoch_order(new.size, seed=0, epoch=0)
-    assert kept == []
     assert said == [f"data: {new.source.split()[0]} is new or has changed: it begins at its first row"]
     again = to_save([new], leg, position=9)
-    assert resumed(again, [new], position=9) == (leg, [], []), "it goes on from there, in silence"
+    assert resumed(again, [new], position=9) == (leg, []), "it goes on from there, in silence"
     assert visited([new], range(9, 12), leg) == epoch_order(new.size, seed=0, epoch=0)[4:7]
 
 
@@ -152,36 +151,35 @@ def test_each_part_of_a_mixture_has_a_place_of_its_own():
     """A file that is added begins at 0, one that stays goes on, also where it stands elsewhere now."""
     before = visited([A], range(5))
     parts = [B._replace(weight=3.0), A]
-    leg, kept, said = resumed(to_save([A], Leg(), position=5), parts, position=5)
+    leg, said = resumed(to_save([A], Leg(), position=5), parts, position=5)
     rows = visited(parts, range(5, 5 + 12), leg)
     assert [row for row in rows if row < 20] == epoch_order(20, seed=0, epoch=0)[:9]
     after = [row - 20 for row in rows if row >= 20]
     assert before + after == epoch_order(8, seed=0, epoch=0), "the pass over the first file is completed"
-    assert kept == [(0, 8, 20)]
     assert said[1] == "data: a.jsonl goes on after 5 rows"
 
 
 def test_a_file_that_was_moved_is_the_same():
     moved = A._replace(source="elsewhere/x.jsonl 1")
-    assert resumed(to_save([A], Leg(), position=5), [moved], position=5) == (Leg(), [], [])
+    assert resumed(to_save([A], Leg(), position=5), [moved], position=5) == (Leg(), [])
 
 
 def test_another_weight_or_batch_size_moves_no_file():
     parts = [A._replace(weight=3.0), B]
-    leg, _, said = resumed(to_save([A, B], Leg(), position=8), parts, position=8)
+    leg, said = resumed(to_save([A, B], Leg(), position=8), parts, position=8)
     assert leg == Leg(8, (4, 4))
     assert not said
-    leg, _, _ = resumed(to_save([A], Leg(), position=6), [A], position=9)  # 3 steps of 2, then of 3
+    leg, _ = resumed(to_save([A], Leg(), position=6), [A], position=9)  # 3 steps of 2, then of 3
     assert visited([A], range(9, 11), leg) == epoch_order(8, seed=0, epoch=0)[6:]
 
 
 @pytest.mark.parametrize(("names", "begins"), [("a.jsonl", False), ("b.jsonl data.jsonl", True), (None, False)])
 def test_a_checkpoint_without_places_is_judged_by_the_names_of_its_files(names, begins):
-    leg, _, said = resumed(None, [A], position=5, names=names)
+    leg, said = resumed(None, [A], position=5, names=names)
     assert leg == (Leg(5, (0,)) if begins else Leg())
     assert bool(said) == begins
 
 
 def test_parts_without_files_keep_their_order():
-    assert resumed(to_save([(8, 1.0)], Leg(), position=5), [(9, 1.0)], position=5) == (Leg(), [], [])
-    assert resumed(to_save((), Leg(), position=5), (), position=8) == (Leg(), [], [])
+    assert resumed(to_save([(8, 1.0)], Leg(), position=5), [(9, 1.0)], position=5) == (Leg(), [])
+    assert resumed(to_save((), Leg(), position=5), (), position=8) == (Leg(), [])

@@ -61,7 +61,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "dpo": ("dpo", "pairs", "--batch-size 4"),
     "kto": ("kto", "labelled", "--batch-size 4"),
     "reward model": ("reward_model", "pairs", "--batch-size 4"),
-    "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS} --max-rest 2"),
+    "grpo": ("grpo", "prompts", f"{SAMPLED} {LIMITS}"),
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9 --profile-memory"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap --profile-memory"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),

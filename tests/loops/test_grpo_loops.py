@@ -6,10 +6,8 @@ import asyncio
 import json
 import math
 import threading
-from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from statistics import stdev
 
 import pytest
@@ -20,7 +18,7 @@ from small import async_grpo, call, tokenizer
 from rlkit.controllers import kl_linear
 from rlkit.data.prompts import Prompt
 from rlkit.loops.grpo import grpo
-from rlkit.loops.rl import prompt_order
+from rlkit.loops.task import prompt_order
 from rlkit.loops.updates import grpo_update
 from rlkit.losses import icepop
 from rlkit.model.lora import add_lora
@@ -88,43 +86,6 @@ def test_dynamic_sampling_trains_on_groups_inside_the_range_and_writes_the_other
     assert sum(line["groups/dropped"] for line in lines) > 0
     order = [r["group"] for s in range(1, 5) for r in kept[s] + dropped.get(s, [])]
     assert len(order) == 4 * len(set(order)), "sampled = kept + dropped: each prompt of the epoch once"
-
-
-@pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(
-    "keep", [None, pytest.param(success_between(0.01, 0.99), marks=pytest.mark.slow)], ids=["all", "filtered"]
-)
-def test_prompts_of_equal_rewards_rest_and_a_resumed_run_passes_over_the_same(keep, tmp_path):
-    """The even ones of 6 prompts never get a reward: they are sampled in the passes 0, 2 and 5 alone."""
-
-    def train(folder, **more):
-        model, seen = small_model(), Counter()
-
-        def reward(completion, row, index):
-            seen[index] += 1
-            return float(index % 2 and seen[index] % 2)
-
-        options = {"prompts": PROMPTS[:6], "prompts_per_step": 3, "steps": 9, "max_rest": 4, "save_steps": 1}
-        run(grpo, model, LocalEngine(model, max_len=64), folder, reward, keep_group=keep, **options | more)
-        rows = [rows_of(folder, kind) for kind in ("train", "dropped")]
-        groups = [[r["group"] for part in rows for r in part.get(s, [])[::4]] for s in range(1, 10)]
-        names = ("prompts/resting", "groups/equal", "groups/dropped", "reward/mean", "grad_norm")
-        return groups, [[line[name] for name in names] for line in lines_of(folder)]
-
-    groups, lines = train(tmp_path / "whole")
-    train(tmp_path / "parts", steps=4)
-    same, again = train(tmp_path / "parts", resume=True)
-    assert same == groups
-    assert all(a == pytest.approx(b, rel=1e-4) for a, b in zip(again, lines, strict=True))
-    order = prompt_order(PROMPTS[:6], seed=0)
-    if keep is None:
-        stream = [order(place).index for place in range(36) if order(place).index % 2 or place // 6 in (0, 2, 5)]
-        assert [*chain(*groups)] == stream[:27]
-        assert [resting for resting, *_ in lines[1:]] == [3] * 8
-    else:
-        assert all(sum(i % 2 for i in step) == 3 for step in groups)
-        assert sum(dropped for _, _, dropped, *_ in lines) == sum(map(len, groups)) - 27 <= 3 * 4, "not 3 * 9"
-    assert all(equal == sum(i % 2 == 0 for i in step) / len(step) for step, (_, equal, *_) in zip(groups, lines))
 
 
 def test_held_out_prompts_are_sampled_several_times(tmp_path):

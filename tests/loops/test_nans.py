@@ -31,7 +31,7 @@ FIRST_TOKEN = PROMPTS[2].ids[0]
 @pytest.fixture(autouse=True)
 def without_plots(monkeypatch):
     """Each would import matplotlib and draw, and nothing here looks at one."""
-    monkeypatch.setattr("rlkit.loops.rl.draw", lambda run: None)
+    monkeypatch.setattr("rlkit.run.saving.draw", lambda run: None)
 
 
 def with_broken_token(model):
@@ -186,14 +186,15 @@ def test_every_stream_of_a_batch_is_watched_at_its_trained_places(name):
         ValueError, match=rf"step 7: {name} .* has inf in 1 of 4 samples; the first is of prompt \[5, 7\]"
     ):
         finite_batch(batch, skip=False, **how)
-    kept, num, note = finite_batch(batch, skip=True, **how)
+    kept, num, note, places = finite_batch(batch, skip=True, **how)
+    assert places == [0, 2, 3]
     assert num == 1
     assert name in note
     assert kept.num_seqs == 3
     assert getattr(kept, name).isfinite().all()
     assert kept.group_ids.tolist() == [0, 1, 1]
     finite_batch, batch = batch_of(**{name: ([1, 4, 11], math.nan)})  # masked places are free
-    assert finite_batch(batch, skip=False, **how) == (batch, 0, "")
+    assert finite_batch(batch, skip=False, **how) == (batch, 0, "", range(4))
 
 
 def test_a_value_counts_where_it_is_a_bootstrap():
@@ -210,8 +211,9 @@ def test_an_episode_in_pieces_is_dropped_as_a_whole():
         return Trajectory([5], [6, 7], [True, True], [logp, -1.0], [0, 0], reward=reward, continues=continues)
 
     groups = [[piece(1.0), piece(1.0, continues=True, logp=math.nan), piece(0.0)], [piece(2.0)]]
-    kept, num, note = finite_groups(groups, step=1, describe=str, skip=True)
+    kept, num, note, places = finite_groups(groups, step=1, describe=str, skip=True)
     assert kept == [[groups[0][2]], groups[1]]
+    assert places == [2, 3]
     assert num == 1
     assert "rollout_logp (made by the rollout engine) has nan in 1 of 3 samples" in note
 

@@ -45,7 +45,7 @@ def visited(monkeypatch, command, data, *argv):
     files = [f"{name}_{kind}.jsonl{weight}" for name, weight in data]
     shared = ["--model", "in", "--device", "cpu", "--output", "o", "--eval-steps", "0", "--warmup-steps", "0"]
     with monkeypatch.context() as patch:
-        for module in ("rlkit.data.order", "rlkit.loops.rl"):
+        for module in ("rlkit.data.order", "rlkit.loops.task"):
             patch.setattr(importlib.import_module(module), "mixed_index", noted)
         cli.main([command.split()[0], *shared, "--data", *files, *COMMANDS[command], *argv])
     return seen

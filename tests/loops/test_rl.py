@@ -18,15 +18,17 @@ from hypothesis import strategies as st
 from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
 from rlkit.loops.evaluate import mean_advantages, rollout_metrics
-from rlkit.loops.rl import Signal, prompt_order, report_no_signal, run_in_thread
+from rlkit.loops.task import prompt_order
+from rlkit.loops.watch import Signal, report_no_signal
 from rlkit.metrics import finalize
 from rlkit.model import checkpoint
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint
 from rlkit.packing import pack, with_advantages
 from rlkit.run.folder import open_run
 from rlkit.run.plot import draw
-from rlkit.run.saving import open_training, save_if_due
+from rlkit.run.saving import Job, open_training, save_if_due
 from rlkit.run.signals import Stop
+from rlkit.run.sync import run_in_thread
 from rlkit.settings import Schedule
 from rlkit.types import Trajectory
 
@@ -127,17 +129,15 @@ def test_episodes_whose_reward_failed_are_not_in_the_mean_reward():
 def test_the_advantage_of_a_sample_is_the_mean_over_its_trained_tokens():
     groups = [[sampled(1.0, ids=(65, 66, 67), versions=(0, -1, 0)), sampled(0.0)], [sampled(2.0)]]
     batch = with_advantages(pack(groups), group_centered)
-    flat = [t for group in groups for t in group]
-    got = mean_advantages(batch, groups)
-    assert [got[id(t)] for t in flat] == [0.5, -0.5, 0.0]
+    assert mean_advantages(batch, num_samples=3) == [0.5, -0.5, 0.0]
     steps = torch.arange(batch.mask.numel(), dtype=torch.float32)
-    got = mean_advantages(replace(batch, advantages=steps), groups)
+    got = mean_advantages(replace(batch, advantages=steps), num_samples=3)
     starts = batch.cu_seqlens.tolist()
-    for t, a, b in zip(flat, starts, starts[1:]):
+    for mean, a, b in zip(got, starts, starts[1:], strict=False):
         trained = [float(x) for x, on in zip(steps[a:b], batch.mask[a:b]) if on]
-        assert got[id(t)] == pytest.approx(sum(trained) / len(trained))
-    assert mean_advantages(pack(groups), groups) == {}
-    assert mean_advantages(batch, groups[:1]) == {}
+        assert mean == pytest.approx(sum(trained) / len(trained))
+    assert mean_advantages(pack(groups), num_samples=3) == []
+    assert mean_advantages(batch, num_samples=2) == []
 
 
 def test_a_folder_with_completions_in_it_is_refused_unless_resumed(tmp_path):
@@ -168,10 +168,8 @@ def saving(tmp_path):
         def due(step, *, wait=False):
             stream.state = {"at": step}
             net.weight.data.fill_(step)
-            out = save_if_due(
-                run, saver, stop, step, schedule=schedule, model=net, optimizer=optimizer, state={"mine": step},
-                stream=stream,
-            )  # fmt: skip
+            job = Job(run, stop, saver, schedule)
+            out = save_if_due(job, step, model=net, optimizer=optimizer, state={"mine": step}, stream=stream)
             while wait and not saver.idle:
                 time.sleep(0.001)
             return out
@@ -242,10 +240,10 @@ def test_what_a_run_cannot_do_is_said_before_it_starts(tmp_path, capsys):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Schedule(tmp_path, **{"steps": 3} | wrong)
     (tmp_path / "args.json").write_text("{}")
-    with open_training(Schedule(tmp_path, steps=3, resume=True), start=3) as (run, _, _):
+    with open_training(Schedule(tmp_path, steps=3, resume=True), start=3) as job:
         kept = "nothing to train: the newest checkpoint is of step 3, and steps is 3; args.json stays as it was"
         assert kept in capsys.readouterr().out
-        assert draw(run) is None
+        assert draw(job.run) is None
     assert capsys.readouterr().out == ""
 
 

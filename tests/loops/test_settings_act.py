@@ -38,7 +38,7 @@ ACTS = {
         "stop": (tuple("abcdefghijklmnopqrstuvwxyz ."), {}), "stop_token_ids": (tuple(range(100)), {}),
         "drop_truncated": (True, {}), "staleness": (1.0, {}), "skip_nan": (True, {}), "eval_samples": (3, EVAL),
         "drop_off_policy": (True, {"staleness": 1.0, "steps": 4}), "journal": (True, {}),
-        "print_samples_steps": (0, {}), "max_rest": (2, {}),
+        "print_samples_steps": (0, {}),
     },
     Schedule: {
         "steps": (3, {}), "eval_steps": (1, {"eval_prompts": PROMPTS[:2]}), "print_steps": (2, {}),

@@ -12,7 +12,7 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import open_run
-from rlkit.run.samples import Samples, pieces, table, token_row, trajectory_row
+from rlkit.run.samples import Known, Samples, pieces, table, token_row, trajectory_row
 from rlkit.types import Trajectory
 
 ROW = {"prompt": "What is 6 * 7?", "answer": "42", "topic": "products"}
@@ -44,8 +44,8 @@ def test_groups_are_written_where_they_belong_and_the_status_counts(tmp_path):
         samples.completed(Prompt([60], {}, 6), [sampled(0.0)], step=2, kept=False)
         samples.completed(Prompt([60], {}, 7), [sampled(1.0)], step=0, kind="eval_greedy")
         assert set(rows_in(tmp_path / "run")) == {"dropped_000002", "eval_greedy_000000"}
-        advantages = {id(groups[0][0]): 0.5, id(groups[0][1]): -0.5}
-        samples.trained([Prompt([60], {}, 4), Prompt([60], ROW, 5)], groups, advantages, step=2)
+        known = Known(places=[0, 1], advantages=[0.5, -0.5])
+        samples.trained([Prompt([60], {}, 4), Prompt([60], ROW, 5)], groups, known, step=2)
     found = {
         name: [(row["step"], row["group"], row.get("advantage", "none")) for row in rows]
         for name, rows in rows_in(tmp_path / "run").items()
@@ -114,11 +114,11 @@ def test_the_table_shows_the_group_whose_rewards_differ_most(tmp_path, capsys):
     mixed = [
         sampled(x, text=f"<b>{x}</b>\x1b[31m\n", metrics={"correct": x, "correct/time": 3.0}) for x in (0, 3, 1, 2)
     ]
-    advantages = {id(t): t.reward - 1.5 for t in mixed}
+    known = Known(places=[2, 3, 4, 5], advantages=[t.reward - 1.5 for t in mixed])
     with open_run(tmp_path / "run", steps=99) as run:
         samples = Samples(run, tiny_tokenizer(), engine=None, print_steps=10)
         for step in range(1, 21):
-            samples.trained(prompts, [equal, mixed], advantages, step=step)
+            samples.trained(prompts, [equal, mixed], known, step=step)
     lines = capsys.readouterr().out.splitlines()
     titles = [line for line in lines if line.startswith("  step")]
     assert titles == [f'  step {n}, row 2 of the data: "question 1"   gold: 1 (a number)' for n in (1, 10, 20)]
@@ -162,7 +162,7 @@ def test_a_prompt_made_in_python_is_shown_by_its_tokens(tmp_path, capsys):
     ids = tiny_tokenizer().encode("2+2", add_special_tokens=False)
     with open_run(tmp_path / "run", steps=9) as run:
         Samples(run, tiny_tokenizer(), engine=None, print_steps=1).trained(
-            [Prompt(ids, {}, 0)], [[sampled()]], {}, step=4
+            [Prompt(ids, {}, 0)], [[sampled()]], Known(), step=4
         )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == '  step 4, row 1 of the data: "2+2"'
@@ -172,7 +172,7 @@ def test_a_prompt_made_in_python_is_shown_by_its_tokens(tmp_path, capsys):
 def test_a_rank_that_does_not_write_decodes_nothing(tmp_path):
     with open_run(tmp_path / "run", steps=9, active=False) as run:
         samples = Samples(run, None, engine=None, print_steps=1)
-        samples.trained([], [[sampled()]], {}, step=1)
+        samples.trained([], [[sampled()]], Known(), step=1)
         samples.completed(Prompt([60], {}, 0), [sampled()], step=1, kept=False)
     assert not (tmp_path / "run").exists()
 

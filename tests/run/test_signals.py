@@ -129,7 +129,7 @@ THREAD = """
 import asyncio, os
 from functools import partial
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.rl import run_in_thread
+from rlkit.run.sync import run_in_thread
 def work():
     os.read(0, 1)
     print("worked", flush=True)

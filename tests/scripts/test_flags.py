@@ -134,7 +134,6 @@ def refused(kind, **changes):
         ({"correction": "icepop", "tis_max_weight": 3.0}, "--tis-max-weight is for --correction tis"),
         ({"drop_off_policy": True}, "--drop-off-policy is for --overlap or --staleness above 0"),
         ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
-        ({"max_rest": 4, "group_size": 1}, "--max-rest compares the rewards of a group: --group-size must be"),
         ({"loss": "cispo", "clip_high": 4.0}, "--clip-low and --clip-high are not part of --loss cispo"),
         (
             {"entropy_target": 0.1, "entropy_limit": 0.1},

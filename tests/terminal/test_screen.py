@@ -120,7 +120,7 @@ STUCK = """
 import asyncio, time
 from rlkit.run.console import RunDisplay
 from rlkit.run.signals import stop_on_interrupt
-from rlkit.loops.rl import run_in_thread
+from rlkit.run.sync import run_in_thread
 async def main():
     with stop_on_interrupt():
         asyncio.get_running_loop().call_soon(progress.say, "working")  # once the loop waits for the thread

@@ -1,0 +1,115 @@
+"""What `rl`, `grpo`, `ppo` and `distill` refuse before they start, each in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlkit.data.order import check_parts
+from rlkit.loops.task import Task
+from rlkit.model.forward import Policy, PolicyFn
+from rlkit.ranks import on_all_ranks
+from rlkit.rollout.groups import check_sampling, single_turn
+from rlkit.rollout.shared import SharedEngine
+from rlkit.settings import Critic, Optim, Penalties, Rollouts, SamplingParams, Schedule
+from rlkit.types import Batch, Engine
+
+_SETTINGS = {"task": Task, "rollouts": Rollouts, "schedule": Schedule, "optim": Optim, "penalties": Penalties}
+_SETTINGS |= {"critic": Critic}
+
+
+def check_settings(**given: Any) -> None:
+    """Refuse a dict, a path or another object in place of one of the settings: TypeError."""
+    for name, x in given.items():
+        if not isinstance(x, kind := _SETTINGS[name]):
+            raise TypeError(f"{name} must be {kind.__name__}(...), got a {type(x).__name__}")
+
+
+def check_task(task: Task, tokenizer: Any) -> None:
+    """Refuse a task without prompts or with functions of another form, and a tokenizer that does not decode."""
+    if not len(task.prompts):
+        raise ValueError("task.prompts is empty: there is nothing to train on")
+    check_parts(len(task.prompts), task.parts)
+    check_sampling(task.prompts, env=task.env, score=task.score, keep_group=task.keep_group)
+    for one in task.held_out.values():
+        check_sampling(one.prompts, env=task.env, score=one.score or task.score)
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
+
+
+def check_rewarded(task: Task) -> None:
+    """Refuse a task in which nothing gives a reward: all would be 0, and nothing would train."""
+    if task.score is None and task.env is single_turn:
+        fix = "give scorer(reward_function, tokenizer=tokenizer, timeout_s=...), or an env that rewards its episodes"
+        raise ValueError(f"task.score is None, so every reward is 0 and nothing would train: {fix}")
+
+
+def check_engine(engine: Engine) -> None:
+    """Refuse an engine that lacks `generate`, `abort` or `update_weights`: TypeError on every rank, naming them."""
+
+    def check() -> None:
+        real = engine.engine if isinstance(engine, SharedEngine) else engine
+        names = () if real is None else ("generate", "abort", "update_weights")  # None: SharedEngine on other ranks
+        if missing := [name for name in names if not callable(getattr(real, name, None))]:
+            raise TypeError(
+                f"the engine {type(real).__name__} has no {' and no '.join(missing)}: it can generate for evaluation "
+                "and judges, but not for training; use LocalEngine, rlkit.rollout.engines.process.launch or SGLang"
+            )
+
+    on_all_ranks(check)
+
+
+def check_temperatures(rollouts: Rollouts, **policies: Any) -> None:
+    """Refuse a policy whose log-probs are at another temperature than the samples: ValueError naming both."""
+    for name, policy in policies.items():
+        temperature = getattr(policy, "temperature", rollouts.temperature)
+        if temperature != rollouts.temperature:
+            raise ValueError(
+                f"the {name}'s log-probs are at temperature {temperature:g}, and the rollouts sample at "
+                f"{rollouts.temperature:g}: give both one value, Policy(model, temperature=rollouts.temperature)"
+            )
+
+
+def check_rl(
+    policy: Policy,
+    tokenizer: Any,
+    engine: Engine,
+    task: Task,
+    rollouts: Rollouts,
+    schedule: Schedule,
+    penalties: Penalties,
+    *,
+    state: Mapping[str, Any],
+    reference: PolicyFn | None,
+) -> None:
+    """All that `rlkit.loops.rl.rl` refuses, see there."""
+    check_settings(task=task, rollouts=rollouts, schedule=schedule, penalties=penalties)
+    check_engine(engine)
+    check_temperatures(rollouts, policy=policy, reference=reference)
+    check_state(state, penalties)
+    if rollouts.max_dropped is not None and task.keep_group is None:
+        raise ValueError("`max_dropped` requires `task.keep_group`")
+    if rollouts.eval_samples > 1 and not task.held_out:
+        raise ValueError("`eval_samples` requires `task.eval_prompts`")
+    if rollouts.overlap and getattr(engine, "model", None) is policy.model:
+        raise ValueError(
+            f"overlap needs an engine with weights of its own, and {type(engine).__name__} reads those that train: use "
+            "rlkit.rollout.engines.process.launch or SGLang"
+        )
+    check_task(task, tokenizer)
+
+
+def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
+    """Refuse a `state` with other names than those that checkpoints hold, and one that lacks a name."""
+    if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
+        what = "a number or tensor of your own is a buffer of a module in state['model']"
+        raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
+    needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
+    if missing := [name for name in needed if state.get(name) is None]:
+        raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")
+
+
+def check_kept_mass(batch: Batch, params: SamplingParams) -> None:
+    """Refuse a batch of truncated sampling that `prepare` has not given its kept probability mass."""
+    if params.truncates and batch.kept_mass is None:
+        raise ValueError("top_p and top_k need `kept_mass`: call with_kept_mass(...) in `prepare`")
