@@ -14,6 +14,7 @@ HERE = Path(__file__).parent / "platforms"
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_macos_trains_and_names_what_needs_linux(tmp_path):
     """Rewards, a loop, a checkpoint and its resume, an engine in a process; not the sandbox and SGLang's servers."""
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

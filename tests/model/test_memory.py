@@ -115,7 +115,7 @@ EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
     [
         ("Qwen2", DENSE, 64, {"shard": 8, "tp": 8}),
         pytest.param("Qwen2", DENSE, 64, {"shard": 16, "cp": 4}, marks=pytest.mark.slow),
-        ("Qwen3Moe", EXPERTS, 512, {"shard": 512, "ep": 8}),
+        pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 512, "ep": 8}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "tp": 4, "ep": 8}, marks=pytest.mark.slow),
         ("Qwen2", TIED, 64, {"shard": 8, "tp": 2, "pp": 4}),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "pp": 4, "ep": 8}, marks=pytest.mark.slow),

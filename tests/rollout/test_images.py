@@ -61,6 +61,7 @@ async def test_the_images_of_a_prompt_stay_through_all_turns(task: tuple[Any, An
     assert (forward(model, batch).logp - batch.rollout_logp)[batch.mask].abs().max() < 1e-4
 
 
+@pytest.mark.slow
 async def test_a_placeholder_is_never_sampled(task: tuple[Any, Any, list[Prompt]]) -> None:
     """Of a random model each token has a chance of 1 in 267."""
     model, _, prompts = task

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nightly
 import pytest
 import torch
 from aiohttp import web
@@ -239,6 +240,7 @@ def pids(folder: Path, *, count: int) -> list[int]:
     return [*map(int, written)]
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_is_started_again_a_few_times(
     tmp_path: Path, server: process.Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,7 +314,7 @@ async def trained_on(folder: Path, *, kills: int | None) -> tuple[int, list[Any]
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-@pytest.mark.parametrize("kills", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))])
+@pytest.mark.parametrize("kills", nightly.only(range(4)))
 async def test_servers_killed_at_random_lose_and_double_no_group(tmp_path: Path, kills: int) -> None:
     """Kills while sampling and while weights are sent: every step trains on the samples of an undisturbed run."""
     _, true = await trained_on(tmp_path / "true", kills=None)

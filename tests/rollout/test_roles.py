@@ -156,6 +156,7 @@ def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
 
 
 @pytest.mark.usefixtures("no_pictures")
+@pytest.mark.slow
 def test_averages_of_roles_train_single_games_and_go_on_after_a_resume(make_task, tmp_path):
     flags = [
         *two_games(make_task, num=4), "--group-size", "1", "--lr", "0.02", "--baseline", "role_average",

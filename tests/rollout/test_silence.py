@@ -100,6 +100,7 @@ async def test_the_engine_of_another_process(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("hung_soon")
+@pytest.mark.slow
 async def test_an_sglang_server(caplog):
     line = [sys.executable, "-c", SERVER, str(HERE)]
     server = warm.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})

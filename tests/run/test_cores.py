@@ -87,6 +87,7 @@ def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_
     assert json.loads(path.read_text())["threads"] == 2
 
 
+@pytest.mark.slow
 def test_only_threads_that_wait_for_each_other_beside_other_processes_are_reported():
     code = """
 import time, torch

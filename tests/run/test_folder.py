@@ -162,6 +162,7 @@ with open_run(folder, steps=steps, start=start, resume=holds_run(folder), active
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     """SIGKILL at moments spread over the run; everything but the clock is then as in the run that was left alone."""
 

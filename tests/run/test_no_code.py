@@ -11,6 +11,7 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 
+import nightly
 import pytest
 import torch
 import warm
@@ -125,7 +126,7 @@ def test_runs_of_the_first_format_go_on_and_answer(folder):
         assert [json.loads(line)["step"] for line in lines][-3:] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("where", ["whole", "planner", "property", "place", "key", "getattr"])
+@pytest.mark.parametrize("where", nightly.only(["whole", "planner", "property", "place", "key", "getattr"], "getattr"))
 def test_the_table_of_tensors_runs_nothing(folder, where):
     def make(path):
         mark = folder / "mark"
@@ -137,7 +138,7 @@ def test_the_table_of_tensors_runs_nothing(folder, where):
         refused(folder, command, "step_00000002/.metadata", f"it asks for {asked}, and rlkit runs no code of a file")
 
 
-@pytest.mark.parametrize("kind", ["tensor", "bytes"])
+@pytest.mark.parametrize("kind", nightly.only(["tensor", "bytes"], "tensor"))
 def test_the_tensors_run_nothing(folder, kind):
     """torch reads what its table calls bytes with weights_only=False."""
     data = saved(Payload(folder / "mark"))
@@ -158,14 +159,15 @@ def test_the_tensors_run_nothing(folder, kind):
         refused(folder, command, "__0_0.distcp" if kind == "tensor" else "BytesStorageMetadata", "runs no code")
 
 
-@pytest.mark.parametrize("name", ["state.pt", "rank_00000.pt"])
-@pytest.mark.parametrize("make", [saved, pickle.dumps])
+@pytest.mark.parametrize("name", nightly.only(["state.pt", "rank_00000.pt"], "state.pt"))
+@pytest.mark.parametrize("make", nightly.only([saved, pickle.dumps], saved))
 def test_the_state_runs_nothing(folder, name, make):
     plant(folder, {name: lambda _: make({"format": 2, "state": {"stream": [Payload(folder / "mark")]}})})
     for command in (SFT, GRPO, *([CHAT] if name == "state.pt" else [])):
         refused(folder, command, f"step_00000002/{name}")
 
 
+@pytest.mark.slow
 def test_a_state_of_other_values_is_one_line(folder):
     plant(folder, {"rank_00000.pt": lambda _: saved({"torch": 5})})
     refused(folder, SFT, "rank_00000.pt", "ByteTensor")
@@ -183,9 +185,10 @@ MODEL = [["chat", "model", "--prompt", "hi"], [*SFT[:-1], "--output", "new"]]
         ("sft/metrics.jsonl", [["plot", "sft"]]),
         ("data.jsonl", [[*SFT[:-1], "--output", "new"]]),
         ("model/config.json", MODEL),
-        ("model/tokenizer.json", MODEL),
-        ("model/tokenizer_config.json", MODEL),
-        ("model/generation_config.json", MODEL),
+        *(
+            pytest.param(f"model/{name}.json", MODEL, marks=pytest.mark.slow)
+            for name in ("tokenizer", "tokenizer_config", "generation_config")
+        ),
     ],
 )
 def test_text_files_are_never_unpickled(folder, name, commands):
@@ -195,6 +198,7 @@ def test_text_files_are_never_unpickled(folder, name, commands):
         refused(folder, command, name)
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_besides_is_never_unpickled(folder):
     """Samples, pictures and the journal of completions: not read, or not used."""
     names = ("sft/metrics.png", "sft/trajectories/train_000002.jsonl", "grpo/completions/2.jsonl")
@@ -206,7 +210,7 @@ def test_what_a_run_leaves_besides_is_never_unpickled(folder):
         assert not (folder / "mark").exists(), command[0]
 
 
-@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("indexed", nightly.only([False, True], False))
 def test_weights_in_a_pickle_run_nothing(folder, indexed):
     (folder / "model/model.safetensors").unlink()
     name = "part.bin" if indexed else "pytorch_model.bin"
@@ -271,6 +275,7 @@ def test_a_template_reaches_no_python(folder):
         refused(folder, command, "cannot be rendered", "SecurityError")
 
 
+@pytest.mark.slow
 def test_a_reference_that_moves_or_another_script_is_the_named_reason(folder):
     """--ref-sync-steps 0 was reported as another optimizer; a checkpoint of dpo went on in sft without a word."""
     flags = [*GRPO, "--ref-sync-steps", "0"]

@@ -229,6 +229,7 @@ def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkey
 BESIDE = PLOT.replace("    print(draw(run))", "    run.start_plot()\n    print(draw(run))").replace(".pyplot", "")
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_beside_other_work_where_a_process_can_start(tmp_path, monkeypatch):
     lines = plot_in_a_run(BESIDE, tmp_path)
     picture = tmp_path / "run" / "metrics.png"

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 
+import nightly
 import pytest
 import screens
 import torch
@@ -58,7 +59,7 @@ def adapter_of(folder):
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-@pytest.mark.parametrize("script", ROADS)
+@pytest.mark.parametrize("script", nightly.only(ROADS, "grpo", "sft"))
 def test_training_goes_on_in_the_adapter(script, command, task, tmp_path, capsys):
     command(f"{script} --model adapter {ROADS[script]} --steps 1 --lr 0.01 --output {tmp_path}/run")
     said = capsys.readouterr().out
@@ -89,6 +90,7 @@ def test_lora_rank_0_merges_it_and_trains_all_weights(script, command, task, tmp
     assert not (tmp_path / "run/adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_ended_and_resumes(command, task, tmp_path):
     """From RUN/adapter, its base given, also resumed: the reference stays the adapter that the run began with."""
     flags = "--data pairs.jsonl --eval-data pairs.jsonl --eval-steps 2 --batch-size 4 --warmup-steps 0 --lr 0.01 "
@@ -102,6 +104,7 @@ def test_a_run_goes_on_where_another_ended_and_resumes(command, task, tmp_path):
     assert whole["eval/loss"] != pytest.approx(math.log(2), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_eval_and_chat_answer_as_the_merged_model(command, task, tmp_path, capsys):
     export_hf(merge_adapter(load_model(task / "model"), task / "adapter"), tiny_tokenizer(), tmp_path / "merged")
     found = []
@@ -122,6 +125,7 @@ def test_servers_that_have_the_base_model_are_not_measured_as_the_adapter(task, 
     assert "error: --engine vllm has no adapter adapter: use local, or give the merged model" in said
 
 
+@pytest.mark.slow
 def test_chat_talks_to_the_checkpoint_of_a_run_that_trains_an_adapter_on(command, task, tmp_path, capsys):
     command(f"sft --model adapter {ROADS['sft']} --steps 1 --lr 0.01 --output {tmp_path}/run")
     capsys.readouterr()

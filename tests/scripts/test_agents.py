@@ -75,6 +75,7 @@ def lines_of(files):
 COMMAND_LINE = f"{sys.executable} -S agent.py {{prompt}} {{numbers}}"
 
 
+@pytest.mark.slow
 def test_a_run_with_a_command_and_a_reward_of_its_messages_and_files(files, tmp_path, no_pictures):
     grpo.main(args_of(files, agent=COMMAND_LINE, reward=f"{files / 'reward.py'}:score"))
     lines = lines_of(files)

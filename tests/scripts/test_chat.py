@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 import screens
 import torch
@@ -110,6 +111,7 @@ def test_flags_and_args_json_reach_template_and_sampling(model, tmp_path, capsys
     assert call(capsys, monkeypatch, str(run), "--prompt", "one") == greedy(model, "one", 9) + "\n"
 
 
+@pytest.mark.slow
 def test_in_a_terminal_the_history_is_sent_and_its_oldest_turns_are_dropped(model):
     """160 positions: a turn takes 5 tokens besides its text, and the generation prompt 3."""
     terminal = Terminal([*CHAT, model, "--temperature", "0", "--max-new-tokens", "20"], columns=200)
@@ -155,6 +157,7 @@ def test_tokens_show_as_they_are_sampled_and_ctrl_c_stops_the_answer_only(tmp_pa
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
     path = save_model(tmp_path / "model", positions=60_000)
     flags = ["--temperature", "0", "--max-new-tokens", "50000", "--prompt", "one"]
@@ -173,7 +176,9 @@ def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora-rank", "2"]], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "flags", nightly.only([[], ["--lora-rank", "2"]], ["--lora-rank", "2"]), ids=["all weights", "LoRA"]
+)
 def test_a_run_answers_with_its_model_or_newest_checkpoint(tmp_path, capsys, monkeypatch, flags):
     if flags:
         pytest.importorskip("peft")

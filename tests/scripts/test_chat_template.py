@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 
+import nightly
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,7 +93,7 @@ def refused(capsys, *given):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", ROWS)
+@pytest.mark.parametrize("script", nightly.only(ROWS, "grpo", "dpo"))
 def test_a_base_model_trains_on_messages_and_exports_the_template(task, tmp_path, script):
     call(task, script, tmp_path / "run", "--chat-template", str(task / "turns.jinja"))
     exported = tmp_path / "run" / "model"
@@ -126,6 +127,7 @@ def test_an_export_stops_at_the_end_of_the_models_own_template(task, tmp_path):
     assert config["eos_token_id"] == [256, END]
 
 
+@pytest.mark.slow
 def test_training_sampling_chat_and_resume_render_the_same_tokens(task, tmp_path, asked, capsys, monkeypatch):
     file = tmp_path / "own.jinja"
     shutil.copy(task / "turns.jinja", file)

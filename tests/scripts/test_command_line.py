@@ -11,6 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 import screens
 import torch
@@ -79,7 +80,7 @@ def steps_of(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("script", DATA)
+@pytest.mark.parametrize("script", nightly.only(DATA, "ppo"))
 def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     command = [sys.executable, "-m", f"rlkit.scripts.{script}"]
     command += flags_of(task, script, tmp_path, "--no-chat-template", model="base")
@@ -93,7 +94,7 @@ def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     assert done.stdout.splitlines()[0] == (f"model: {size:,} parameters on cpu, fp32; trains all weights")
 
 
-@pytest.mark.parametrize("script", DATA)
+@pytest.mark.parametrize("script", nightly.only(DATA, "grpo", "sft"))
 def test_a_chat_model_trains(task, tmp_path, script, capsys):
     lora = [] if script in ("reward_model", "ppo") else ["--lora-rank", "2"]
     template = ["--template-args", '{"enable_thinking": false}']
@@ -303,6 +304,7 @@ def test_no_step_exports_no_model(task, tmp_path, capfd, script):
     assert "nothing was trained there (--steps 0): talk to its model, rlkit chat" in message
 
 
+@pytest.mark.slow
 def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog, capfd):
     one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
     call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))
@@ -351,6 +353,7 @@ def test_every_script_goes_to_the_gpu_where_there_is_one(task, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["chat", pytest.param("base", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_adapter_loads_by_its_folder_alone(task, tmp_path, monkeypatch, name):
     """Also after a resume, and where the model was given by a relative path."""
     peft = pytest.importorskip("peft")

@@ -45,6 +45,7 @@ def kept(output):
     return json.loads((output / "args.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_glob_and_its_files_are_the_same_data_also_on_resume(task, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(task)
     call(task, tmp_path / "run", "--data", "[ab].jsonl")
@@ -57,6 +58,7 @@ def test_a_glob_and_its_files_are_the_same_data_also_on_resume(task, tmp_path, c
     assert "resumed with data ['b.jsonl', 'a.jsonl'] (it was ['a.jsonl', 'b.jsonl'])" in said
 
 
+@pytest.mark.slow
 def test_a_run_with_one_file_keeps_its_name_and_resumes_with_more(task, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(task)
     call(task, tmp_path / "run", "--data", "a.jsonl", "--eval-data", "shards")
@@ -83,6 +85,7 @@ def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeyp
     assert f"--eval-data is not held out: all its rows ({tmp_path / 'copy.jsonl'}) are also in --data" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(task)
     call(task, tmp_path / "1", "--data", "a.jsonl")

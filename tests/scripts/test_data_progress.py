@@ -48,6 +48,7 @@ def test_a_terminal_shows_each_phase_in_one_line_that_is_erased(file, monkeypatc
     assert screen.getvalue().endswith("\r\x1b[K")
 
 
+@pytest.mark.slow
 def test_a_log_file_gets_a_line_now_and_then_and_short_reading_is_silent(file, monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr("sys.stderr", log)

@@ -51,6 +51,7 @@ def test_every_training_script_has_the_flag(script):
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_a_deterministic_run_sets_torch_and_is_bit_equal_after_a_resume(task, tmp_path):
     whole = train(task, "grpo", tmp_path / "whole", "--steps", "2", "--deterministic")
     assert [(row["reward/on"], row["reward/cublas"]) for row in whole] == [(1.0, 1.0)] * 2

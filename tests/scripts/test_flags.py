@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
+import nightly
 import pytest
 import screens
 import tyro
@@ -560,7 +561,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("where", screens.PLACES)
+@pytest.mark.parametrize("where", nightly.only(screens.PLACES, "terminal", "pipe"))
 def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
     wrong = WRONG if where in screens.EVERYWHERE else WRONG[::4]
     found = screens.refused_early([flags.split() for flags, _ in wrong], where)

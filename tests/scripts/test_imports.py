@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 import screens
 
@@ -31,6 +32,7 @@ def task(make_task):
     return make_task(train=[{"prompt": str(i)} for i in range(4)], reward=REWARD)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_import_system_and_other_libraries_as_they_are(task, tmp_path):
     flags = [
         "--model", str(task / "model"), "--data", str(task / "train.jsonl"), "--reward", f"{task / 'reward.py'}:score",
@@ -65,7 +67,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("where", screens.EVERYWHERE)
+@pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
 def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path, where):
     (task / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')
     (task / "metrics.jsonl").write_text("")

@@ -123,6 +123,7 @@ def test_lora_that_cannot_be_is_refused(script, flags, message, task, tmp_path, 
     assert f"error: {message}" in " ".join(screens.refused(cli.main, argv).split())
 
 
+@pytest.mark.slow
 def test_a_quantized_base_trains_resumes_and_is_exported_with_its_adapter(command, task, tmp_path):
     """The export, a plain model, has the loss that the last evaluation logged."""
     flags = "--data pairs.jsonl --eval-data pairs.jsonl --rename chosen response --batch-size 4 --warmup-steps 0 "

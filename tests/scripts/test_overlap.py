@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 
+import nightly
 import psutil
 import pytest
 import warm
@@ -60,7 +61,7 @@ def gone(children):
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", nightly.only([signal.SIGKILL, signal.SIGINT]))
 def test_stopped_and_resumed_it_trains_on_every_group_once(task, tmp_path, number):
     output = tmp_path / "run"
     process = start(task, output)

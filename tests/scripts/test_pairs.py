@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 import torch
 import warm
@@ -55,9 +56,9 @@ def without_ties(lines):
     ("script", "flags"),
     [
         ("dpo", []),
-        ("dpo", ["--loss", "simpo", "--beta", "2"]),
-        ("dpo", ["--loss", "ipo", "--lora-rank", "4", "--precompute-reference"]),
-        ("kto", []),
+        pytest.param(*("dpo", ["--loss", "simpo", "--beta", "2"]), marks=pytest.mark.slow),
+        pytest.param(*("dpo", ["--loss", "ipo", "--lora-rank", "4", "--precompute-reference"]), marks=pytest.mark.slow),
+        pytest.param(*("kto", []), marks=pytest.mark.slow),
         ("kto", ["--loss", "apo_zero", "--lora-rank", "4", "--undesirable-weight", "3"]),
         ("reward_model", ["--dtype", "bf16"]),
     ],
@@ -133,7 +134,9 @@ def ranked(chosen, rejected):
 """
 
 
-@pytest.mark.parametrize(("script", "name"), [("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")])
+@pytest.mark.parametrize(
+    ("script", "name"), nightly.only([("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")], ("dpo", "pair"))
+)
 def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, script, name):
     (tmp_path / "own.py").write_text(OWN)
     module = importlib.import_module(f"rlkit.scripts.{script}")

@@ -71,6 +71,7 @@ def test_a_critic_with_bins_is_exported_and_a_run_that_starts_from_it_has_its_bi
     assert "parameters on" not in capsys.readouterr().out, "before a model is loaded"
 
 
+@pytest.mark.slow
 def test_it_exports_policy_and_critic_and_two_ranks_log_the_same(task, tmp_path):
     alone = run(task, tmp_path / "alone")
     assert [line["step"] for line in alone] == [1, 2]

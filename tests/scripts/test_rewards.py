@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import nightly
 import numpy as np
 import pytest
 import screens
@@ -241,7 +242,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("where", screens.EVERYWHERE)
+@pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
 def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task, where):
     wrong = WRONG if where == "pipe" else WRONG[::4]
     data = ["--data", "rows.jsonl"]

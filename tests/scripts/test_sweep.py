@@ -68,6 +68,7 @@ def test_the_best_values_are_found_and_a_second_call_continues(tmp_path, capsys)
     assert f"best: {command} {given}" in out.splitlines()[-2:]
 
 
+@pytest.mark.slow
 def test_two_processes_divide_a_grid_and_a_third_finds_nothing_left(tmp_path, capfd):
     """Each combination once, whoever takes it; the table has all, the best first, and a picture the importances."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -91,6 +92,7 @@ def test_two_processes_divide_a_grid_and_a_third_finds_nothing_left(tmp_path, ca
         assert (tmp_path / "out/importances.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_failed_combination_is_run_again(tmp_path):
     space = ["--sampler", "grid", "--choice", "x", "1,2", "bad", "no,fails", "--startup-trials", "20"]
     sweep(tmp_path, *space, trials=9)
@@ -99,6 +101,7 @@ def test_a_failed_combination_is_run_again(tmp_path):
     assert sorted(t.params["bad"] for t in trials_of(tmp_path)) == ["fails"] * 4 + ["no"] * 2
 
 
+@pytest.mark.slow
 def test_random_values_are_those_of_the_seed(tmp_path):
     drawn = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -171,6 +174,7 @@ print("saved" if len(asked) == 1 else "aborted", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     flags = ["--output", str(tmp_path / "out"), "--metric", "x", "--range", "x", "0", "1"]
@@ -192,6 +196,7 @@ def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
     assert not {"aborted", "KeyboardInterrupt", "Traceback"} & {*text.replace(":", " ").split()}, text
 
 
+@pytest.mark.slow
 def test_trials_that_fail_are_named_and_the_sweep_goes_on_unless_the_first_three_do(tmp_path, capfd):
     space = ["--range", "x", "0", "10", "--choice", "bad", "no,fails", "--startup-trials", "20"]
     sweep(tmp_path, *space, trials=6)
@@ -267,6 +272,7 @@ def test_what_no_trial_could_run_with_is_refused_before_the_first(tmp_path, spac
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_default_metric_is_one_that_the_command_writes(tmp_path, task, capfd):
     argv = ["--output", str(tmp_path), "--trials", "1", "--log-range", "lr", "1e-5", "1e-3", "--"]
     data = str(tmp_path / "rows.jsonl")

@@ -118,6 +118,7 @@ def test_an_agent_shows_the_images_of_its_row_in_two_turns(task, tmp_path, monke
     assert any("<image>How light?<image>again" in text for text in said)
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_reward_model_read_images(task, tmp_path):
     lines = train(task, "ppo", tmp_path / "ppo")
     assert all(line["value/grad_norm"] > 0 for line in lines)

@@ -76,6 +76,7 @@ def test_a_hung_engine_is_said_and_one_request_ends_the_run(task, tmp_path, numb
     assert shared() <= before
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_run_whose_engine_hangs(task, tmp_path):
     """Trainer and resource tracker are killed at once, as the kernel does when memory is short."""
     before = shared()

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 from screen import ROOT, Terminal, assert_clean, steps_on
 
@@ -45,12 +46,10 @@ def assert_a_line_a_step(terminal: Terminal, steps: list[int]) -> None:
 
 
 SIZES = [(script, columns) for columns in (80, 120) for script in SCRIPTS]
-NOW = (("sft", 80), ("grpo", 80), ("grpo --overlap", 80))  # 80: the harder case
+NOW = (("sft", 80), ("grpo --overlap", 80))  # 80: the harder case
 
 
-@pytest.mark.parametrize(
-    ("script", "columns"), [pytest.param(*size, marks=[] if size in NOW else pytest.mark.slow) for size in SIZES]
-)
+@pytest.mark.parametrize(("script", "columns"), nightly.only(SIZES, *NOW))
 def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     line = command(task, script, tmp_path / "run")
     if script == "grpo":  # a group takes longer than the bar is still
@@ -64,6 +63,7 @@ def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     assert_a_line_a_step(terminal, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_the_demo_runs_in_a_terminal(tmp_path):
     flags = "--sft-steps 2 --grpo-steps 1 --hidden 64 --layers 1 --eval-limit 8"
     line = [sys.executable, ROOT / "examples/demo.py", "--output", tmp_path / "demo", *flags.split()]
@@ -119,6 +119,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(task, tmp_path, script, sh
     assert f"resumed with steps {steps[-1] + 1} (it was 900)" in terminal.text
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_aborts(task, tmp_path):
     (task / "slow.py").write_text("import asyncio\nasync def score(completion, row):\n    await asyncio.sleep(600)\n")
     flags = ("--reward", f"{task / 'slow.py'}:score", "--eval-steps", "0", "--reward-timeout", "900")
