@@ -21,13 +21,13 @@ from rlkit._numbers import show
 from rlkit._tensors import FILLED_BY
 from rlkit.loops.trial import is_ours, try_surrogate
 from rlkit.losses import (
-    constant_length,
     k3,
     keep_ratio,
     keep_whole_sequences,
     ppo_clip,
     prompt_mean,
     ratio_stats,
+    seq_mean_token_sum,
     tis,
     token_mean,
     unbiased_kl,
@@ -59,9 +59,12 @@ def per_prompt(batch: Batch) -> Float[Tensor, "T"]:
 
 
 def per_length(batch: Batch, *, max_length: int) -> Float[Tensor, "T"]:
-    """The sum over an episode's tokens, divided by a constant: `constant_length`, without length bias (Dr. GRPO)."""
+    """The sum over an episode's tokens, divided by a constant: `constant_length`, without length bias (Dr. GRPO).
+
+    The constant may be the limit of one turn: an episode of several turns may have more tokens.
+    """
     num_seqs = _count(batch, batch.episode_ids)
-    return constant_length(batch.mask, cu_seqlens=batch.cu_seqlens, max_length=max_length, num_seqs=num_seqs)
+    return seq_mean_token_sum(batch.mask, cu_seqlens=batch.cu_seqlens, num_seqs=num_seqs) / max_length
 
 
 def _mean_of(batch: Batch, ids: Int[Tensor, "N"]) -> Tensor:
