@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._numbers import show
-from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked
+from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked, readable
 from rlkit.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
 from rlkit.types import Batch, Picture, Trajectory
@@ -221,6 +221,8 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
     """Remove the padding of `[B, L, ...]` tensors. `padding_mask` is True at real tokens, in any arrangement.
 
     `to_padded(*packed.streams, padding_mask=padding_mask)` is the exact inverse.
+    Errors: ValueError for another shape, and for a mask that is True at the padding where an integer stream on the CPU
+    shows it: one number wherever the mask is True, several where it is False. Floats alone do not show it.
     """
     _check_padding_mask(padding_mask)
     for i, x in enumerate(streams):
@@ -231,7 +233,15 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
                 f"got {list(x.shape)}{per_row}"
             )
         check_same_device(padding_mask=padding_mask, **{f"streams[{i}]": x})
-    return Packed(tuple(x[padding_mask] for x in streams), cumulative(padding_mask.sum(1)))
+    packed = tuple(x[padding_mask] for x in streams)
+    for i, (x, kept) in enumerate(zip(streams, packed)):
+        ids = kept.ndim == 1 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if ids and readable(x) and kept.numel() > 1 and _is_one_number(kept) and not _is_one_number(x[~padding_mask]):
+            raise ValueError(
+                f"streams[{i}] is {int(kept[0])} wherever padding_mask is True, and has several numbers where it is "
+                "False: is the mask inverted? It is True at real tokens (~padding_mask)"
+            )
+    return Packed(packed, cumulative(padding_mask.sum(1)))
 
 
 def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float = 0) -> tuple[Tensor, ...]:
@@ -245,6 +255,10 @@ def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float =
         padded = x.new_full((*padding_mask.shape, *x.shape[1:]), fill)
         out.append(padded.masked_scatter(padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 1)), x))
     return tuple(out)
+
+
+def _is_one_number(x: Tensor) -> bool:
+    return bool((x == x[:1]).all())
 
 
 def _check_padding_mask(padding_mask: Tensor) -> None:

@@ -240,6 +240,20 @@ def test_padded_round_trip(mask):
     assert torch.equal(back[1], y.where(mask[..., None], -7))
 
 
+@pytest.mark.parametrize("pad", [0, 9])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_mask_of_the_padding_is_refused_where_ids_show_it(pad, left):
+    ids = torch.tensor([[5, 6, 7, 9], [5, 9, pad, pad], [8, 9, pad, pad]])
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).bool()
+    if left:
+        ids, real = ids.flip(1), real.flip(1)
+    assert from_padded(ids, ids * 1.0, padding_mask=real).streams[0].tolist() == ids[real].tolist()
+    with pytest.raises(ValueError, match=rf"^streams\[1\] is {pad} wherever padding_mask is True, .* inverted"):
+        from_padded(ids * 1.0, ids, padding_mask=~real)
+    for same in (torch.full_like(ids, 3), ids.masked_fill(real, 3).masked_fill(~real, 0), real):  # versions, labels
+        from_padded(same, padding_mask=real)
+
+
 def test_padded_errors_name_the_stream():
     mask = torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"streams\[0\] must be \[B, L, ...\] like padding_mask"):

@@ -1,11 +1,13 @@
-"""Call a loss or an estimator of the user's on a small batch before a model is loaded, and check five plain laws.
+"""Call a loss or an estimator of the user's on a small batch before a model is loaded, and check six plain laws.
 
 `rlkit.testing.check_loss` checks more laws on many batches, and finds the smallest counterexample.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -44,8 +46,11 @@ def is_ours(function: Any) -> bool:
     return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
 
 
-def toy_batch(*, masked: bool = True, values: bool = True) -> Batch:
-    """Seven sequences in four groups, with every stream. Without `masked`, only the tokens that the policy sampled."""
+def toy_batch(*, masked: bool = True, values: bool = True, sign: float = 1.0) -> Batch:
+    """Seven sequences in four groups, with every stream. Without `masked`, only the tokens that the policy sampled.
+
+    Terminal rewards and advantages are multiplied by `sign`.
+    """
     token, groups, advantages = 10, [], []
     for sequences in _GROUPS:
         group = []
@@ -56,6 +61,7 @@ def toy_batch(*, masked: bool = True, values: bool = True) -> Batch:
             kept = [i for i, on in enumerate(mask) if on or masked]
             logp = [-0.5 - 0.1 * (ids[i] % 7) if mask[i] else 0.0 for i in kept]
             rewards = [0.1 * (ids[i] % 3) if mask[i] else 0.0 for i in kept]
+            advantage *= sign
             group.append(
                 Trajectory([1, 2], [ids[i] for i in kept], [mask[i] for i in kept], logp, [0] * len(kept),
                            advantage, rewards)
@@ -74,17 +80,20 @@ def toy_batch(*, masked: bool = True, values: bool = True) -> Batch:
 
 
 def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Batch], Tensor]) -> None:
-    """Check five laws of a policy loss, `surrogate(log_ratio, batch)`, which `function` of the user's computes.
+    """Check six laws of a policy loss, `surrogate(log_ratio, batch)`, which `function` of the user's computes.
 
         shape            a loss per token, with a gradient
         mask_isolation   tokens that the policy did not sample (streams 0) change no other token, and are finite
         on_policy        at ratio 1 the gradient is -A
         descends         no token's gradient has the sign of its advantage
+        clipped          a gradient that is 0 where the ratio moved against the advantage, for either sign of A, is also
+                         0 where it moved as far with it
         additive         the losses of two micro-batches are those of the batch
 
     Raises ValueError where one of the first two is broken, or where the gradient at ratio 1 is along the advantages
     rather than against them. Any other broken law is logged: sequence ratios, statistics of the batch and penalties
-    break some of them.
+    break some of them. A surrogate that drops tokens by their ratio alone obeys `clipped`, and so does the dual clip:
+    at one of the two signs its gradient vanishes in neither direction, or in both.
     """
     name = name_of(function)
     try:
@@ -117,7 +126,7 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken
         return
     if not random and (how := _isolation(surrogate, batch, found)):
         yield Broken("mask_isolation", how, refused=True)
-    g, a = _loss(surrogate, batch, ratio=0.0)[0][1][batch.mask], batch.advantages[batch.mask]
+    g, a = _loss(surrogate, batch, torch.zeros_like(batch.advantages))[0][1][batch.mask], batch.advantages[batch.mask]
     if not _near(g, -a):
         climbs = bool((g * a > _TOLERANCE).any()) and bool((g * a).sum() > _TOLERANCE)
         if climbs or not random:
@@ -127,23 +136,25 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken
         x, how = log_ratio(batch)[t].exp(), "has the sign of its advantage"
         slope, advantage = found[1][t], batch.advantages[t]
         yield Broken("descends", f"at ratio {x:.3g} the gradient {slope:.3g} {how} {advantage:g}")
+    if not random and (how := _wrong_side(surrogate, batch)):
+        yield Broken("clipped(clip_low=.., clip_high=..)", how)
     if not random and (how := _additivity(surrogate, batch, found[0])):
         yield Broken("additive", how)
 
 
-def log_ratio(batch: Batch, size: float = 0.4) -> Float[Tensor, "T"]:
-    """Log-ratios between `-size` and `size`, a function of the token; 0 where the policy did not sample."""
-    return (size * torch.cos(3.0 * batch.targets.float())).where(batch.mask, 0.0)
+def log_ratio(batch: Batch) -> Float[Tensor, "T"]:
+    """Log-ratios between -0.4 and 0.4, a function of the token; 0 where the policy did not sample."""
+    return (0.4 * torch.cos(3.0 * batch.targets.float())).where(batch.mask, 0.0)
 
 
 def _loss(
-    surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, *, ratio: float = 0.4, seed: int = 0
+    surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, x: Tensor | None = None, *, seed: int = 0
 ) -> tuple[tuple[Tensor, Tensor], str]:
     """The loss per token and the gradient of its sum, or what is wrong with the result."""
     torch.manual_seed(seed)
     given = _copied(batch)
     with torch.enable_grad():
-        x = log_ratio(batch, ratio).requires_grad_()
+        x = (log_ratio(batch) if x is None else x).requires_grad_()
         loss = surrogate(x, batch)
         if wrong := _changed(batch, given) or _wrong(loss, x.shape):
             return (x.detach(), x.detach()), wrong
@@ -190,6 +201,25 @@ def _isolation(surrogate: Any, batch: Batch, found: tuple[Tensor, Tensor]) -> st
     return ""
 
 
+def _wrong_side(surrogate: Any, batch: Batch) -> str:
+    """How the gradient vanishes on the wrong side of a clip only; empty if it does not."""
+
+    def vanishes(advantage: float, x: float) -> Tensor:
+        given = replace(batch, advantages=advantage * batch.mask.float())
+        return _loss(surrogate, given, x * batch.mask.float())[0][1] == 0
+
+    for x in (1.0, 3.0):
+        against, along = (vanishes(1.0, -x), vanishes(-1.0, x)), (vanishes(1.0, x), vanishes(-1.0, -x))
+        if bool((batch.mask & against[0] & against[1] & ~(along[0] | along[1])).any()):
+            low, high = math.exp(-x), math.exp(x)
+            return (
+                f"the clip is on the wrong side: the gradient is 0 where the ratio moved against the advantage "
+                f"({low:.2g} for A > 0, {high:.2g} for A < 0), and not where it moved with it ({high:.2g}, {low:.2g}); "
+                "PPO's loss is max(-A r, -A clip(r))"
+            )
+    return ""
+
+
 def _additivity(surrogate: Any, batch: Batch, whole: Tensor) -> str:
     """How the loss of a token depends on the others of its micro-batch; empty if it does not."""
     parts = [select(batch, (batch.group_ids == g).nonzero().flatten()) for g in range(len(_GROUPS))]
@@ -222,9 +252,10 @@ def _near(x: Tensor, y: Tensor) -> bool:
 def try_pair_loss(function: Callable[..., Any]) -> None:
     """Call a loss of pairs, `function(chosen, rejected)`, of log-ratios or scores `[N]`.
 
-    ValueError for one that fails or gives no finite loss per pair with a gradient. One that rises with the margin is
-    logged.
+    ValueError for one that fails or gives no finite loss per pair with a gradient, or that names the two the other way
+    round. One that rises with the margin is logged.
     """
+    _refuse_swapped(function, "chosen", "rejected")
     chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (0.3, -0.3))
     loss = _called(function, chosen, rejected)
     up, down = _slopes(loss, chosen, rejected)
@@ -242,6 +273,7 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
 
 def try_divergence(function: Callable[..., Any]) -> None:
     """The same of a divergence per row of log-probs, `function(log_q, log_p)`, of student and teacher `[.., V]`."""
+    _refuse_swapped(function, "student", "teacher")
     logits = torch.sin(torch.arange(1.0, 41.0)).view(5, 8)
     log_q, log_p = logits.log_softmax(1).requires_grad_(), (2 * logits.flip(0)).log_softmax(1)
     loss = _called(function, log_q, log_p)
@@ -249,6 +281,16 @@ def try_divergence(function: Callable[..., Any]) -> None:
         least = function(log_p, log_p)
     if float(loss.detach().sum()) < float(least.sum()) - _TOLERANCE:
         _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
+
+
+def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> None:
+    """Refuse (ValueError) a function whose first parameter is named as what it gets second, or the other way round."""
+    try:
+        names = [*inspect.signature(function).parameters][:2]
+    except (TypeError, ValueError):  # of C
+        return
+    if second in names[0].lower() or first in names[-1].lower():
+        raise ValueError(f"{name_of(function)} gets ({first}, {second}) in this order, and names them {names}")
 
 
 def _called(function: Callable[..., Any], *given: Tensor, **options: Any) -> Tensor:
@@ -270,10 +312,15 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
     """Call an estimator `function(batch, bootstrap) -> Gae` on a small batch, with a critic's `values` or without.
 
     ValueError for one that fails, or whose advantages (and with `values` its returns) are no finite number per token,
-    also for a group of one. A result that depends on the order of the groups is logged.
+    also for a group of one. These are logged: a result that depends on the order of the groups; advantages that are all
+    0 although the rewards differ; advantages that are lower for terminal rewards R than for -R where R > 0, and higher
+    where R < 0, summed over the tokens.
     """
-    batch, name = toy_batch(values=values), name_of(function)
-    batch = replace(batch, advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
+    name = name_of(function)
+    batch, opposite = (
+        replace(toy_batch(values=values, sign=sign), advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
+        for sign in (1.0, -1.0)
+    )
 
     def estimated(of: Batch) -> list[Tensor]:
         given = _copied(of)
@@ -303,3 +350,12 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
         if not _near(x, y[place]):
             _log.warning("%s: the result depends on the order of the groups in the batch (law permutation)", name)
             return
+    rewards = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens)[batch.mask]
+    found = []
+    for ids in (batch.group_ids, torch.zeros_like(batch.group_ids)):  # groups of two, and one of seven
+        up, down = (estimated(replace(x, group_ids=ids))[0] for x in (batch, opposite))
+        found.append((bool(up.any()), float(((up - down) * rewards).sum())))
+    if not any(some for some, _ in found):
+        _log.warning("%s: all its advantages are 0 on a batch of unequal rewards, so that nothing would train", name)
+    elif all(follows < -_TOLERANCE for _, follows in found):
+        _log.warning("%s: its advantages fall where the rewards rise (law rewards_raise): is its sign right?", name)

@@ -8,6 +8,7 @@ batch of an optimizer step, which every rank holds before it is split. An episod
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,13 @@ from rlkit._numbers import show
 from rlkit._tensors import FILLED_BY
 from rlkit.loops.trial import is_ours, try_surrogate
 from rlkit.losses import (
-    constant_length,
     k3,
     keep_ratio,
     keep_whole_sequences,
     ppo_clip,
     prompt_mean,
     ratio_stats,
+    seq_mean_token_sum,
     tis,
     token_mean,
     unbiased_kl,
@@ -59,9 +60,12 @@ def per_prompt(batch: Batch) -> Float[Tensor, "T"]:
 
 
 def per_length(batch: Batch, *, max_length: int) -> Float[Tensor, "T"]:
-    """The sum over an episode's tokens, divided by a constant: `constant_length`, without length bias (Dr. GRPO)."""
+    """The sum over an episode's tokens, divided by a constant: `constant_length`, without length bias (Dr. GRPO).
+
+    The constant may be the limit of one turn: an episode of several turns may have more tokens.
+    """
     num_seqs = _count(batch, batch.episode_ids)
-    return constant_length(batch.mask, cu_seqlens=batch.cu_seqlens, max_length=max_length, num_seqs=num_seqs)
+    return seq_mean_token_sum(batch.mask, cu_seqlens=batch.cu_seqlens, num_seqs=num_seqs) / max_length
 
 
 def _mean_of(batch: Batch, ids: Int[Tensor, "N"]) -> Tensor:
@@ -134,7 +138,8 @@ def check_loss(loss: PolicyLoss) -> None:
 def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
     """`f(log_ratio, batch)` as it is, or `f(log_ratio, advantages, *, mask, cu_seqlens)` with the fields of a batch.
 
-    Errors: ValueError for a function that takes less, or needs more.
+    Errors: ValueError for a function that takes less, or needs more, or whose first parameter has the name of a ratio
+    or of a log-prob: it would get neither.
     """
     if not callable(function):
         raise TypeError(f"surrogate must be a function of (log_ratio, batch), e.g. ppo_clip, got {show(function)}")
@@ -144,11 +149,24 @@ def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
     name = getattr(function, "__name__", "the loss")
     if len(parameters) < 2 or parameters[1].kind == parameters[1].KEYWORD_ONLY:
         raise ValueError(f"a policy loss takes (log_ratio, batch) or (log_ratio, advantages), and {name} does not")
+    first = parameters[0].name
+    if meant := _other_meaning(first):
+        raise ValueError(f"{name} would get log_ratio = logp - old_logp as `{first}`: name it log_ratio, {meant}")
     if missing:
         raise ValueError(f"{name} needs {', '.join(missing)}, too: give a value by functools.partial, or a default")
     if parameters[1].name != "advantages":
         return function
     return lambda x, batch: function(x, batch.advantages, **{name: getattr(batch, name) for name in fields})
+
+
+def _other_meaning(first: str) -> str:
+    """How a surrogate computes what the name of its first parameter means; empty for a name of the log-ratio."""
+    words = {*first.lower().split("_")}
+    if words & {"ratio", "ratios", "weight", "weights"} and not words & {"log", "logp"}:
+        return f"and write {first} = log_ratio.exp()"
+    if re.fullmatch(r"((new|cur|current|policy|pi|old|ref)_)?(logp|log_?prob)s?", first.lower()):
+        return "and take (log_ratio, batch) if you need batch.old_logp"
+    return ""
 
 
 def grpo_update(

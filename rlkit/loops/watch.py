@@ -78,14 +78,16 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
             now.low == now.high
         )
         critic = batch.values is not None  # which compares with no group
+        groups = [0] * len(rewards) if critic else batch.group_ids.tolist()
+        differ = len({*zip(groups, rewards)}) > len({*groups})
         what = f"every advantage is 0 (rewards {shown})"
-        what = what if critic else f"all rewards are equal in every group ({shown})"
+        what = what if critic or differ else f"all rewards are equal in every group ({shown})"
         larger = "" if critic else "a larger group_size "
+        fix = f"{never}easier, harder or more varied prompts, {larger}or a finer reward would help"
+        if differ:
+            fix = "the rewards differ, so it is the estimator of the advantages that gives 0"
         now = now._replace(num_reports=before.num_reports + 1)
         times = "" if now.num_reports == 1 else f" ({now.num_reports} times so far)"
         if now.num_reports.bit_count() == 1:  # the first, second, fourth, eighth ... time
-            run.say(
-                f"{what}: no learning signal in this step{times}. Training goes on; {never}easier, harder or more "
-                f"varied prompts, {larger}or a finer reward would help"
-            )
+            run.say(f"{what}: no learning signal in this step{times}. Training goes on; {fix}")
     return now

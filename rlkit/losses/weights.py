@@ -86,10 +86,14 @@ def constant_length(
 
         w_t = m_t / (max_length * num_seqs)
 
+    Errors: ValueError if a sequence on the CPU has more than `max_length` trainable tokens.
     Differs: verl `seq-mean-token-sum-norm` divides by the padded width unless `loss_scale_factor` is set.
     Reference: arXiv:2503.20783, appendix.
     """
     check_positive(max_length=max_length)
+    lens = seq_count(mask, cu_seqlens=cu_seqlens)
+    if readable(lens) and bool((lens > max_length).any()):
+        raise ValueError(f"max_length is {max_length}, and a sequence has {int(lens.max())} trainable tokens: raise it")
     return seq_mean_token_sum(mask, cu_seqlens=cu_seqlens, num_seqs=num_seqs) / max_length
 
 

@@ -32,8 +32,8 @@ _FORMS = (  # in which rewards look for an answer
 class Trial:
     """What a reward function gave: texts with the words for what they are, and the result of each.
 
-    `place` is the row's, and `note` says that the gold answer gets no more than the others (empty: it does, or the
-    function does not compare with it).
+    `place` is the row's, and `note` says that the gold answer gets no more than the others, or that a text's reward
+    depends on its place in the batch (empty: neither, or the function does not compare with the gold answer).
     """
 
     place: str
@@ -61,7 +61,7 @@ async def try_reward(
     tried as rewards often read it too (`\\boxed{7}`, `<answer>7</answer>`, ...). The ids of a text are its bytes, since
     there is no tokenizer yet. None for a function that asks for what only an environment knows (`one_turn` False; if it
     asks by a parameter with a default, None where it fails without), and for a judge of this package, whose calls cost
-    something.
+    something. A function of a batch gets the texts in another order, too (`_moved`).
 
     `alone`: no other function adds to the reward, so that None is an error, and one number for all texts is told.
     `stop` after the first text that the function fails on.
@@ -73,6 +73,7 @@ async def try_reward(
     gold, other = _text(gold_answer(row)) or None, _other(rows, index)
 
     async def call(given: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
+        given = [text[:1] + text[1:] for text in given]  # another object than the row's: `is` is no comparison
         samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in given]
         missing = None if alone else math.nan
         found = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
@@ -81,7 +82,7 @@ async def try_reward(
 
     known = {"index", *_extra(row, "", one_turn=one_turn)}
     try:
-        check_signature(function, known)
+        batched = check_signature(function, known)[0] == "completions"
     except TypeError:
         if one_turn:
             raise
@@ -91,6 +92,8 @@ async def try_reward(
     found, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, known)
     if blind and found.failures:
         return None
+    if batched and not found.failures and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
+        return Trial(found.place, tried, f"{name_of(function)} {moved}")
     if gold is None or found.failures:
         return found
     numbers = {text: _number(result) for text, _, result in tried}
@@ -102,6 +105,34 @@ async def try_reward(
         return found
     same = alone and not _is_ours(function) and len(values) == 1
     return Trial(found.place, tried, _note(function, row, tried) if same or _reads_gold(function, seen) else "")
+
+
+async def _moved(call: Callable[..., Any], texts: Mapping[str, str], first: Sequence[float], gold: str | None) -> str:
+    """How a batch in another order changes a text's reward; empty if it does not, or if rewards are random.
+
+    Where all `texts` have one reward, they are tried with the gold answer in other forms.
+    """
+    given = [*texts]
+    if len({*first}) == 1 and gold is not None and len(gold) < _LONGEST:
+        given = [*dict.fromkeys([*given, *(form.format(gold) for form in _FORMS)])]
+        first = [*map(_number, await call(given))]
+    if len({*first}) == 1:
+        return ""
+    order = [*range(1, len(given)), 0]
+
+    async def turned() -> list[float]:
+        return [*map(_number, (last := await call([given[i] for i in order]))[-1:] + last[:-1])]
+
+    second = await turned()
+    size = 0.01 * max(map(abs, first))
+    moved = [i for i, (x, y) in enumerate(zip(first, second)) if abs(x - y) > size]
+    for _ in range(2 if moved else 0):  # a judge at random seldom repeats both
+        if [*map(_number, await call(given))] != first or await turned() != second:
+            return ""
+    if not moved:
+        return ""
+    what = f"{first[moved[0]]:g} and {second[moved[0]]:g} to {_shown(given[moved[0]])}"
+    return f"gives {what} in two orders of the same batch: are its rewards in the order of the completions?"
 
 
 def _texts(gold: str | None, other: str | None) -> dict[str, str]:

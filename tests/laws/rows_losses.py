@@ -46,7 +46,7 @@ WEIGHTS = [
     weights(L.token_mean, laws.sums_to_one, statistics={"num_tokens": num_tokens}),
     weights(L.seq_mean, laws.sums_to_one, statistics={"num_seqs": num_seqs}),
     weights(L.seq_mean_token_sum, statistics={"num_seqs": num_seqs}),
-    weights(L.constant_length, options={"max_length": 4}, statistics={"num_seqs": num_seqs}),
+    weights(L.constant_length, options={"max_length": 64}, statistics={"num_seqs": num_seqs}),
     weights(
         L.prompt_mean, laws.sums_to_one, streams={"group_tokens": None}, statistics={"num_groups": num_groups},
     ),

@@ -12,7 +12,7 @@ import rows_surrogates
 import torch
 
 from rlkit import losses as L
-from rlkit.advantages import Gae
+from rlkit.advantages import Gae, group_centered
 from rlkit.loops import estimators
 from rlkit.loops.trial import broken_laws, try_advantage
 from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
@@ -93,6 +93,62 @@ NAMED = {
 }  # fmt: skip
 
 
+OPEN = {  # what others clip, mask and bound: none has its clip on the wrong side
+    "TRL's delta": lambda r, a: -torch.minimum(r.clamp(max=3.0) * a, r.clamp(0.8, 1.2) * a),
+    "dual clip without a lower clip": lambda r, a: -a * torch.where(a < 0, r.clamp(max=2.0), r),
+    "dropped above 2": lambda r, a: -a * r * (r.detach() < 2),
+    "dropped below 1/2": lambda r, a: -a * r * (r.detach() > 0.5),
+    "dropped on both sides": lambda r, a: -a * r * ((r.detach() - 1).abs() < 0.5),
+    "a clamp without the minimum": lambda r, a: -a * r.clamp(0.8, 1.2),
+    "clamped from below": lambda r, a: -a * r.clamp(min=0.8),
+    "clamped from above": lambda r, a: -a * r.clamp(max=1.28),
+    "DeepSeek's mask of A < 0": lambda r, a: -a * r * ~((a < 0) & (r.detach() < 0.5)),
+    "A > 0 alone": lambda r, a: -a.clamp(min=0) * r,
+    "a soft clip": lambda r, a: -a * torch.tanh(r - 1),
+    "a quadratic penalty": lambda r, a: -a * r + a.abs() / 0.4 * (r - 1) ** 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_a_legitimate_bound_is_not_on_the_wrong_side(name):
+    broken = broken_laws(lambda x, batch: OPEN[name](x.exp(), batch.advantages))
+    assert not [law for law, *_ in broken if law.startswith("clipped")]
+
+
+@pytest.mark.parametrize("bounds", [(0.8, 1.2), (0.8, 1.28), (0.9997, 1.0004), (0.1, 10.0)])
+def test_a_clip_on_the_wrong_side_is_named(bounds, caplog):
+    def token(r, a):
+        return torch.minimum(-a * r, -a * r.clamp(*bounds))
+
+    def of_sequences(log_ratio, batch):
+        where = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}
+        return token(L.seq_log_ratio(log_ratio, **where).exp(), batch.advantages)
+
+    def detached(log_ratio, advantages):
+        r = log_ratio.detach().exp()
+        keep = torch.where(advantages > 0, r >= bounds[0], r <= bounds[1])
+        return -r * keep * advantages * log_ratio
+
+    for loss in (lambda log_ratio, advantages: token(log_ratio.exp(), advantages), of_sequences, detached):
+        PolicyLoss(loss)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "the clip is on the wrong side: the gradient is 0 where the ratio moved against the advantage" in said
+        assert "(law clipped(clip_low=.., clip_high=..))" in said
+        caplog.clear()
+
+
+@pytest.mark.parametrize("name", ["ratio", "importance_weights", "Ratios", "logp", "log_probs", "new_logp"])
+def test_a_first_argument_that_is_named_as_something_else_is_refused(name):
+    for loss in (eval(f"lambda {name}, batch: -{name}"), partial(eval(f"lambda {name}, advantages: -{name}"))):
+        with pytest.raises(ValueError, match=f"would get log_ratio = logp - old_logp as `{name}`: name it log_ratio"):
+            PolicyLoss(loss, loss_unchecked=True)
+
+
+def test_other_names_of_the_log_ratio_are_taken():
+    for name in ("log_ratio", "log_ratios", "x", "delta", "log_w", "logratio", "log_weights", "logp_ratio"):
+        as_surrogate(eval(f"lambda {name}, batch: {name}"))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_trains_on_something_else_is_refused(name):
     function, law, how = WRONG[name]
@@ -147,11 +203,15 @@ def test_a_random_loss_is_not_compared_with_itself(caplog):
 
 MUTANTS = [m for m in mutants_losses.MUTANTS if m.original == "losses.ppo_clip"]
 NOT_AT_ONCE = {  # in one batch of 18 tokens, and in streams that are 0 where the mask is False
-    "clipped", "coefficient", "mask_isolation", "masked_is_zero", "pure", "dtypes", "finite",
+    "clips in both directions, without the minimum", "coefficient", "mask_isolation", "masked_is_zero", "pure",
+    "dtypes", "finite",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.law not in NOT_AT_ONCE], ids=lambda m: m.mistake)
+FOUND = [m for m in MUTANTS if not {m.law, m.mistake} & NOT_AT_ONCE]
+
+
+@pytest.mark.parametrize("mutant", FOUND, ids=lambda m: m.mistake)
 def test_known_mistakes_are_found_at_once(mutant):
     def surrogate(x, batch):
         return mutant.fn(log_ratio=x, advantages=batch.advantages, mask=batch.mask, clip_high=0.28)
@@ -186,6 +246,32 @@ def test_wrong_estimators_are_refused_or_named(caplog):
     assert "failed on a batch of 18 tokens: AttributeError" in of(lambda batch, bootstrap: batch.rewads)
     ordered = lambda batch, bootstrap: Gae(batch.token_rewards + torch.arange(18.0), None)
     assert "depends on the order of the groups" in of(ordered)
+
+
+def centred(batch, bootstrap):
+    own = broadcast_to_tokens(group_centered(batch.rewards, group_ids=batch.group_ids), cu_seqlens=batch.cu_seqlens)
+    return Gae(own.where(batch.mask, 0.0), own)
+
+
+SIGNS = {
+    "centred": (centred, ""),
+    "a positive part": (lambda *x: Gae(centred(*x)[0].clamp(min=0), centred(*x)[1]), ""),
+    "large groups alone": (lambda batch, _: Gae(centred(batch, _)[0] * (batch.group_ids == 0).all(), batch.values), ""),
+    "the teacher's log-probs": (lambda batch, _: Gae(batch.ref_logp - batch.old_logp, batch.ref_logp * 1), ""),
+    "falls": (lambda *x: Gae(-centred(*x)[0], centred(*x)[1]), "fall where the rewards rise (law rewards_r"),
+    "falls, of tokens": (lambda batch, _: Gae(-batch.token_rewards, -batch.token_rewards), "fall where"),
+    "zeros": (lambda batch, _: Gae(batch.token_rewards * 0, batch.token_rewards * 1), "its advantages are 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("values", [True, False])
+def test_advantages_that_fall_with_the_rewards_or_are_zeros_are_named(name, values, caplog):
+    function, expected = SIGNS[name]
+    try_advantage(function, values=values)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(expected), said
+    assert expected in "".join(said)
 
 
 @pytest.mark.parametrize("change", ["neg_", "zero_", "abs_"])

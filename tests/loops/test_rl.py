@@ -279,6 +279,19 @@ def test_no_signal_is_reported_once_unless_all_answers_are_the_best_so_far(tmp_p
     assert ["compare answers and gold in trajectories/" in line for line in got] == same
 
 
+@pytest.mark.parametrize("critic", [False, True])
+def test_advantages_of_0_for_unequal_rewards_are_the_estimators(tmp_path, capsys, critic):
+    groups = [[sampled(0.0), sampled(1.0)], [sampled(1.0), sampled(1.0)]]
+    batch = with_advantages(pack(groups), lambda rewards, group_ids: 0 * rewards)
+    batch = replace(batch, values=torch.zeros_like(batch.rollout_logp)) if critic else batch
+    with open_run(tmp_path / "run", steps=9) as run:
+        report_no_signal(run, batch, before=Signal())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "every advantage is 0 (rewards between 0 and 1): no learning signal in this step" in said
+    assert "the rewards differ, so it is the estimator of the advantages that gives 0" in said
+    assert not {"equal", "prompts"} & {*said.split()}
+
+
 def test_a_critic_has_no_group_to_be_larger(tmp_path, capsys):
     with open_run(tmp_path / "run", steps=9) as run:
         batch = with_advantages(pack([[sampled(0.0)], [sampled(0.0)]]), group_centered)

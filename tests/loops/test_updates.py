@@ -47,6 +47,7 @@ def groups():
         (per_episode, [1 / 3, 1 / 15, 1 / 15, 0, 1 / 15]),
         (per_prompt, [1 / 12, 1 / 12, 1 / 12, 0, 1 / 10]),
         (partial(per_length, max_length=8), [1 / 24, 1 / 24, 1 / 24, 0, 1 / 24]),
+        (partial(per_length, max_length=2), [1 / 6, 1 / 6, 1 / 6, 0, 1 / 6]),  # of a turn
     ],
 )
 def test_weights_by_counting(weigh, per_sequence):

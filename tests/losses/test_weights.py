@@ -149,6 +149,10 @@ def test_errors_name_the_argument() -> None:
         token_mean(MASK, num_tokens=0)
     with pytest.raises(ValueError, match="max_length must be positive"):
         constant_length(MASK, cu_seqlens=CU, max_length=0)
+    longest = max(map(len, kept()))
+    assert constant_length(MASK, cu_seqlens=CU, max_length=longest).sum() > 0
+    with pytest.raises(ValueError, match=f"max_length is {longest - 1}, and a sequence has {longest} trainable tokens"):
+        constant_length(MASK, cu_seqlens=CU, max_length=longest - 1)
     with pytest.raises(ValueError, match="group_ids must have one entry for each value"):
         prompt_mean(MASK, group_ids=GROUPS[:2], cu_seqlens=CU)
     with pytest.raises(ValueError, match="cu_seqlens must end at"):

@@ -28,6 +28,13 @@ INTS = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": 8}]
 GSM = [{"prompt": "q", "answer": "6*7 = 42\n#### 1,042"}, {"prompt": "r", "answer": "so 1\n#### 13"}]
 MESSAGES = [{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}]
 
+SORTS = """
+def f(completions, rows):
+    order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
+    return [float(completions[i] == '%s' % rows[i]['answer']) for i in order]
+"""
+MOVED = "in two orders of the same batch: are its rewards in the order of the completions?"
+
 # the body of f(completion, row), or a whole file; the rows; what is said. ! is an error (exit code 2), ~ a line
 MISTAKES = {
     "None": ("print(completion)", ROWS, "!returned NoneType None"),
@@ -85,6 +92,16 @@ MISTAKES = {
     "a column by get": ("return float(completion == row.get('anwser'))", ROWS, "~reads 'anwser', of which the data has"),
     "contained the wrong way": ("return float(completion in row['answer'])", ROWS, "~gives 1 to the row's own answer"),
     "the wrong sign": ("return -float(completion.strip() == row['answer'])", ROWS, f"~gives -1 {NEVER} '7', 0 to an emp"),
+    "the same object": ("return float(completion is row['answer'])", PARIS, f"~gives 0 {NEVER} 'Paris'"),
+    "the same object of a batch": (
+        "def f(completions, rows):\n    return [float(c is r['answer']) for c, r in zip(completions, rows)]\n", PARIS,
+        f"~gives 0 {NEVER} 'Paris'"),
+    "sorted by length": (SORTS, PARIS, f"~{MOVED}"),
+    "sorted by length, boxed": (SORTS.replace("'%s'", r"r'\boxed{%s}'"), PARIS, f"~{MOVED}"),
+    "the longest first": (SORTS.replace(" len(c", " -len(c"), ROWS[2:] + ROWS, f"~{MOVED}"),
+    "a batch in reverse": (
+        "def f(completions, rows):\n    return [float(c == r['answer']) for c, r in zip(completions, rows)][::-1]\n",
+        PARIS, f"~{MOVED}"),
     "the whole solution": ("return float(completion.strip() == row['answer'].split('#')[2])", GSM, f"~gives 0 {NEVER}"),
     "a format that none writes": (
         "m = re.fullmatch(r'<answer>(\\d)</answer>', completion)\nreturn float(m is not None and m[0] == row['answer'])",
@@ -104,6 +121,16 @@ RIGHT = {
     "no digits": ("return float(not re.search(r'\\d', completion))", ROWS),
     "mutates its row": ("gold = row.pop('answer')\nreturn float(completion.strip() == gold)", ROWS),
     "a batch": ("def f(completions, rows):\n    return [float(c == r['answer']) for c, r in zip(completions, rows)]\n", ROWS),
+    "a rank in the batch": (
+        "def f(completions, rows):\n    right = [c == r['answer'] for c, r in zip(completions, rows)]\n"
+        "    return [x - sum(right) / len(right) - 1e-4 * sorted(map(len, completions)).index(len(c))\n"
+        "            for x, c in zip(right, completions)]\n", PARIS),
+    "a judge at random": (
+        "import random\n\ndef f(completions, rows):\n"
+        "    return [float(c == r['answer']) + random.random() for c, r in zip(completions, rows)]\n", PARIS),
+    "what was seen before": (
+        "old = set()\n\ndef f(completions, rows):\n    new = [float(c not in old) for c in completions]\n"
+        "    old.update(completions)\n    return [2 * (c == r['answer']) + x for x, c, r in zip(new, completions, rows)]\n", PARIS),
     "async": ("async def f(completion, row):\n    await asyncio.sleep(0)\n    return float(completion == row['answer'])\n", ROWS),
     "ids": ("def f(completion, row, completion_ids, truncated, index):\n    return len(completion_ids) + index\n", ROWS),
     "TRL": ("def f(completions, answer, **kwargs):\n    return [c[0]['content'] == a for c, a in zip(completions, answer)]\n",

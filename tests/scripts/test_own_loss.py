@@ -120,6 +120,8 @@ def test_a_loss_that_climbs_runs_unchecked_and_what_a_loss_may_do_is_named(task,
 OTHERS = """
 import torch
 
+from rlkit.advantages import Gae
+
 def pairs(chosen, rejected):
     return -torch.nn.functional.logsigmoid(chosen - rejected)
 
@@ -138,8 +140,20 @@ def rows(log_q, log_p):
 def whole(log_q, log_p):
     return log_q.exp() * (log_q - log_p)
 
+def turned(rejected_scores, chosen_scores):
+    return pairs(chosen_scores, rejected_scores)
+
+def forward(teacher_logp, student_logp):
+    return (teacher_logp.exp() * (teacher_logp - student_logp)).sum(-1)
+
 def advantage(batch, bootstrap):
     return batch.token_rewards
+
+def zeros(batch, bootstrap):
+    return Gae(0 * batch.token_rewards, batch.token_rewards)
+
+def falls(batch, bootstrap):
+    return Gae(-batch.token_rewards, batch.token_rewards)
 """
 
 
@@ -147,12 +161,16 @@ def advantage(batch, bootstrap):
     ("dpo", "--loss own.py:average", "own.py:average: it must return a loss for each element, a tensor", ""),
     ("dpo", "--loss own.py:swapped", "", "own.py:swapped rises with the log-ratio of the chosen"),
     ("dpo", "--loss own.py:pairs", "", ""),
+    ("dpo", "--loss own.py:turned", "own.py:turned gets (chosen, rejected) in this order, and names them ['rejec", ""),
+    ("distill", "--loss own.py:forward --teacher t", "own.py:forward gets (student, teacher) in this order", ""),
     ("reward_model", "--loss own.py:swapped", "", "own.py:swapped rises with the log-ratio of the chosen"),
     ("kto", "--loss own.py:labels", "", "own.py:labels rises with the log-ratio of desirable responses"),
     ("kto", "--loss own.py:pairs", "own.py:pairs failed: TypeError: pairs() got an unexpected keyword", ""),
     ("distill", "--loss own.py:whole --teacher t", "own.py:whole: it must return a loss for each element", ""),
     ("distill", "--loss own.py:rows --teacher t", "", "own.py:rows is larger where the student is the teacher"),
     ("grpo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
+    ("grpo", "--advantage own.py:zeros --reward r.py:f", "", "own.py:zeros: all its advantages are 0"),
+    ("ppo", "--advantage own.py:falls --reward r.py:f", "", "own.py:falls: its advantages fall where the rewards rise"),
     ("ppo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
 ])  # fmt: skip
 def test_losses_and_estimators_of_every_command_are_tried(tmp_path, monkeypatch, caplog, command, flags, error, line):
