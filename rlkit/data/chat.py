@@ -94,17 +94,13 @@ def render_text(
 
 
 def _own(message: Message, markup: Markup) -> Message:
-    """The message without control tokens; of the assistant's without the end of turn, which the template writes."""
+    """The message without control tokens; of the assistant's without stop tokens at its end (the template has one)."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
     if message.get("role") != "assistant":
         return {**message, "content": markup.plain(content)}
-    try:
-        end = "" if markup.written_end is None else markup.end_text
-    except ValueError:  # the template fails: the caller reports it where it renders the message
-        return message
-    return {**message, "content": content.rstrip().removesuffix(end)} if end and end in content[-99:] else message
+    return {**message, "content": markup.without_stop(content)}
 
 
 def opened_text(
