@@ -76,6 +76,7 @@ class Markup:
 
         ValueError for a template that fails, so that all that is read from them ends a command in one line.
         """
+        refuse_unnamed(self.tokenizer)
         asked = [{"role": "user", "content": _ASKED}]
         said = [*asked, {"role": "assistant", "content": _SAID}]
         try:
@@ -278,6 +279,17 @@ def without_opened(text: str, tag: str, blanks: str) -> str:
     """A text without the `tag` at its start, and the blanks after it, which stand before the text already."""
     bare = text.lstrip()
     return bare.removeprefix(tag).removeprefix(blanks) if bare.startswith(tag) else text
+
+
+def refuse_unnamed(tokenizer: Any, tools: Sequence[Any] | None = None) -> None:
+    """ValueError for chat templates by name of which none is to be taken."""
+    named = getattr(tokenizer, "chat_template", None)
+    if isinstance(named, Mapping) and named and "default" not in named and not (tools and "tool_use" in named):
+        first, names = next(iter(named)), ", ".join(map(repr, named))
+        fix = (
+            f"choose one: tokenizer.chat_template = tokenizer.chat_template[{first!r}] (scripts: --chat-template FILE)"
+        )
+        raise ValueError(f"the tokenizer's chat templates are {names}, and none is named 'default'; {fix}")
 
 
 def apply_template(

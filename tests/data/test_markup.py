@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, tokenizer_of
 
-from rlkit.data.chat import end_of_turn_id, stop_token_ids
+from rlkit.data.chat import end_of_turn_id, render, stop_token_ids
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.markup import markup_of
 from rlkit.data.prompts import Prompt, rl_prompts
@@ -614,6 +614,26 @@ def test_a_beginning_that_ends_with_think_is_seen_once(tmp_path):
 
     asyncio.run(turn())
     assert seen == ["Let me think.\n<think>r</think>5"] * 2
+
+
+@pytest.mark.parametrize("names", [["tool_use"], ["rag", "tool_use"]])
+def test_templates_by_name_without_a_default_are_refused_in_one_line(names, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    text = tokenizer.chat_template
+    tokenizer.chat_template = dict.fromkeys(names, text)
+    line = f"\\A.*chat templates are '{names[0]}'.*none is named 'default'; choose one: tokenizer.chat_template = .*\\Z"
+    for make, row in OF_FIXED:
+        with pytest.raises(ValueError, match=line):
+            make([row], tokenizer=tokenizer, max_example_tokens=99)
+    with pytest.raises(ValueError, match=line):
+        rl_prompts([{"prompt": "x"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    for read in (end_of_turn_id, stop_token_ids, lambda t: render(t, [user("x")], add_generation_prompt=True)):
+        with pytest.raises(ValueError, match=line):
+            read(tokenizer)
+    plain = {"tokenizer": tokenizer, "max_example_tokens": 99, "apply_chat_template": False}
+    assert sft_examples([{"prompt": "x", "response": "y"}], **plain)[0][0].ids[:2] == [*b"xy"]
+    tokenizer.chat_template = {"default": text, **tokenizer.chat_template}
+    assert len(sft_examples([{"prompt": "x", "response": "y"}], **plain | {"apply_chat_template": True})[0]) == 1
 
 
 HOSTILE = "{{ cycler.__init__.__globals__ }}"
