@@ -14,8 +14,9 @@ action that follows, and `logp[t] values[t] mask[t] rewards[t]` belong to that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -58,6 +59,21 @@ class Picture(Protocol):
         """What the model reads of it, by the names of its forward's arguments, with the image's rows first:
         `pixel_values`, `image_grid_thw`."""
         ...
+
+
+def request_ids(prompt_ids: Any, params: Any) -> list[int]:
+    """The token ids of a prompt, also of an array or a 1-D tensor.
+
+    TypeError unless they are the ids of one prompt, and `params` are `SamplingParams`.
+    """
+    ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
+    if not isinstance(ids, Sequence) or not all(issubclass(kind, Integral) for kind in {*map(type, ids)}):
+        shown, fix = repr(prompt_ids)[:80], "encode a text with the tokenizer, and call generate once for each prompt"
+        raise TypeError(f"prompt_ids must be the token ids of one prompt, [1, 2, 3], got {shown}: {fix}")
+    if not isinstance(params, SamplingParams):
+        fix = "give SamplingParams(max_new_tokens=64)"
+        raise TypeError(f"params must be SamplingParams, got {repr(params)[:80]}: {fix}")
+    return [*map(int, ids)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.markup import Markup, apply_template, encode, encode_after_text, markup_of, without_opened
+from rlkit.data.markup import (
+    Markup,
+    apply_template,
+    encode,
+    encode_after_text,
+    markup_of,
+    refuse_unnamed,
+    without_opened,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +87,7 @@ def render_text(
             "--chat-template FILE), take an instruction-tuned model's tokenizer, or use plain text with "
             "apply_chat_template=False (scripts: --no-chat-template)"
         )
+    refuse_unnamed(tokenizer, tools)
     check_arguments(template_args, "`template_args`")
     options: dict[str, Any] = {"opened": add_generation_prompt, "tools": tools, "template_args": template_args}
     messages = [_own(message, markup_of(tokenizer)) for message in messages]
@@ -94,17 +103,13 @@ def render_text(
 
 
 def _own(message: Message, markup: Markup) -> Message:
-    """The message without control tokens; of the assistant's without the end of turn, which the template writes."""
+    """The message without control tokens; of the assistant's without stop tokens at its end (the template has one)."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
     if message.get("role") != "assistant":
         return {**message, "content": markup.plain(content)}
-    try:
-        end = "" if markup.written_end is None else markup.end_text
-    except ValueError:  # the template fails: the caller reports it where it renders the message
-        return message
-    return {**message, "content": content.rstrip().removesuffix(end)} if end and end in content[-99:] else message
+    return {**message, "content": markup.without_stop(content)}
 
 
 def opened_text(

@@ -143,7 +143,7 @@ class Unused:
         self._rows = rows
         self._found: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}  # (file, kind) -> names
         self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
-        self._marked: dict[tuple[str, bool], list[tuple[int, str]]] = {}  # (file, plain) -> rows with control tokens
+        self._marked: dict[tuple[str, str], list[tuple[int, str]]] = {}  # (file, how) -> rows with control tokens
 
     def add(
         self, index: int, row: Row, used: Iterable[str], asked: Sequence[str], answers: Sequence[str],
@@ -190,13 +190,11 @@ class Unused:
         self._spaced[file, name] = texts, num + 1
 
     def _report_markup(self) -> None:
-        for (file, plain), found in self._marked.items():
+        for (file, how), found in self._marked.items():
             places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(found)][:5])
             source = f"{file}: " if isinstance(self._rows, Rows) and self._rows.source else ""
-            how = "; in messages that are not the assistant's it is read as text, no token" if plain else ""
             _log.warning(
-                "%s%d of the rows hold %s in their text, which the chat template writes itself (ready-made prompts and "
-                "responses are read with --no-chat-template)%s: %s%s",
+                "%s%d of the rows hold %s %s: %s%s",
                 source, len(dict(found)), repr(found[0][1]), how, places, ", ..." * (len(dict(found)) > 5),
             )  # fmt: skip
 

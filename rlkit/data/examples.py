@@ -56,9 +56,11 @@ def sft_examples(
 
     `rlkit.compat.rows.read` makes such rows of those of other systems. A `completion` is a response.
 
-    `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` renders it, the response verbatim, the
-    end of turn. So the trained tokens are those that a rollout would sample after that prompt; the template never sees
-    the response. With `apply_chat_template=False` both are plain text, and `eos_token` is the end. A response may also
+    `{prompt, response}` (or `{messages, response}`): the prompt as `rl_prompts` renders it, then the turn with this
+    response as the template writes it, as in `{messages}`: what it writes before the answer (Qwen3's empty `<think>`, a
+    blank) trains with it. The response is verbatim, with the end of turn, where the template does not go on from its
+    generation prompt, changes the text, or adds reasoning to that of the response. With `apply_chat_template=False`
+    both are plain text, and `eos_token` is the end, unless the text has a stop token. A response may also
     be a list of messages, as in `preference_pairs`. With `continue_answer` the response goes on after an assistant
     message that ends the prompt, here and in the other readers.
 
@@ -162,10 +164,10 @@ def preference_pairs(
         {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}     whole conversations
         {"chosen": "The sky is blue.", "rejected": "The sky is green."}     apply_chat_template=False: whole texts
 
-    The prompt is rendered as by `rl_prompts`, then come the response verbatim and the end of turn: what a rollout would
-    sample. In a list of messages the last one is the response; the earlier ones belong to the prompt, which must be the
-    same on both sides. A whole conversation (it begins with a system or user message) replaces the prompt. The prompt
-    of two whole texts is their common beginning, up to white space.
+    The prompt is rendered as by `rl_prompts`, then come the responses with their ends, as in `sft_examples`. In a list
+    of messages the last one is the response; the earlier ones belong to the prompt, which must be the same on both
+    sides. A whole conversation (it begins with a system or user message) replaces the prompt. The prompt of two whole
+    texts is their common beginning, up to white space.
 
     A pair is dropped as a whole where prompt and one response exceed `max_example_tokens` (`too_long` "cut-right" cuts
     the ends of the responses, "cut-left" the start of the prompt, "error" raises), where the chosen
@@ -315,6 +317,7 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
         markup.report_no_eos()
     flat = [turn for of_row in turns for turn in of_row]
     prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
+    flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat] if plain else flat
     wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)
     masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, prompts, wholes, strict=True))
     return [_joined([*islice(masked, len(of_row))]) for of_row in turns]
@@ -325,6 +328,8 @@ def _masked(
 ) -> Example:
     """The turn with its own tokens trained and nothing else. `end`: the end-of-turn token."""
     ended = turn.end if turn.end is not None else end if turn.literal else None
+    if turn.literal and len(whole) > len(prompt) and whole[-1] in markup_of(tokenizer).ends:
+        ended = whole[-1]  # the text brings its own
     if turn.blocks is not None:
         start = _num_shared(prompt, whole)
         mask = [bool(on) and t >= start for t, on in enumerate(turn.blocks)]

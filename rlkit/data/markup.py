@@ -26,7 +26,7 @@ _ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not m
 _TAIL = 48  # tokens at the end of a context, in which what it has opened is looked for
 _REASONS = r"[\w:|.-]*(?:think|thought|reason)[\w:|.-]*"
 _OPENED = re.compile(rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]\s*\Z", re.IGNORECASE)
-_REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
+REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
 _WORDS = re.compile(r"<?[\[<]/?[A-Z_]{2,}[\]>]>?")  # [INST], <<SYS>>: markup that is no token
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -76,6 +76,7 @@ class Markup:
 
         ValueError for a template that fails, so that all that is read from them ends a command in one line.
         """
+        refuse_unnamed(self.tokenizer)
         asked = [{"role": "user", "content": _ASKED}]
         said = [*asked, {"role": "assistant", "content": _SAID}]
         try:
@@ -141,6 +142,21 @@ class Markup:
             end = None
         return frozenset(i for i in (end, *self.eos) if i is not None)
 
+    @cached_property
+    def _stops(self) -> str:
+        """A regular expression of the texts of `ends` that are tokens of their own; it matches nothing without any."""
+        own = self.ends & self._special.union(self._added)
+        texts = sorted((str(self.tokenizer.decode([i])) for i in own), key=len, reverse=True)
+        return "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
+
+    def without_stop(self, text: str) -> str:
+        """A text without the tokens of `ends` at its end, nor blanks after them."""
+        return re.sub(rf"(?:(?:{self._stops})\s*)+\Z", "", text)
+
+    def stopped(self, text: str) -> str:
+        """A ready-made text without blanks after a token of `ends` at its end."""
+        return re.sub(rf"({self._stops})\s+\Z", r"\1", text)
+
     def text_of(self, ids: Sequence[int], context: Sequence[int] = ()) -> str:
         """The text of a sampled turn, as rewards, environments and messages have it.
 
@@ -190,7 +206,7 @@ class Markup:
         except ValueError:  # it is reported where a row is rendered
             return ()
         text = "\n".join([question, self.closing, again.rpartition(_SAID)[2]] if _SAID in answered else [question])
-        text = _REASONING.sub("", text)
+        text = REASONING.sub("", text)
         found = {token for token in self._added.values() if _is_markup(token) and token in text}
         return tuple(sorted({*found, *_WORDS.findall(text)}, key=len, reverse=True))
 
@@ -235,7 +251,7 @@ class Markup:
                 "and in sampling", source, self.closing, self.end_text,
             )  # fmt: skip
         before = self._renders[1].removeprefix(opened).partition(_SAID)[0]
-        if self._renders[1].startswith(opened) and re.search(r"\w", _REASONING.sub("", before)):
+        if self._renders[1].startswith(opened) and re.search(r"\w", REASONING.sub("", before)):
             _log.warning(
                 "%s: the generation prompt lacks %r, which is written before an answer (no add_generation_prompt?): it "
                 "is sampled and trained as part of the answer", source, before,
@@ -253,10 +269,27 @@ def opened_by(text: str) -> str:
     return found[0] if found else ""
 
 
+def reasoned(text: str) -> tuple[list[str], list[str]]:
+    """The parts of a text between tags of reasoning, and those of them that are no reasoning."""
+    tags, parts = REASONING.findall(text), [part.strip() for part in REASONING.split(text)]
+    return parts, [*parts[:1], parts[-1]] if not tags or _OPENED.search(tags[0]) else parts[-1:]
+
+
 def without_opened(text: str, tag: str, blanks: str) -> str:
     """A text without the `tag` at its start, and the blanks after it, which stand before the text already."""
     bare = text.lstrip()
     return bare.removeprefix(tag).removeprefix(blanks) if bare.startswith(tag) else text
+
+
+def refuse_unnamed(tokenizer: Any, tools: Sequence[Any] | None = None) -> None:
+    """ValueError for chat templates by name of which none is to be taken."""
+    named = getattr(tokenizer, "chat_template", None)
+    if isinstance(named, Mapping) and named and "default" not in named and not (tools and "tool_use" in named):
+        first, names = next(iter(named)), ", ".join(map(repr, named))
+        fix = (
+            f"choose one: tokenizer.chat_template = tokenizer.chat_template[{first!r}] (scripts: --chat-template FILE)"
+        )
+        raise ValueError(f"the tokenizer's chat templates are {names}, and none is named 'default'; {fix}")
 
 
 def apply_template(

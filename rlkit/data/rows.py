@@ -28,7 +28,7 @@ from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
-from rlkit.data.markup import markup_of, opened_by, without_opened
+from rlkit.data.markup import REASONING, markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.template import ROLES, Template, role_fix
 
@@ -153,9 +153,6 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         turns.append(_with_images(form.read(row, place, own), row, rows, template, place))
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         turns[-1] = [_opened_once(turn, template) for turn in turns[-1]] if template.apply else turns[-1]
-        for turn in turns[-1] if template.apply else ():
-            if turn.whole and turn.literal:
-                own.refuse_markup(turn.whole.removeprefix(turn.prompt), f"{place}: a response")
         used = _used(row, form, plain=not template.apply)
         used |= {*IMAGE_COLUMNS} if row.get("images") else set()
         if form is PROMPT:
@@ -173,20 +170,20 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
 
 
 def _opened_once(turn: Turn, template: Template) -> Turn:
-    """A response, taken literally, after a prompt that has opened its reasoning: without a second tag at its start.
+    """An answer after a prompt that has opened its reasoning; taken literally, without a second tag at its start.
 
     One that never closes it is named, once.
     """
-    opened = opened_by(turn.prompt) if turn.whole and turn.literal else ""
+    opened = opened_by(turn.prompt) if turn.whole.startswith(turn.prompt) else ""
     tag, answer = opened.strip(), turn.whole.removeprefix(turn.prompt)
     if not re.fullmatch(r"<\w+>|\[\w+\]|◁\w+▷", tag):
         return turn
-    answer = without_opened(answer, tag, opened[len(tag) :])
+    answer = without_opened(answer, tag, opened[len(tag) :]) if turn.literal else answer
     closing, told = f"{tag[0]}/{tag[1:]}", markup_of(template.tokenizer).told
     if closing not in answer and closing not in told:
         told.add(closing)
         _log.warning(
-            "%s: the chat template opens %s, which the response %r never closes, so that the answer is trained within "
+            "%s: the chat template opens %s, which the answer %r never closes, so that the answer is trained within "
             "the reasoning: write the reasoning and %s before it, or, where the template has it, --template-args "
             "'{\"enable_thinking\": false}'", turn.place, tag, answer.strip()[:40], closing,
         )  # fmt: skip
@@ -684,17 +681,43 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
     for end in ends:
         if not columns.is_trained(messages[end], place):
             continue
-        (prompt, whole), blocks = template.turn(messages, end, place), template.blocks(messages[: end + 1])
-        if blocks is None and not whole.startswith(prompt):
+        turn = _turn(messages, end, place, template)
+        if turn.blocks is None and not turn.whole.startswith(turn.prompt):
             raise template.reopened(messages, end, place)
-        if (stop := template.end_after(whole, messages, end, place)) is not None:
-            whole = whole.removesuffix(markup_of(template.tokenizer).closing)
-        more: dict[str, Any] = {"empty": _is_empty(messages[end]), "untrained": messages[0]["role"] == "assistant"}
-        more["unanswered"] = ends[-1] + 1 < len(messages)
-        turns.append(Turn(place, prompt, whole, literal=False, blocks=blocks, end=stop, **more))
+        template.writes(messages[end], turn.whole.removeprefix(turn.prompt), place)
+        first, unanswered = messages[0]["role"] == "assistant", ends[-1] + 1 < len(messages)
+        turns.append(turn._replace(untrained=first, unanswered=unanswered))
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
+
+
+def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Template) -> Turn:
+    """The turn of the assistant's message `end`, as the template writes it."""
+    (prompt, whole), blocks = template.turn(messages, end, place), template.blocks(messages[: end + 1])
+    markup, said = markup_of(template.tokenizer), str(messages[end].get("content") or "")
+    if (stop := template.end_after(whole, messages, end, place)) is not None:
+        whole = whole.removesuffix(markup.closing)
+    empty = _is_empty({**messages[end], "content": markup.without_stop(said)})
+    return Turn(place, prompt, whole, empty, literal=False, blocks=blocks, end=stop)
+
+
+def _answered(messages: list[dict[str, Any]], response: str, place: str, template: Template) -> Turn | None:
+    """The turn of a response as the template writes it in a conversation.
+
+    None, for a literal turn, where the template does not go on from its generation prompt, changes the text, or adds
+    reasoning to that of the response.
+    """
+    message = {"role": "assistant", "content": response}
+    try:
+        turn = _turn([*messages, message], len(messages), place, template)
+    except ValueError:
+        return None
+    written = turn.whole.removeprefix(turn.prompt)
+    tags, opened = REASONING.findall(response), REASONING.findall(opened_by(turn.prompt))
+    as_said = tags in ([], REASONING.findall(written), opened + REASONING.findall(written))
+    same = template.writes(message, written, place, literal=True) and turn.whole.startswith(turn.prompt)
+    return turn if same and as_said else None
 
 
 def _check_response(row: Row, place: str, _plain: bool) -> None:
@@ -728,9 +751,15 @@ def _response(
         return _turns(context, [start + end for end in ends if start + end], place, template)
     unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
     template.lost.update({("message key", key, "response"): None for key in unknown})
-    prompt, _ = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
+    prompt, asked = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
+    template.refuse_markup(response, f"{place}: a response")
+    turn = None if begins_answer(asked) else _answered(asked, response, place, template)
+    markup = markup_of(template.tokenizer)
+    turn = turn or Turn(place, prompt, prompt + markup.stopped(response))
+    empty = not markup.without_stop(response).strip()
+    blocks = turn.blocks if names is _RESPONSE else None  # of a pair and a label all after the prompt is the response
     more = names is _LABELLED and any(columns.is_trained(messages[end], place) for end in ends[:-1])
-    return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label, untrained=more)]
+    return [turn._replace(empty=empty, label=label, untrained=more, blocks=blocks)]
 
 
 def _last(messages: Sequence[Message], column: str, place: str) -> Message:

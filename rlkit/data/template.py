@@ -14,7 +14,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, reasoned
 from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ _OTHER_NAMES = {  # of these, for templates that do not name them
 }  # fmt: skip
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
 _THINKS = ("enable_thinking", "thinking")  # arguments that turn reasoning off in the templates of 2026
+_WRITTEN = (
+    "in their text, which the chat template writes itself (ready-made prompts and responses are read with "
+    "--no-chat-template)"
+)
+_PLAIN = "in messages that are not the assistant's it is read as text, no token"
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
 
@@ -173,14 +178,17 @@ class Template:
                 f"{what} begins with {found!r}, which the chat template writes itself; ready-made prompts and "
                 "responses are strings for --no-chat-template"
             )
-        if plain:
-            inside = markup.control.search(text) if markup.control else None
-            found = inside[0] if inside else None
-        else:
-            said = text.removesuffix(end) if end else text
-            found = next((token for token in markup.written if token in said), None)
-        if found is not None:
-            self.lost["markup", found, plain] = None
+        said = text if plain else markup.without_stop(text)
+        if (stop := text[len(said) :].strip()) and stop != end:
+            how = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
+            self.lost["markup", stop, how] = None
+        inside = [match[0] for match in markup.control.finditer(said)] if markup.control else []
+        # what the template has for turns of the assistant alone, such as the start of a call, is the policy's own
+        own = () if plain else [token for token in inside if token in self.source and token not in markup.written]
+        if found := next((token for token in inside if token not in own), None):
+            how = "in their text" if plain else "in the text of an answer, where it is that token"
+            how = _WRITTEN if found in markup.written else how
+            self.lost["markup", found, f"{how}; {_PLAIN}" if plain else how] = None
 
     def turn(self, messages: Sequence[Message], number: int, place: str) -> tuple[str, str]:
         """The texts up to the generation prompt of the assistant's message `number`, and with that message."""
@@ -250,7 +258,29 @@ class Template:
             text = self.text(marked, place, opened=False)
         except ValueError:
             return None
-        return next((dict(messages[number]) for number, mark in marks.items() if mark not in text), None)
+        unwritten = next((dict(messages[number]) for number, mark in marks.items() if mark not in text), None)
+        for message in (messages[number] for number in marks if unwritten is None):
+            if message["role"] in ("user", "assistant"):
+                self.writes(message, text, place, past=True)
+        return unwritten
+
+    def writes(self, message: Message, text: str, place: str, *, past: bool = False, literal: bool = False) -> bool:
+        """Whether a message stands in the text, white space around it and around its tags of reasoning aside.
+
+        One that does not is named, once for a role. The reasoning alone is not: in `past` turns, of which templates
+        drop it, and of a response, which is trained as it stands (`literal`) where the template changes it.
+        """
+        markup, role, said = markup_of(self.tokenizer), message["role"], str(message.get("content") or "")
+        parts, outer = reasoned(markup.without_stop(said) if role == "assistant" else markup.plain(said))
+        missing = [part for part in parts if part not in text]
+        named = [part for part in missing if part in outer or not (past or literal)]
+        if named and f"changed {role}" not in markup.told:
+            markup.told.add(f"changed {role}")
+            how = "" if past else f" but {text[:60]!r}"
+            how = "; a response is trained as it stands" if literal else how
+            line = "%s: the chat template changes texts of the %s: it does not write %r as it stands%s"
+            _log.warning(line, place, role, named[0][:60], how)
+        return not missing
 
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from rlkit.rollout.groups import mix
-from rlkit.types import Completion, Progress, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
 
 class FakeEngine:
@@ -40,6 +40,7 @@ class FakeEngine:
         """See `rlkit.types.Generate`. ValueError for stop strings: there is no tokenizer to find them with."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        prompt_ids = request_ids(prompt_ids, params)
         if not prompt_ids or params.stop or rid in self._running:
             raise ValueError(f"need a prompt, no stop strings, a new rid; got {prompt_ids=}, {params.stop=}, {rid=}")
         seed = (params.seed or 0) if params.temperature else 0

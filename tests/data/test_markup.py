@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, tokenizer_of
 
-from rlkit.data.chat import end_of_turn_id, stop_token_ids
+from rlkit.data.chat import end_of_turn_id, render, stop_token_ids
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.markup import markup_of
 from rlkit.data.prompts import Prompt, rl_prompts
@@ -73,25 +73,22 @@ def contexts_of(road, tokenizer, texts, *, said="a"):
     return contexts
 
 
-def plain_roads(tokenizer, text):
-    """The first tokens of a ready-made text on each road without a chat template."""
+def plain_roads(tokenizer, text, said=" yes"):
+    """The tokens of a ready-made text on each road without a chat template, with what is said after it."""
     how = {"tokenizer": tokenizer, "apply_chat_template": False}
     fixed = how | {"max_example_tokens": 999}
-    pair = {"prompt": text, "chosen": " yes", "rejected": " no"}
+    pair = {"prompt": text, "chosen": said, "rejected": " no"}
     yield "grpo", rl_prompts([{"prompt": text}], max_prompt_tokens=999, **how)[0][0].ids
     yield "messages", rl_prompts([{"messages": [user(text)]}], max_prompt_tokens=999, **how)[0][0].ids
-    yield "sft", sft_examples([{"prompt": text, "response": " yes"}], **fixed)[0][0].ids
-    yield "text", sft_examples([{"text": f"{text} yes"}], **fixed)[0][0].ids
-    yield (
-        "text with a chat template",
-        sft_examples([{"text": f"{text} yes"}], **fixed | {"apply_chat_template": True})[0][0].ids,
-    )
-    yield "dpo", preference_pairs([pair], **fixed)[0][0].prompt
-    yield (
-        "dpo, whole texts",
-        preference_pairs([{"chosen": f"{text} yes", "rejected": f"{text} no"}], **fixed)[0][0].prompt,
-    )
-    yield "kto", labelled_examples([{"prompt": text, "completion": "a", "label": True}], **fixed)[0][0].prompt
+    yield "sft", sft_examples([{"prompt": text, "response": said}], **fixed)[0][0].ids
+    yield "text", sft_examples([{"text": text + said}], **fixed)[0][0].ids
+    with_template = fixed | {"apply_chat_template": True}
+    yield "text with a chat template", sft_examples([{"text": text + said}], **with_template)[0][0].ids
+    for road, row in (("dpo", pair), ("dpo, whole texts", {"chosen": text + said, "rejected": f"{text} no"})):
+        (made,) = preference_pairs([row], **fixed)[0]
+        yield road, made.prompt + made.chosen
+    (made,) = labelled_examples([{"prompt": text, "completion": said, "label": True}], **fixed)[0]
+    yield "kto", made.prompt + made.response
 
 
 @pytest.mark.parametrize("name", WITH_BOS)
@@ -175,7 +172,72 @@ def test_every_answer_trains_the_token_that_ends_it(made):
         trained["messages"] = sft_examples([{"messages": [user("hi"), assistant("yes")]}], **how)[0][0].ids
     for road, ids in trained.items():
         assert ids[-1] == end, road
-        assert tokenizer.decode(ids[:-1]).endswith(("yes", "no", "yes ")), road
+        assert tokenizer.decode(ids[:-1]).rstrip().endswith(("yes", "no")), road
+
+
+REFUSED = ("deepseek-r1", "nemotron3")  # conversations: their generation prompts are not what is before an answer
+
+
+def answered_roads(tokenizer, said):
+    """The tokens and the mask of one answer on each road of ready answers."""
+    how = {"tokenizer": tokenizer, "max_example_tokens": 999}
+    asked, answer = [user("hi")], [assistant(said)]
+    for row in (
+        {"prompt": "hi", "response": said},
+        {"prompt": "hi", "completion": answer},
+        {"messages": asked + answer},
+    ):
+        (example,) = sft_examples([row], **how)[0]
+        yield str([*row]), example.ids, example.mask
+    for row in (
+        {"prompt": "hi", "chosen": said, "rejected": "no"},
+        {"chosen": asked + answer, "rejected": [*asked, assistant("no")]},
+    ):
+        (pair,) = preference_pairs([row], **how)[0]
+        yield str([*row]), pair.prompt + pair.chosen, [False] * len(pair.prompt) + [True] * len(pair.chosen)
+    for row in ({"prompt": "hi", "completion": said}, {"messages": asked + answer}):
+        (labelled,) = labelled_examples([row | {"label": True}], **how)[0]
+        ids = labelled.prompt + labelled.response
+        yield f"label {[*row]}", ids, [False] * len(labelled.prompt) + [True] * len(labelled.response)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize("said", ["Yes & no", " 4\n"])
+def test_an_answer_is_the_same_tokens_on_every_road(name, said, tmp_path):
+    """What the template writes between the generation prompt and the answer, and after it, is trained with it."""
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family, tmp_path)
+    opened = tokenizer.apply_chat_template([user("hi")], tokenize=False, add_generation_prompt=True)
+    written = tokenizer.apply_chat_template([user("hi"), assistant(said)], tokenize=False).removeprefix(opened)
+    end = written.find(family.end, written.index(said)) if family.writes_end else len(written)
+    if name in ("chatml without end", "alpaca"):  # what they write after an answer comes after its end
+        end = written.index(said) + len(said)
+    if name in ("mistral", "llama2"):  # have no generation prompt, and write a blank before the answer
+        assert written.startswith(" ")
+    for road, ids, mask in answered_roads(tokenizer, said):
+        num = mask.index(True)
+        assert (tokenizer.decode(ids[:num]), all(mask[num:])) == (opened, True), road
+        assert tokenizer.decode(ids[num:]) == written[:end] + family.end, road
+
+
+def test_an_answer_with_reasoning_of_its_own_gets_no_other(tmp_path):
+    """This template writes an empty one before any answer."""
+    tokenizer = tokenizer_of(FAMILIES["qwen3"], tmp_path)
+    for ids in fixed_roads(tokenizer, "<think>\nr\n</think>\n\n4"):
+        assert tokenizer.decode(ids) == "<think>\nr\n</think>\n\n4<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "glm-4.5"])
+def test_a_response_trains_the_generation_blocks_alone(name, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    said = "so: {% generation %}{{ m.content }}{% endgeneration %}"
+    both = f"{{% if m.role == 'assistant' %}}{said}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", both)
+    for row in ({"messages": [user("hi"), assistant("one")]}, {"prompt": "hi", "response": "one"}):
+        (example,) = sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)[0]
+        ids = [i for i, on in zip(example.ids, example.mask, strict=True) if on]
+        assert tokenizer.decode(ids) == f"one{FAMILIES[name].end}"
+        assert tokenizer.decode(example.ids).endswith(f"so: one{FAMILIES[name].end}")
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.opened])
@@ -394,10 +456,95 @@ def test_a_turn_that_a_program_wrote_has_no_control_tokens(tmp_path):
 def test_an_answer_that_brings_its_end_trains_it_once(tmp_path):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    rows = [{"messages": [user("hi"), assistant("yo<|im_end|>\n")]}, {"prompt": "hi", "response": "yo<|im_end|>"}]
-    for row in rows:
-        (example,) = sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)[0]
-        assert [i for i, on in zip(example.ids, example.mask, strict=True) if on] == [*b"yo", end]
+    for said in ("yo<|im_end|>", "yo<|im_end|>\n", "yo<|im_end|><|im_end|>"):
+        for road, ids, mask in answered_roads(tokenizer, said):
+            assert ids[mask.index(True) :] == [*b"yo", end], road
+
+
+OTHER_STOPS = {"llama3": "<|end_of_text|>", "phi3": "<|endoftext|>", "phi4": "<|endoftext|>", "gemma": "<eos>"}
+OTHER_STOPS |= {"glm-4.5": "<|endoftext|>"}
+
+
+@pytest.mark.parametrize(("name", "stop"), OTHER_STOPS.items())
+@pytest.mark.parametrize("after", ["", "\n"])
+def test_an_answer_that_brings_another_stop_token_ends_once(name, stop, after, tmp_path, caplog):
+    family = FAMILIES[name]
+    tokenizer = tokenizer_of(family, tmp_path)
+    for road, ids, mask in answered_roads(tokenizer, f"yo{stop}{after}"):
+        assert tokenizer.decode(ids[mask.index(True) :]) == f"yo{family.end}", road
+        assert f"1 of the rows hold '{stop}' at the end of an answer, which ends with '{family.end}'" in caplog.text
+        caplog.clear()
+    for road, ids in plain_roads(tokenizer, "Say", f" yo{stop}{after}"):
+        text = tokenizer.decode(ids)
+        assert (text.count(stop), text.endswith(f"yo{stop}")) == (1, True) or road in ("grpo", "messages"), road
+
+
+@pytest.mark.parametrize(
+    ("name", "token"), [*OTHER_STOPS.items(), ("qwen2.5", "<|endoftext|>"), ("llama3", "<|begin_of_text|>")]
+)
+def test_a_control_token_within_an_answer_is_named(name, token, tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    for road, ids, _ in answered_roads(tokenizer, f"yo{token}ya"):
+        assert tokenizer.decode(ids).count(f"yo{token}ya") == 1, road
+        assert caplog.text.count(f"1 of the rows hold {token!r} in ") == 1, road
+        caplog.clear()
+
+
+def test_an_answer_of_a_stop_token_alone_is_empty(tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["llama3"], tmp_path)
+    for row in ({"prompt": "hi", "response": "<|end_of_text|>"}, {"messages": [user("hi"), assistant("<|eot_id|>\n")]}):
+        with pytest.raises(ValueError, match="all 1 rows have an empty response"):
+            sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)
+
+
+def test_tokens_of_the_policy_within_an_answer_are_not_named(tmp_path, caplog):
+    """Tags, and what the template has for turns of the assistant alone."""
+    tokenizer = tokenizer_of(FAMILIES["special tags"], tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>", "<|box|>"]})
+    tokenizer.chat_template += "{# a call begins with <|call|> #}"
+    for said in ("<think>r</think><tool_call>4</tool_call>", "so <|call|>4"):
+        for _ in answered_roads(tokenizer, said):
+            assert caplog.text == ""
+
+
+CHANGES = {  # a text of the template, what it is replaced by, an answer, and what is lost of it
+    "lower": ("{{ m.content }}", "{{ m.content | lower }}", "Yes", "Yes"),
+    "escape": ("{{ m.content }}", "{{ m.content | e }}", "a & b", "a & b"),
+    "reasoning": ("{{ m.content }}", "{{ '<think>' + m.content.split('<think>')[-1] }}", "So <think>r</think>4", "So"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_template_that_changes_an_answer_is_named_on_every_road(change, tmp_path, caplog):
+    old, new, said, lost = CHANGES[change]
+    roads = [{"prompt": "hi", "response": said}, {"messages": [user("hi"), assistant(said)]}]
+    roads = [(sft_examples, row) for row in roads]
+    roads += [(preference_pairs, {"prompt": "hi", "chosen": said, "rejected": "no"})]
+    roads += [(labelled_examples, {"prompt": "hi", "completion": said, "label": True})]
+    roads += [(rl_prompts, {"messages": [user("hi"), assistant(said), user("ho")]})]
+    for number, (make, row) in enumerate(roads):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer = tokenizer_of(FAMILIES["qwen2.5"], folder)
+        tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+        limit = "max_prompt_tokens" if make is rl_prompts else "max_example_tokens"
+        make([row, row], tokenizer=tokenizer, **{limit: 99})
+        line = f"row 1: the chat template changes texts of the assistant: it does not write {lost!r} as it stands"
+        assert caplog.text.count("the chat template changes") == caplog.text.count(line) == 1, (number, caplog.text)
+        caplog.clear()
+
+
+def test_reasoning_that_the_template_drops_is_named_where_it_would_be_trained(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    without = "{{ m.content.split('</think>')[-1] | trim }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", without)
+    said = "<think>\nr\n</think>\n\n4 "
+    for ids in fixed_roads(tokenizer, said):  # taken literally
+        assert tokenizer.decode(ids) == f"{said}<|im_end|>"
+    rl_prompts([{"messages": [user("hi"), assistant(said), user("ho")]}], tokenizer=tokenizer, max_prompt_tokens=99)
+    assert "changes" not in caplog.text
+    sft_examples([{"messages": [user("hi"), assistant(said)]}], tokenizer=tokenizer, max_example_tokens=99)
+    assert "changes texts of the assistant: it does not write 'r' as it stands but '4<|im_end|>" in caplog.text
 
 
 def test_what_the_prompts_open_is_named_once(tmp_path, caplog):
@@ -427,7 +574,7 @@ def test_responses_that_never_close_the_reasoning_of_their_prompts_are_named_onc
     tokenizer = tokenizer_of(FAMILIES["deepseek-r1"], tmp_path)
     for _ in range(2):
         sft_examples([{"prompt": "hi", "response": "4"}], tokenizer=tokenizer, max_example_tokens=99)
-    assert caplog.text.count("row 1: the chat template opens <think>, which the response '4' never closes") == 1
+    assert caplog.text.count("row 1: the chat template opens <think>, which the answer '4' never closes") == 1
 
 
 def test_a_template_without_a_generation_prompt_is_named_once(tmp_path, caplog):
@@ -467,6 +614,26 @@ def test_a_beginning_that_ends_with_think_is_seen_once(tmp_path):
 
     asyncio.run(turn())
     assert seen == ["Let me think.\n<think>r</think>5"] * 2
+
+
+@pytest.mark.parametrize("names", [["tool_use"], ["rag", "tool_use"]])
+def test_templates_by_name_without_a_default_are_refused_in_one_line(names, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    text = tokenizer.chat_template
+    tokenizer.chat_template = dict.fromkeys(names, text)
+    line = f"\\A.*chat templates are '{names[0]}'.*none is named 'default'; choose one: tokenizer.chat_template = .*\\Z"
+    for make, row in OF_FIXED:
+        with pytest.raises(ValueError, match=line):
+            make([row], tokenizer=tokenizer, max_example_tokens=99)
+    with pytest.raises(ValueError, match=line):
+        rl_prompts([{"prompt": "x"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    for read in (end_of_turn_id, stop_token_ids, lambda t: render(t, [user("x")], add_generation_prompt=True)):
+        with pytest.raises(ValueError, match=line):
+            read(tokenizer)
+    plain = {"tokenizer": tokenizer, "max_example_tokens": 99, "apply_chat_template": False}
+    assert sft_examples([{"prompt": "x", "response": "y"}], **plain)[0][0].ids[:2] == [*b"xy"]
+    tokenizer.chat_template = {"default": text, **tokenizer.chat_template}
+    assert len(sft_examples([{"prompt": "x", "response": "y"}], **plain | {"apply_chat_template": True})[0]) == 1
 
 
 HOSTILE = "{{ cycler.__init__.__globals__ }}"

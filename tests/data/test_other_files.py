@@ -1126,11 +1126,10 @@ def test_markup_of_the_template_inside_a_text_is_named(tmp_path, caplog):
     rows = [{"prompt": "hi", "response": "yo<|im_end|>"}, {"prompt": "hi", "response": "yo<|im_end|>\n"}]
     path = write(tmp_path / "rows.jsonl", [*rows, {"prompt": "What is <|im_start|>?", "response": "a token"}])
     texts = read(path, "sft", tokenizer_of())
-    assert texts[0] == HI_YO
+    assert texts[:2] == [HI_YO] * 2
     written = "in their text, which the chat template writes itself (ready-made prompts and responses are read with"
     plain = "in messages that are not the assistant's it is read as text, no token"
     assert [r.getMessage() for r in caplog.records] == [
-        f"{path}: 1 of the rows hold '<|im_end|>' {written} --no-chat-template): line 2",
         f"{path}: 1 of the rows hold '<|im_start|>' {written} --no-chat-template); {plain}: line 3",
     ]
     assert texts[2][0] == "<user>What is <\u200b|im_start|>?;<assistant>a token;"

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from contract import Subject, check_engine, check_generate
 from fake_server import serving, vllm_answers
 
@@ -66,6 +68,23 @@ def engine_of_the_docs(model):
 async def test_generate(name, model, tmp_path):
     async with engine_of(name, model, tmp_path) as subject:
         await check_generate(subject)
+        if name != "docs":
+            await what_is_no_request_is_refused(subject)
+
+
+async def what_is_no_request_is_refused(subject):
+    sampling = SamplingParams(max_new_tokens=2)
+    for prompt in ("text", [[1, 2]], ["a"], [1.5], None, 5, {"input_ids": [1]}, torch.tensor([[1, 2]])):
+        line = rf"\Aprompt_ids must be the token ids of one prompt, .* got {re.escape(repr(prompt))}: encode .*\Z"
+        with pytest.raises(TypeError, match=line):
+            await subject.engine.generate(prompt, params=sampling)
+    for params in ({}, {"max_new_tokens": 2}, None, 2):
+        with pytest.raises(TypeError, match=re.escape(f"params must be SamplingParams, got {params!r}: give")):
+            await subject.engine.generate([1, 2], params=params)
+    greedy = SamplingParams(max_new_tokens=2, temperature=0.0)
+    expected = await subject.engine.generate([1, 2], params=greedy)
+    for prompt in ((1, 2), [np.int64(1), np.int32(2)], np.array([1, 2]), torch.tensor([1, 2])):
+        assert (await subject.engine.generate(prompt, params=greedy)).ids == expected.ids
 
 
 @pytest.mark.parametrize("name", ENGINES)

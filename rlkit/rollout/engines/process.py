@@ -35,7 +35,7 @@ from torch import Tensor
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.silence import Silence
-from rlkit.types import Completion, Progress, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
 _HEAD = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
@@ -135,7 +135,8 @@ class ProcessEngine:
         self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
     ) -> Completion:
         """See `LocalEngine.generate`. EngineError, a RuntimeError, in every call when the process has died."""
-        return await self._ask("generate", list(prompt_ids), params=params, rid=rid, **shown)
+        prompt_ids = request_ids(prompt_ids, params)
+        return await self._ask("generate", prompt_ids, params=params, rid=rid, **shown)
 
     async def abort(self, rid: str | None = None) -> int:
         """See `LocalEngine.abort`."""

@@ -34,7 +34,7 @@ from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample, uniforms
-from rlkit.types import Completion, Picture, Progress, SamplingParams
+from rlkit.types import Completion, Picture, Progress, SamplingParams, request_ids
 
 _U64 = 2**64 - 1
 BATCH, GPU_BATCH = (
@@ -216,6 +216,7 @@ class LocalEngine:
     ) -> Request:
         if self._closed:
             raise RuntimeError("the engine is closed")
+        prompt_ids = request_ids(prompt_ids, params)
         if not 0 < len(prompt_ids) < self.max_len:
             fix = "give at least one token" if not prompt_ids else "shorten it or raise max_len"
             raise ValueError(
@@ -232,7 +233,7 @@ class LocalEngine:
         start, held = self._turn_before(prompt_ids) if not images else (0, None)
         return Request(
             rid=rid if rid is not None else f"local-{self._num_calls}",
-            prompt=list(prompt_ids),
+            prompt=prompt_ids,
             key=np.asarray(prompt_ids, np.int64).tobytes() + "".join(x.digest for x in images).encode(),
             images=images,
             params=params,

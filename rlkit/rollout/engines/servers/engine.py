@@ -23,7 +23,7 @@ from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CONTROL_TIMEOUT, Replica, Replicas
 from rlkit.rollout.stream import NOTHING, joined, resumable
-from rlkit.types import Completion, Progress, SamplingParams
+from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
 ASK_QUEUES_EVERY = 1.0  # seconds
@@ -171,6 +171,7 @@ class ServerEngine:
             RuntimeError (ReplicaError): no server could do it; the last reason is in the message.
             TimeoutError: `timeout` has passed.
         """
+        prompt_ids = request_ids(prompt_ids, params)
         limits = await self._usable()
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
