@@ -207,7 +207,8 @@ COLOSSALAI = {
     "inference_batch_size": "prompts_per_step (times num_inferencer)", "kl_coeff": "kl_coef", "learning_rate": "lr",
     "loss_variation": "aggregate", "num_episodes": "steps (episodes * rows / prompts of a step)",
     "num_generations": "group_size", "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)",
-    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps", "skip_threshold": "max_ratio",
+    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps",
+    "skip_threshold": "max_ratio (per answer; there the mean ratio of a micro-batch, which is far looser)",
     "tensor_parallel_size": "parallel.tp",
     "train_batch_size": "minibatches (prompts of a step / train_batch_size / trainers)",
 }  # fmt: skip

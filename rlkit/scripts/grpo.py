@@ -69,7 +69,7 @@ class Loss:
     length: sum over an answer's tokens, divided by --max-new-tokens (Dr. GRPO).
     None: episode for gspo, gmpo and sapo, else token"""
     max_ratio: Limit | None = None
-    """leave an answer out of the loss where a token's ratio exceeds this (ColossalAI: 20); None: never"""
+    """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
     baseline: Literal[
         "group_centered",
         "group_zscore",
