@@ -93,7 +93,7 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
         A_i = (r_i - mean(r)) / (mean(r) + eps)          0 where mean(r) = 0
 
     With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p, so rare successes weigh most. On
-    policy, with p the probability of success and n samples, the mean over the group of A_i grad log pi_i has expectation
+    policy, with p the probability of success and n samples, the group's mean of A_i grad log pi_i has the expectation
 
         sum_{k=1..n-1} (1 - p)^(k-1) grad p          of grad log p = sum_{k=1,2,...} (1 - p)^(k-1) grad p
 
