@@ -21,7 +21,7 @@ from torch import Tensor
 from rlkit import advantages as library
 from rlkit.advantages import Gae, discounted_returns, gae_decoupled, length_adaptive_lam, whiten
 from rlkit.loops.coefficients import KlTerm
-from rlkit.losses import k1, kl_in_reward
+from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
 from rlkit.segments import broadcast_to_tokens, episode_advantages, group_sum, sum_per_seq
 from rlkit.types import Batch
@@ -143,7 +143,7 @@ def with_estimates(
     penalty = torch.zeros_like(batch.token_rewards)
     if kl_coef and kl.place != "loss":
         penalty = -kl_in_reward(
-            penalty, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=batch.mask, estimator=kl.estimator or k1
+            penalty, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=batch.mask, estimator=kl.estimator
         )
     in_reward = penalty if kl.place == "reward" else torch.zeros_like(penalty)
     if advantage is None:

@@ -283,6 +283,23 @@ def try_divergence(function: Callable[..., Any]) -> None:
         _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
 
 
+def try_kl(function: Callable[..., Any]) -> None:
+    """The same of an estimator of KL(policy || reference) from sampled tokens, `function(logp, ref_logp)` `[T]`.
+
+    Logged: one that is not 0 where the two are equal, or whose mean over the policy's tokens is negative.
+    """
+    _refuse_swapped(function, "policy", "ref")
+    logits = torch.sin(torch.arange(1.0, 9.0))
+    logp, ref_logp = logits.log_softmax(0).requires_grad_(), (2 * logits.flip(0)).log_softmax(0)
+    kl = _called(function, logp, ref_logp)
+    with torch.no_grad():
+        equal, expected = function(logp, logp), (logp.exp() * kl).sum()
+    if float(equal.abs().max()) > _TOLERANCE:
+        _log.warning("%s is not 0 where policy and reference are equal", name_of(function))
+    if float(expected) < -_TOLERANCE:
+        _log.warning("%s has a negative mean over samples of the policy: is its sign right?", name_of(function))
+
+
 def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> None:
     """Refuse (ValueError) a function whose first parameter is named as what it gets second, or the other way round."""
     try:
