@@ -28,7 +28,6 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "loops/ppo.py:ppo": 53,
     "loops/rl.py:rl": 73,
     "loops/supervised.py:supervised": 47,
-    "loops/trial.py:try_advantage": 41,
     "loops/updates.py:grpo_update": 46,
     "model/parallelize.py:parallelize": 41,
     "rollout/agents/branches.py:Branches.reply": 55,

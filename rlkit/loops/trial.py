@@ -100,8 +100,7 @@ def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Bat
         with torch.random.fork_rng(devices=[]):
             broken = [*broken_laws(surrogate)]
     except Exception as error:
-        what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
-        raise ValueError(what) from error
+        raise _failure(function, error, "failed on a batch of 18 tokens") from error
     proof = "`rlkit.testing.check_loss` has the counterexample"
     for law, how, refused in broken:
         if refused:
@@ -159,6 +158,10 @@ def _loss(
         if wrong := _changed(batch, given) or _wrong(loss, x.shape):
             return (x.detach(), x.detach()), wrong
         return (loss.detach(), _slopes(loss, x)[0]), ""
+
+
+def _failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
+    return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}")
 
 
 def _copied(batch: Batch) -> dict[str, Tensor]:
@@ -317,7 +320,7 @@ def _called(function: Callable[..., Any], *given: Tensor, **options: Any) -> Ten
         with torch.enable_grad():
             loss = function(*given, **options)
     except Exception as error:
-        raise ValueError(f"{name} failed: {type(error).__name__}: {error}{place_in(function, error)}") from error
+        raise _failure(function, error, "failed") from error
     if wrong := _wrong(loss, given[0].shape[:1]):
         raise ValueError(f"{name}: {wrong}")
     if not bool(loss.isfinite().all()):
@@ -344,8 +347,7 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
         try:
             found = function(of, torch.zeros(of.num_seqs))
         except Exception as error:
-            what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
-            raise ValueError(what) from error
+            raise _failure(function, error, "failed on a batch of 18 tokens") from error
         if wrong := _changed(of, given):
             raise ValueError(f"{name}: {wrong}")
         streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
