@@ -31,7 +31,7 @@ def elsewhere(module: str) -> Callable[[str], Any]:
 
 
 def other_systems() -> list[list[str]]:
-    """Names of other systems, and what stands here for them."""
+    """Names of other systems, each with rlkit's name for it."""
     return [line.split("\t") for line in _OTHERS.read_text(encoding="utf-8").splitlines()[1:]]
 
 

@@ -35,7 +35,7 @@ from rlkit.types import Batch, Engine, Teacher, Trajectory
 
 @dataclass(frozen=True)
 class Distillation:
-    """What becomes of the teacher's log-probs.
+    """The divergence from the teacher, its support and its weight.
 
     Args:
         divergence: `divergence(log_q, log_p)`, a loss per row of the student's and the teacher's log-probs [.., V]: one

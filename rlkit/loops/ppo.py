@@ -112,7 +112,7 @@ def value_update(
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
                 loss = _loss(now, micro, clip=clip, huber=huber) if of_bins is None else of_bins[1]
                 backward((w * loss).sum())
-                shown = {
+                streams = {
                     "loss": loss,
                     "mean": now,
                     "return": micro.returns,
@@ -120,8 +120,8 @@ def value_update(
                     "spread": (micro.returns - middle).square(),
                 }
                 if bins is not None:
-                    shown["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
-                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
+                    streams["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
+                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in streams.items()})
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
