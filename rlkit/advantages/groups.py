@@ -92,8 +92,13 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
 
         A_i = (r_i - mean(r)) / (mean(r) + eps)          0 where mean(r) = 0
 
-    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p, so rare successes weigh most. This
-    is an unbiased estimate of the maximum-likelihood gradient, truncated at order n. Meant for rewards >= 0.
+    With 0/1 rewards a solved sample of a group with success rate p gets (1 - p) / p, so rare successes weigh most. On
+    policy, with p the probability of success and n samples, the mean over the group of A_i grad log pi_i has expectation
+
+        sum_{k=1..n-1} (1 - p)^(k-1) grad p          of grad log p = sum_{k=1,2,...} (1 - p)^(k-1) grad p
+
+    that is the maximum-likelihood gradient up to order n - 1; groups of two give grad p, as `leave_one_out` does. (A of
+    -1 in a group without success would add order n.) Meant for rewards >= 0.
 
     Limits:   invariant to the scale of the rewards (eps -> 0); a group without success gets 0.
     Differs:  from SkyRL (`maxrl`): there a singleton keeps its raw reward.
@@ -288,8 +293,8 @@ def _log_binomial(n: Tensor, k: int) -> Tensor:
 
 
 def _check_k(k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a whole number of at least 1, got {k}")
 
 
 def optimal_token_baseline(

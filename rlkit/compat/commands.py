@@ -20,6 +20,8 @@ Given = Mapping[str, list[str]]  # the row of each option, and its values
 OFFLINE = ("sft", "dpo", "kto", "reward_model")
 OFF = {"", "0", "false", "no", "none", "null", "off", "disable"}
 _PROMPTS = {"prompt", "messages", "question", "problem", "instruction", "conversations", "context_messages"}
+_RESPONSES = {"response", "completion", "answer", "output", "solution"}
+_NOT_DUAL = {"gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "vespo", "clip_cov", "kl_cov"}
 _ANSWERS = {"answer", "ground_truth", "solution", "label", "gt_answer", "reward_model"}
 
 
@@ -42,6 +44,7 @@ def compute(
     """
     found, notes = dict[str, list[str]](), list[str]()
     number = partial(_number, given)
+    ranks = math.prod(machines(given)) if {"num_processes", "nproc_per_node"} & {*given} else ranks
     step, offline = _SIZES[system](script, number, ranks), script in OFFLINE
     size = "batch_size" if offline else "prompts_per_step"
     for name, value in ((size, step.size), ("" if offline else "minibatches", step.updates)):
@@ -62,15 +65,32 @@ def compute(
         notes.append(f"add --steps: {step.passes:g} * rows / {found[size][0]}")
     for rule in (_kl, _objective, _files):
         found |= rule(system, script, given, notes)
-    share = number("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio", default=0.03 * (system == "OpenRLHF"))
-    if share and system != "RL2" and steps:  # RL2's scheduler has no use for it
-        found["warmup_steps"] = [f"{math.ceil(share * steps)}"]
-    elif share and system != "RL2":
-        notes.append(f"add --warmup-steps: {share:g} * steps")
+    found |= _warmup(system, script, number, steps, notes)
     found |= data | _reward(system, given, notes) | _engine(system, given)
     if not offline and script != "distill" and not {"reward", "env", "agent"} & {*found, *given}:
         notes.append(f"add --reward FILE.py:FUNCTION: what {system} takes without a name has none here")
     return found, notes
+
+
+def _warmup(system: str, script: str, number: Number, steps: float, notes: list[str]) -> dict[str, list[str]]:
+    """--warmup-steps of a share of the steps; a number of steps comes before a share, which it is below 1."""
+    first = number("warmup_steps", "lr_warmup_steps", default=0)
+    usual = {"OpenRLHF": 0.03, "verl": 0.1 * (script == "sft")}.get(system, 0)
+    share = number("warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps_ratio", default=usual)
+    share = first if 0 < first < 1 else share
+    if first >= 1 or system == "RL2" or not share:  # RL2's scheduler has no use for it
+        return {}
+    if not steps:
+        notes.append(f"add --warmup-steps: {share:g} * steps")
+        return {"warmup_steps": []}
+    return {"warmup_steps": [f"{(int if system == 'verl' else math.ceil)(share * round(steps))}"]}
+
+
+def machines(given: Given) -> tuple[int, int]:
+    """How many machines accelerate, torchrun or verl starts processes on, and how many on each."""
+    count = max(1, round(_number(given, "num_machines", "nnodes", default=1)))
+    each = _number(given, "num_processes", default=0) / count
+    return count, max(1, round(each or _number(given, "nproc_per_node", "n_gpus_per_node", default=1)))
 
 
 def is_on(values: list[str] | None) -> bool:
@@ -83,7 +103,8 @@ def texts(values: list[str]) -> list[str]:
     inner = " ".join(values).strip()
     if len(values) > 1 and not inner.startswith("["):
         return values
-    return [part.strip(" '\"") for part in inner.strip("[]").split(",") if part.strip(" '\"")]
+    parts = re.split(r",(?![^()]*\))", inner.strip("[]"))  # but for the arguments of a call
+    return [part.strip(" '\"") for part in parts if part.strip(" '\"")]
 
 
 def _number(given: Given, *names: str, default: float) -> float:
@@ -113,7 +134,8 @@ def _trl(script: str, number: Number, ranks: int) -> Size:
 def _verl(script: str, number: Number, _ranks: int) -> Size:
     size = number("train_batch_size", default=256 if script in OFFLINE else 1024)
     updates = size / number("ppo_mini_batch_size", default=min(256, size))
-    return Size(size, updates, number("total_training_steps", default=0), number("total_epochs", default=30))
+    passes = number("total_epochs", default=4 if script in OFFLINE else 30)
+    return Size(size, updates, number("total_training_steps", default=0), passes)
 
 
 def _openrlhf(script: str, number: Number, _ranks: int) -> Size:
@@ -198,6 +220,7 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             found["baseline"] = ["group_centered"]
         if system == "TRL" and given.get("importance_sampling_level") == ["sequence"]:
             found["loss"] = ["gspo"]
+        found |= _dual_clip(system, {**given, **found}, notes)
         if system == "ColossalAI":
             dapo = given.get("algo", ["GRPO"])[0].upper() == "DAPO"
             found |= (
@@ -205,6 +228,8 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             )
             coef = _number(given, "kl_coeff", default=0.01)
             found["kl_coef"] = [] if dapo or not coef else [f"{coef:g}"]
+    if system == "TRL" and script == "dpo":
+        found |= _pair_losses(given, notes)
     if system == "TRL" and is_on(given.get("use_peft")):
         found["lora_rank"] = given.get("lora_r", ["16"])
     if is_on(given.get("sync_ref_model")):
@@ -212,6 +237,39 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
     elif "ref_model_sync_steps" in given:
         notes.append("ref_model_sync_steps has no effect there without sync_ref_model")
     return found
+
+
+def _dual_clip(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """--loss dual_clip with the bound of the ratio, where the loss of the other system is one that it bounds."""
+    name = {"TRL": "delta", "verl": "clip_ratio_c", "OpenRLHF": "dual_clip", "slime": "eps_clip_c"}.get(system, "")
+    bound = _number(given, name, default=0)
+    if not bound:
+        return {}
+    other = given.get("loss") or given.get("loss_mode") or given.get("loss_type") or given.get("advantage_estimator")
+    if other and other[0].lower() in _NOT_DUAL:
+        notes.append(f"{name} {bound:g} is not part of --loss {VALUES['loss'].get(other[0], other[0])} here")
+        return {"clip_c": []}
+    high = _number(given, "epsilon_high", "epsilon", default=0.2)
+    if system == "TRL" and bound <= 1 + high:
+        notes.append(f"delta {bound:g} is at most 1 + epsilon_high, which is another clip there: it has no flag here")
+        return {"clip_c": []}
+    return {"loss": ["dual_clip"], "clip_c": [f"{bound:g}"]}
+
+
+def _pair_losses(given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """--loss and --sft-coef of TRL's list of losses and their weights."""
+    names, weights = texts(given.get("loss_type", [])), texts(given.get("loss_weights", []))
+    shares = {name: float(weight) for name, weight in zip(names, weights or ["1"] * len(names))}
+    sft = shares.pop("sft", 0.0)
+    if not names:
+        return {}
+    if len(shares) != 1:
+        notes.append(f"loss_type {' '.join(names)}: --loss is one of them, and --sft-coef the weight of sft")
+        return {"loss": [], "sft_coef": []}
+    ((name, share),) = shares.items()
+    if share != 1:
+        notes.append(f"their loss is {share:g} times ours: {name} has weight 1 here")
+    return {"loss": [VALUES["loss"].get(name, name)], "sft_coef": [f"{sft / share:g}"] if sft and share else []}
 
 
 def _files(_system: str, _script: str, given: Given, _notes: list[str]) -> dict[str, list[str]]:
@@ -249,6 +307,7 @@ def _data(system: str, given: Given) -> dict[str, list[str]]:
         found["data"] = files
     renamed = [(given[key][0], ours) for key, ours, usual in (
         ("input_key", "prompt", _PROMPTS), ("prompt_key", "prompt", _PROMPTS), ("label_key", "answer", _ANSWERS),
+        ("response_key", "response", _RESPONSES),
     ) if given.get(key) and given[key][0] not in usual]  # fmt: skip
     return found | ({"rename": [word for pair in renamed for word in pair]} if renamed else {})
 
@@ -273,6 +332,24 @@ def _split(file: str) -> tuple[str, str]:
     """The split and the path of split@path, as RL2 writes it."""
     split, at, path = file.partition("@")
     return (split, path) if at else ("", file)
+
+
+def _overlong(system: str, given: Given) -> str:
+    """The reward for the length of verl's, OpenRLHF's and ColossalAI's options; "" where they are off.
+
+    min(0, (L - C - n) / C) * factor of n tokens, with a limit L and a buffer of C; ColossalAI: C = min(1024, L / 4).
+    """
+    number = partial(_number, given)
+    names = ("max_resp_len", "max_response_length", "max_new_tokens", "rollout.max_new_tokens", "generate_max_len")
+    limit = number(*names, default={"verl": 512, "ColossalAI": 3584}.get(system, 1024))
+    buffer = number("overlong_buffer_len", default=0)
+    if is_on(given.get("overlong_buffer.enable")) or is_on(given.get("overlong_buffer_cfg.enable")):
+        buffer = number("overlong_buffer.len", "overlong_buffer_cfg.len", default=0)
+    if is_on(given.get("soft_over_length_punishment")):
+        buffer = min(1024, limit // 4)
+    factors = ("overlong_penalty_factor", "overlong_buffer.penalty_factor", "overlong_buffer_cfg.penalty_factor")
+    reward = f"rlkit.rewards.text:soft_overlong(max_tokens={int(limit)},cache_tokens={int(buffer)})"
+    return f"{reward}={number(*factors, default=1):g}" if buffer else ""
 
 
 def _reward(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
@@ -300,6 +377,10 @@ def _reward(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]
         else:
             notes.append(f"{text}: write it as --reward FILE.py:FUNCTION")
     weights = texts(given.get("reward_weights", []))
+    if over := _overlong(system, given):
+        if not found:
+            notes.append("add the reward of a right answer before it: --reward FILE.py:FUNCTION=1")
+        return {"reward": [*(f"{reward}=1" for reward in found), over]}
     if len(weights) == len(found):
         found = [f"{reward}={weight}" for reward, weight in zip(found, weights)]
     if system == "RL2" and given.get("rollout.env_path"):

@@ -27,7 +27,7 @@ TRL = {  # and transformers
     "dataset_config": "data (OWNER/NAME:CONFIG:SPLIT)", "dataset_name": "data", "dataset_streaming": "stream",
     "dataset_test_split": "eval_data (OWNER/NAME:CONFIG:SPLIT)",
     "dataset_train_split": "data (OWNER/NAME:CONFIG:SPLIT)",
-    "delta": "loss dual_clip (in Python with clip_c=delta)",
+    "delta": "clip_c (with --loss dual_clip)",
     "epsilon": "clip_low", "epsilon_high": "clip_high", "eval_strategy": "eval_steps (0: no)",
     "generation_batch_size": "prompts_per_step (completions / num_generations)",
     "gradient_accumulation_steps": "batch_size (multiplied by it) | prompts_per_step (multiplied by it)",
@@ -41,7 +41,7 @@ TRL = {  # and transformers
     "max_completion_length": "max_new_tokens", "max_grad_norm": "max_norm",
     "max_length": "max_example_tokens | max_total_tokens", "max_prompt_length": "max_prompt_tokens",
     "max_seq_length": "max_example_tokens | max_total_tokens",
-    "max_steps": "steps (theirs counts optimizer steps)", "model_name_or_path": "model",
+    "max_steps": "steps (theirs counts optimizer steps)", "mixed_precision": "dtype", "model_name_or_path": "model",
     "multi_objective_aggregation": "combine",
     "num_generations": "group_size", "num_iterations": "epochs", "num_mini_batches": "minibatches",
     "num_ppo_epochs": "epochs", "num_train_epochs": _PASSES, "optim": "optimizer", "output_dir": "output",
@@ -66,7 +66,8 @@ TRL = {  # and transformers
     "warmup_ratio": _SHARE,
 }  # fmt: skip
 VERL = {
-    "adv_estimator": "baseline | advantage", "clip_ratio": "clip_low and --clip-high", "clip_ratio_c": "loss dual_clip",
+    "adv_estimator": "baseline | advantage", "clip_ratio": "clip_low and --clip-high",
+    "clip_ratio_c": "clip_c (with --loss dual_clip)",
     "clip_ratio_high": "clip_high", "clip_ratio_low": "clip_low", "critic.model.path": "critic",
     "critic.optim.lr": "critic_lr", "critic.cliprange_value": "value_clip", "critic_warmup": "critic_steps",
     "custom_chat_template": "chat_template FILE", "custom_reward_function.path": "reward (FILE.py:FUNCTION)",
@@ -78,17 +79,17 @@ VERL = {
     "kl_loss_coef": "kl_coef (with use_kl_loss)", "kl_loss_type": "kl_estimator",
     "kl_penalty": "kl_estimator", "logger": "track", "loss_agg_mode": "aggregate", "loss_mode": "loss",
     "lr_warmup_steps": "warmup_steps", "lr_warmup_steps_ratio": _SHARE, "max_response_length": "max_new_tokens",
+    "micro_batch_size": _MICRO, "micro_batch_size_per_gpu": _MICRO, "model.partial_pretrain": "model",
     "model.path": "model", "n": "group_size", "norm_adv_by_std_in_grpo": "baseline (True: group_zscore)",
     "optimizer_offload": "parallel.offload", "param_offload": "parallel.offload", "ppo_epochs": "epochs",
     "ppo_max_token_len_per_gpu": "max_tokens",
     "ppo_micro_batch_size": _MICRO, "ppo_micro_batch_size_per_gpu": _MICRO,
     "ppo_mini_batch_size": "minibatches (train_batch_size / ppo_mini_batch_size)", "project_name": "track_project",
     "reshard_after_forward": "parallel.reshard_after_forward", "resume_mode": "resume (not disable)",
-   
     "reward_model.path": _SERVED, "reward_model.model.path": _SERVED, "rollout.name": "engine",
     "rollout.tensor_model_parallel_size": "engine_tp", "rollout_is": "correction",
     "rollout_is_threshold": "tis_max_weight", "save_freq": "save_steps",
-    "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
+    "target_modules": "lora_targets", "tensor_model_parallel_size": "parallel.tp", "test_freq": "eval_steps",
     "total_epochs": "steps (epochs * rows / prompts of a step)", "total_training_steps": "steps",
     "train_batch_size": "batch_size | prompts_per_step", "train_files": "data", "truncation": "too_long",
     "ulysses_sequence_parallel_size": "parallel.cp and --parallel.ulysses", "use_kl_in_reward": "kl_in reward",
@@ -109,7 +110,7 @@ OPENRLHF = {
     "critic.value_clip": "value_clip", "critic_learning_rate": "critic_lr", "critic_pretrain": "critic",
     "dataset": "data",
     "dataset_probs": "data FILE=WEIGHT", "prompt_dataset": "data",
-    "dual_clip": "loss dual_clip (in Python with clip_c)",
+    "dual_clip": "clip_c (with --loss dual_clip)",
     "dynamic_filtering": "success_range 0.01 0.99", "dynamic_filtering_enable": "success_range",
     "dynamic_filtering_range": "success_range", "dynamic_filtering_reward_range": "success_range",
     "eps_clip": "clip_low and --clip-high", "eps_clip_low_high": "clip_low and --clip-high",
@@ -146,7 +147,7 @@ SLIME = {
     "context_parallel_size": "parallel.cp", "custom_rm_path": "reward",
     "disable_grpo_std_normalization": "baseline group_centered",
     "dynamic_sampling_filter_path": "success_range 0.01 0.99",
-    "eps_clip": "clip_low", "eps_clip_c": "loss dual_clip (in Python with clip_c)", "eps_clip_high": "clip_high",
+    "eps_clip": "clip_low", "eps_clip_c": "clip_c (with --loss dual_clip)", "eps_clip_high": "clip_high",
     "eval_interval": "eval_steps", "eval_max_response_len": _EVAL["max_new_tokens"],
     "eval_prompt_data": "eval_data (NAME=FILE)", "eval_temperature": _EVAL["temperature"],
     "eval_top_k": _EVAL["top_k"], "eval_top_p": _EVAL["top_p"], "expert_model_parallel_size": "parallel.ep",
@@ -206,7 +207,8 @@ COLOSSALAI = {
     "inference_batch_size": "prompts_per_step (times num_inferencer)", "kl_coeff": "kl_coef", "learning_rate": "lr",
     "loss_variation": "aggregate", "num_episodes": "steps (episodes * rows / prompts of a step)",
     "num_generations": "group_size", "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)",
-    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps", "skip_threshold": "max_ratio",
+    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps",
+    "skip_threshold": "max_ratio (per answer; there the mean ratio of a micro-batch, which is far looser)",
     "tensor_parallel_size": "parallel.tp",
     "train_batch_size": "minibatches (prompts of a step / train_batch_size / trainers)",
 }  # fmt: skip
@@ -224,6 +226,8 @@ FLAGS = {name: row for table in (OTHERS, *reversed(SYSTEMS.values())) for name, 
 _MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
 _PACKED = "examples are packed without padding, always"
 _RANKS = "the ranks are those of torchrun"
+_SHARDED = "several ranks are FSDP2 (--parallel)"
+_OVERLONG = "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)=FACTOR"
 _ENGINES = "the engine's own command starts a server with it (docs/engines.md)"
 _COLOCATED = "the embedded engine shares the GPUs, --engine-release frees a server's memory"
 _BETAS = "AdamW's betas are 0.9 and 0.999; others by --optimizer FILE.py:FUNCTION (docs/optimizers.md)"
@@ -234,7 +238,12 @@ NO_FLAG = {  # what needs no flag here, or has none
     "assistant_only_loss": "only assistant turns are trained on, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
-    "deepspeed": "several ranks are FSDP2 (--parallel)",
+    "deepspeed": _SHARDED,
+    "config_file": _RANKS, "machine_rank": _RANKS, "main_process_ip": _RANKS, "main_process_port": _RANKS,
+    "multi_gpu": _RANKS, "num_machines": _RANKS, "nproc_per_node": _RANKS, "standalone": _RANKS, "strategy": _SHARDED,
+    "use_deepspeed": _SHARDED, "use_fsdp": _SHARDED, "betas": _BETAS, "multiturn.enable": _MESSAGES,
+    "messages_key": _MESSAGES, "prompt_dict_keys": _MESSAGES, "response_dict_keys": _MESSAGES,
+    "response_key": _MESSAGES, "reward_manager": "--reward is called for each answer, always",
     "fp16": "--dtype is fp32 or bf16", "load_format": _ENGINES, "enforce_eager": _ENGINES, "sync_backend": _ENGINES,
     "num_engines": _ENGINES, "rollout_num_gpus": _RANKS, "num_nodes": _RANKS, "num_processes": _RANKS,
     "num_trainers": _RANKS,
@@ -277,8 +286,11 @@ NO_FLAG = {  # what needs no flag here, or has none
     "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch",
     "use_opd": "on-policy distillation is rlkit distill --loss advantage",
     "val_before_train": "--eval-data is measured before the first step, always",
-    "overlong_buffer_len": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
-    "soft_over_length_punishment": "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)",
+    "overlong_buffer_len": _OVERLONG, "overlong_penalty_factor": _OVERLONG, "soft_over_length_punishment": _OVERLONG,
+    "overlong_buffer.enable": _OVERLONG, "overlong_buffer.len": _OVERLONG, "overlong_buffer.penalty_factor": _OVERLONG,
+    "overlong_buffer_cfg.enable": _OVERLONG, "overlong_buffer_cfg.len": _OVERLONG,
+    "overlong_buffer_cfg.penalty_factor": _OVERLONG, "overlong_buffer.log": _OVERLONG,
+    "overlong_buffer_cfg.log": _OVERLONG, "max_resp_len": _OVERLONG,
     "train_sampling_strategy": _SHUFFLED,
     "whiten_rewards": "advantages are whitened, always",
     "vf_coef": "the critic has its own optimizer: --critic-lr",
@@ -309,7 +321,7 @@ VALUES = {  # of a flag here
     },
     "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},
     "correction": {"token_truncate": "tis", "token": "tis"},
-    "dtype": {"bfloat16": "bf16", "float32": "fp32", "auto": "the default: leave it out"},
+    "dtype": {"bfloat16": "bf16", "float32": "fp32", "no": "fp32", "auto": "the default: leave it out"},
     "engine": {"hf": "local", "transformers": "local"},
     "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     "reward": {  # without FILE.py
@@ -332,9 +344,25 @@ OF_RUN = (  # what chat, plot and track take as a word of its own
 COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "evaluate": "eval"}
 # --config and Hydra's words: what stands before the first dot of `algorithm.adv_estimator=grpo`
 PREFIXES = (
-    "actor", "actor_rollout_ref", "adv", "algo", "algorithm", "critic", "custom_reward_function", "data", "ref_actor",
-    "reward_model", "rollout", "test_data", "train_data", "trainer",
-)  # fmt: skip
+    "actor",
+    "actor_rollout_ref",
+    "adv",
+    "algo",
+    "algorithm",
+    "critic",
+    "custom_reward_function",
+    "data",
+    "model",
+    "optim",
+    "ref_actor",
+    "reward",
+    "reward_model",
+    "rollout",
+    "test_data",
+    "train_data",
+    "trainer",
+)
+BARE = ("ulysses_sequence_parallel_size", "use_remove_padding")  # Hydra's words without a dot  # fmt: skip
 DEFAULTS = {  # of a system and a script, where ours train something else
     ("TRL", "grpo"): "--max-new-tokens 512 --lr-schedule linear --clip-high 0.2 --baseline group_zscore",
     ("TRL", "distill"): "--max-new-tokens 512 --lr-schedule linear",
@@ -346,6 +374,7 @@ DEFAULTS = {  # of a system and a script, where ours train something else
     ("TRL", "reward_model"): "--max-example-tokens 1024 --lr 1e-4 --warmup-steps 0 --center-coef 0",
     ("verl", "grpo"): "--max-prompt-tokens 512 --max-new-tokens 512 --weight-decay 0.01"
     " --loss dual_clip --clip-high 0.2",
+    ("verl", "sft"): "--max-example-tokens 1024 --lr-schedule cosine --weight-decay 0.01",
     ("verl", "ppo"): "--max-prompt-tokens 512 --max-new-tokens 512 --weight-decay 0.01 --lam-policy 1",
     ("OpenRLHF", "grpo"): "--max-total-tokens 2048 --lr-schedule cosine --clip-high 0.2",
     ("OpenRLHF", "ppo"): "--max-total-tokens 2048 --lr-schedule cosine --lam-policy 1 --critic-lr 9e-6",

@@ -377,6 +377,8 @@ def openai_pair(row: Row) -> Row:
     if "messages" not in given:
         raise ValueError(f"'input' must have 'messages', got {sorted(given)}")
     pair = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+    if other := [name for name, value in pair.items() if row.get(name) not in (None, value)]:
+        raise ValueError(f"column {other[0]!r} is another answer: --rename {other[0]} OTHER leaves it out")
     return {"messages": given["messages"], "tools": given.get("tools"), **pair}
 
 

@@ -228,7 +228,7 @@ def labelled_examples(
     too_long: TooLong = "drop",
     continue_answer: bool = False,
 ) -> tuple[list[Labelled], int]:
-    """`(examples, num_dropped)` from rows of `{prompt or messages, completion or response, label}`, or from pairs.
+    """`(examples, num_dropped)` from rows of `{prompt or messages, response or completion, label}`, or from pairs.
 
         {"prompt": "2+2?", "completion": "4", "label": true}
         {"messages": [...], "response": [{"role": "assistant", ...}], "label": false}

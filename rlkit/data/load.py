@@ -255,8 +255,10 @@ def _is_turn(value: Any) -> bool:
 
 
 def _message(turn: Row) -> Row:
-    content = turn["content"] if turn.get("value") is None and "content" in turn else turn.get("value")
-    more = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
+    own = turn.get("content") or (turn.get("value") is None and "content" in turn)
+    content = turn["content"] if own else turn.get("value")
+    read = ("from", "role", "content", *(() if turn.get("content") else ("value",)))  # two texts: refused with the row
+    more = {key: value for key, value in turn.items() if key not in read}
     return {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": content, **more}
 
 

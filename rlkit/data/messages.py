@@ -97,10 +97,14 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             new = {"role": "assistant", "content": "", "tool_calls": calls, **more}
         elif role == "assistant":
             new = {**new, "content": new.get("content")}
-        calls = json_of(new.get("tool_calls")) or ([new["function_call"]] if new.get("function_call") else [])
+        older = [new["function_call"]] if new.get("function_call") else []
+        calls = json_of(new.get("tool_calls")) or older
         if calls and isinstance(calls, list):
             new = {key: value for key, value in new.items() if key != "function_call"}
             new["tool_calls"] = [*map(_call, calls)]
+            both = [[call.get("function") for call in mappings([*map(_call, of)])] for of in (calls, older)]
+            if older and both[0] != both[1]:
+                raise ValueError("a message has other calls in 'tool_calls' than in 'function_call': drop one of them")
         found.append(new)
     return found
 
@@ -145,6 +149,10 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     OpenAI's older column `functions` holds the same without `{"type": "function"}` around each.
     """
     name = "tools" if not is_empty(row.get("tools")) else "functions"
+    older = {} if name == "functions" or is_empty(row.get("functions")) else {**row, "tools": None}
+    if older and row_tools(older, place) != row_tools({**row, "functions": None}, place):
+        fix = "; rename the one that is not meant, e.g. --rename functions OTHER"
+        raise column_error(place, "columns 'tools' and 'functions' hold different tools", row, fix)
     tools = json_of(row.get(name) or [])
     if isinstance(tools, list | tuple) and all(isinstance(tool, str) for tool in tools):
         tools = [*map(json_of, tools)]

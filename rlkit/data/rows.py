@@ -4,7 +4,7 @@
     conversation            messages                                             sft
     prompt with a response  prompt or messages; response or completion           sft
     preference pair         prompt or messages; chosen, rejected                 dpo, kto, reward_model
-    labelled response       prompt or messages; completion or response; label    kto
+    labelled response       prompt or messages; response or completion; label    kto
     text                    text                                                 sft
 
 Every reader of rows (`rl_prompts`, `sft_examples`, `preference_pairs`, `labelled_examples`) checks and renders its rows
@@ -45,7 +45,7 @@ _COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may h
 PROMPT_COLUMNS, _RESPONSE, _LABELLED = (
     ("messages", "prompt"),
     ("response", "completion"),
-    ("completion", "response", "messages"),
+    ("response", "completion", "messages"),
 )
 PAIR_COLUMNS = ("chosen", "rejected")
 ALL_ANSWERS = (*_RESPONSE, *PAIR_COLUMNS)
@@ -271,6 +271,7 @@ def check_columns(
             cell(row, names, place, form=form, plain=plain, first=first)
         if form.check:
             form.check(row, place, plain)
+        _refuse_two(row, form, place)
         _check_values(row, form, place, plain)
         found.append((form, row))
     return found
@@ -329,7 +330,7 @@ def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
     used = (form.used(own) - replaced) | read
     used -= ({*ANSWERS} if form is PAIR else {*PAIR_COLUMNS}) | {"label", "kto_tag"}
     if form is LABELLED:
-        used.add("kto_tag" if "kto_tag" in read and own.get("kto_tag") is not None else "label")
+        used |= {name for name in ("label", "kto_tag") if columns.truth(own.get(name)) is not None}
     return used | ({*columns.ROW_ARGS, *PROMPT_COLUMNS} if not plain and form is not TEXT else set())
 
 
@@ -392,10 +393,36 @@ def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -
     raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
 
 
+def _refuse_two(row: Row, form: Form, place: str) -> None:
+    """ValueError for a row with two responses, or two labels, that differ."""
+    own: Row = getattr(row, "own", row)
+    if form in (PROMPT, TEXT, PAIR):
+        return
+    given = {name: own[name] for name in _RESPONSE if not columns.is_empty(own.get(name))}
+    given = {**given, **decoded(given)}
+    made = {name: row[name] for name in _RESPONSE if row.get(name) is not None} if getattr(row, "form", "") else {}
+    read = [(next((name for name in own if own[name] is value), made), value) for made, value in made.items()]
+    labels = [(name, columns.truth(own.get(name))) for name in ("label", "kto_tag") if form is LABELLED]
+    for what, values in (
+        ("texts", [(name, _answer_text(value)) for name, value in [*read, *given.items()]]),
+        ("labels", [(name, value) for name, value in labels if value is not None]),
+    ):
+        if other := next((name for name, value in values if value != values[0][1]), None):
+            found = f"columns {values[0][0]!r} and {other!r} hold different {what}"
+            raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {other} OTHER")
+
+
+def _answer_text(value: Any) -> str:
+    """The text of an answer: a string, or the content of the last of its messages."""
+    last = (mappings(value) or [{"content": value}])[-1].get("content")
+    parts = [str(part.get("text")) for part in mappings(last)]
+    return ("".join(parts) if parts else str(last)).strip()
+
+
 def cell(
     row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False, first: str = ""
 ) -> tuple[str, Any]:
-    """(name, value) of the first column of `names` that a row has, null last.
+    """(name, value) of the first column of `names` that a row has, the empty ones and then the null ones last.
 
     A column holds a string or messages, `messages` only messages, `label` true or false; in a `plain` row (without a
     chat template) all but the label are strings. ValueError, with the columns of the row, for a row without any of
@@ -409,7 +436,7 @@ def cell(
             fix = "; messages need a chat template: drop --no-chat-template, or give --chat-template FILE"
             raise column_error(place, lacks, row, fix)
         raise LacksColumn(place, lacks, row, form, near=form, fix=f"; {form}{RENAME}", first=first)
-    name = next((name for name in there if row[name] is not None), there[0])
+    name = min(there, key=lambda name: (row[name] is None, columns.is_empty(row[name])))
     value = row[name]
     kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
     if not any(_KINDS[kind](value) for kind in kinds):
@@ -460,6 +487,9 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
                 f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
                 f"got {repr(message)[:80]}"
             )
+        texts = {message.get(key) for key in ("content", "value") if isinstance(message.get(key), str)} - {""}
+        if len(texts) > 1:
+            raise ValueError(f"{place}: {column}[{number}] has two texts, under 'content' and under 'value': drop one")
         if "content" not in message and isinstance(message.get("value"), str):
             raise ValueError(
                 f"{place}: {column}[{number}] has its text under the key 'value': beside 'role' the key is 'content', "

@@ -90,7 +90,7 @@ def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high
 def skip_above(log_ratio: Tensor, batch: Batch, *, surrogate: Surrogate, max_ratio: float) -> Tensor:
     """The surrogate, and 0 on all tokens of a sequence in which one token's ratio exceeds `max_ratio`.
 
-    Reference: ColossalAI's `skip_threshold` (20).
+    Differs: ColossalAI's `skip_threshold` (20) skips a whole micro-batch whose mean ratio exceeds it.
     """
     where = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}
     keep = keep_whole_sequences(keep_ratio(log_ratio, low=0.0, high=max_ratio, mask=batch.mask), **where)

@@ -275,7 +275,7 @@ def forward_kl_topk(
         loss = sum_k p_k log(p_k / q_k) + p_tail log(p_tail / q_tail)
 
     Limits: K = V is `forward_kl`.
-    Differs: verl `forward_kl_topk` and NeMo-RL drop the tail, so their sum may be negative.
+    Differs: verl 0.9 `forward_kl_topk` drops the tail, so its sum may be negative; NeMo-RL renormalises over the k.
     Reference: TRL experimental/server_distillation; verl verl/trainer/distillation/losses.py.
     """
     return _topk(forward_kl_rows, student_logits, ids, teacher_logp, temperature, chunk_size, mask)
@@ -407,7 +407,7 @@ def opd_advantages(
     -KL(student || teacher); a student equal to the teacher has A = 0 everywhere, without a baseline. Add rewards to A.
     For a discounted return use `discounted_returns(opd_advantages(...), mask=mask, cu_seqlens=cu_seqlens,
     gamma=gamma)`; gamma = 0 is this function.
-    Differs: verl differentiates a KL estimator of the sampled token instead: `k1(logp, teacher_logp)` etc.
+    Differs: verl 0.9 takes k3 (clamped at 10) in place of the log-ratio as the advantage by default.
     Reference: arXiv:2601.02780, equation 8; arXiv:2306.13649.
     """
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())

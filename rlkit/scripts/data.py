@@ -16,9 +16,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -33,8 +34,11 @@ from rlkit.scripts.trial import reward_trials, trial_lines
 from rlkit.settings import Count, check, refuse_if
 
 _MOST_WRONG = 20  # rows that are named
+_SEEN = 20  # first rows that tell which command a file is for, where each command refuses a row
 _BARS, _WIDTH = 10, 40  # lines of the histogram, and characters of its longest bar
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+Item = tuple[list[int], list[bool]]  # the ids of an example, and which are trained
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Args:
     model: str | None = None
     """model whose tokenizer and chat template render the rows; None: rows are not rendered"""
     script: Literal["grpo", "sft", "dpo", "kto", "reward_model"] | None = None
-    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads the first row"""
+    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads most rows"""
     row: Count = 1
     """row to show, counted from 1"""
     max_tokens: Count | None = None
@@ -99,16 +103,24 @@ def _main(args: Args) -> None:
     say(f"{', '.join(rows.sources[:3])}{' ...' * (len(rows.sources) > 3)}: {len(rows):,} rows")
     say(f"columns: {', '.join(columns_of(rows))}")
     tokenizer = tokenizer_of(args) if args.model else None
-    reading = forms_of(args, data, rows, tokenizer)
-    command = args.script or next((name for name in ("dpo", "kto", "sft", "grpo") if reading.get(name)), None)
-    if not args.script and command in (None, "grpo") and _is_answered(rows[0]):
+    reading = {name: reading_of(args, data, rows, tokenizer, name) for name in ("grpo", "sft", "dpo")}
+    pairs = reading["dpo"].lengths is not None  # which kto reads alike
+    reading["kto"] = reading["dpo"] if pairs else reading_of(args, data, rows, tokenizer, "kto")
+    for name, title in (("grpo", "grpo, ppo"), ("sft", "sft"), ("dpo", "dpo, reward_model"), ("kto", "kto")):
+        say(f"  rlkit {title:18} {reading[name].verdict}")
+    reading["reward_model"] = reading["dpo"]
+    command: str = args.script or max(("dpo", "kto", "sft", "grpo"), key=lambda name: reading[name].fits)
+    if not args.script and (command == "grpo" or not reading[command].fits) and any(map(_is_answered, rows[:_SEEN])):
         command = "sft"  # whose reasons are those to be shown
-    if command is None or (args.script and command not in reading):
+    elif not reading[command].fits:
         raise SystemExit(1)
-    good, wrong = checked(rows, lambda some: read_as(data, some, command))
+    found = reading[command]
+    for record in found.said:
+        logging.getLogger("rlkit.data").handle(record)
+    good, wrong = ([*range(len(rows))], {}) if found.lengths is not None else checked(rows, found.read)
     failed = bool(args.reward and good) and show_rewards(args, data, _some(rows, good))
     if args.model and good:
-        wrong |= show_rendered(args, data, command, _some(rows, good), tokenizer, place=rows.places[args.row - 1])
+        show_rendered(args, command, found, rows, good, tokenizer)
     if wrong:
         say(f"wrong: {len(wrong)} of {len(rows):,} rows")
         for error in [*wrong.values()][:_MOST_WRONG]:
@@ -132,28 +144,19 @@ def show_rewards(args: Args, data: Data, rows: Any) -> bool:
     return failed
 
 
-def show_rendered(args: Args, data: Data, command: str, rows: Any, tokenizer: Any, *, place: str) -> dict[str, str]:
-    """Print the row at `place` (the first, if that one is wrong) and the lengths.
+def show_rendered(args: Args, command: str, found: Reading, rows: Any, good: Sequence[int], tokenizer: Any) -> None:
+    """Print the row that is asked for, or the first one of which something is trained, and the lengths."""
+    from rlkit.data.rows import NothingLeft
 
-    Returns the errors of rows that cannot be rendered, by their places.
-    """
-    render = renderer(args, data, command, rows, tokenizer)
-
-    sure = args.continue_answer
-
-    def read(some: Any) -> list[tuple[list[int], list[bool]]]:
-        return render(data.read(some, *forms_for(command)), continue_answer=sure)
-
-    good, wrong = checked(rows, read)
-    if not good:
-        return wrong
-    sure = True  # a row alone does not show whether all begin the answer alike
-    chosen = next((i for i in good if rows.places[i] == place), good[0])
-    say(f"{rows.places[chosen]}, as rlkit {command} reads it:")
-    sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in read(_some(rows, [chosen]))))
-    for line in histogram([len(ids) for ids, _ in read(_some(rows, good))], limit=args.max_tokens):
+    for index in [*[i for i in good if i == args.row - 1], *good]:
+        with suppress(NothingLeft):
+            items, _ = found.read(_some(rows, [index]), sure=True)  # a row alone does not show whether all begin alike
+            say(f"{rows.places[index]}, as rlkit {command} reads it:")
+            sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in items))
+            break
+    lengths = found.lengths or [len(ids) for ids, _ in found.read(_some(rows, good), sure=True)[0]]
+    for line in histogram(lengths, limit=args.max_tokens):
         say(line)
-    return wrong
 
 
 def columns_of(rows: Sequence[Any]) -> list[str]:
@@ -178,36 +181,79 @@ def forms_for(command: str) -> tuple[Any, ...]:
     return {"grpo": (forms.PROMPT,), "sft": forms.SFT, "kto": (*pairs, forms.LABELLED)}.get(command, pairs)
 
 
-def forms_of(args: Args, data: Data, rows: Any, tokenizer: Any) -> dict[str, bool]:
-    """The commands whose form the first row has, and whether they read it; prints each, with the form or why not."""
-    from rlkit.compat.rows import source_of
-    from rlkit.data.rows import check_columns
+class Reading(NamedTuple):
+    """The file as a command reads it: every row, as the command does before it trains.
 
-    found: dict[str, bool] = {}
-    for command, title in (("grpo", "grpo, ppo"), ("sft", "sft"), ("dpo", "dpo, reward_model"), ("kto", "kto")):
-        try:
-            whole = command == "grpo" and _is_answered(rows[0])  # whether all rows begin their answer alike
-            read = data.read(rows if whole else _some(rows, [0]), *forms_for(command))
-            form, _ = check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))[0]
-            foreign = source_of(rows[0], rows.places[0])
-            name = f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
-            found[command] = tokenizer is None
-            if tokenizer is not None:
-                renderer(args, data, command, rows, tokenizer)(read, continue_answer=args.continue_answer)
-                found[command] = True
-        except ValueError as error:
-            name = f"no: {' '.join(str(error).split())}".partition("; columns found")[0]
-        say(f"  rlkit {title:18} {name}")
-    return found | ({"reward_model": found["dpo"]} if "dpo" in found else {})
+    verdict: the form, and what becomes of rows that are not trained; or "no" and why.
+    fits: the share of rows that are read; where the command refuses the file, of the first ones.
+    lengths: of the examples; None where the command refuses the file.
+    said: the warnings.
+    read: the examples of some rows (see `renderer`), and how many rows are dropped.
+    """
+
+    verdict: str
+    fits: float
+    lengths: list[int] | None
+    said: list[logging.LogRecord]
+    read: Callable[..., tuple[list[Item], int]]
 
 
-def read_as(data: Data, rows: Any, command: str) -> Any:
-    """The rows as a command reads them; ValueError for one in another form."""
+def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) -> Reading:
+    """How `command` reads the rows; nothing is logged."""
+    from rlkit.data.markup import markup_of
+    from rlkit.data.messages import mappings
+    from rlkit.data.rows import NothingLeft, Turn, begins_answer, check_begun
+
+    said = list[logging.LogRecord]()
+    logger, render = logging.getLogger("rlkit.data"), None
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record)
+        return False
+
+    def read(some: Any, *, sure: bool = args.continue_answer) -> tuple[list[Item], int]:
+        made, found = with_forms(data, some, command)
+        if render:
+            return render(made, continue_answer=sure)
+        turns = [mappings(row.get("messages") or row.get("prompt")) for _, row in found if command == "grpo"]
+        begun = [str(messages[-1].get("content")) if begins_answer(messages) else "" for messages in turns]
+        check_begun(made, [Turn("", "", begun=text) for text in begun], continue_answer=sure)
+        return [], 0
+
+    before, logger.filters = logger.filters, [keep]
+    try:
+        if tokenizer is not None:
+            markup_of(tokenizer).told.clear()
+            render = renderer(args, data, command, rows, tokenizer)
+        items, dropped = read(rows)
+        notes = [record.getMessage().removeprefix(f"{rows.source}: ") for record in said if dropped]
+        verdict = "; ".join([form_of(data, rows, 0, command), *(note for note in notes if note.startswith("dropped "))])
+        return Reading(verdict, 1.0, [len(ids) for ids, _ in items], said, read)
+    except ValueError as error:
+        few = _some(rows, range(min(len(rows), _SEEN)))
+        good = [] if isinstance(error, NothingLeft) else checked(few, read)[0]
+        why = " ".join(str(error).split()).partition("; columns found")[0]
+        form = f"{form_of(data, few, good[0], command)}, but not all rows" if good else "no"
+        return Reading(f"{form}: {why}", len(good) / len(few), None, said, read)
+    finally:
+        logger.filters = before
+
+
+def with_forms(data: Data, rows: Any, command: str) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The rows as a command reads them, and with their forms; ValueError for one in another form."""
     from rlkit.data.rows import check_columns
 
     read = data.read(rows, *forms_for(command))
-    check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))
-    return read
+    return read, check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))
+
+
+def form_of(data: Data, rows: Any, index: int, command: str) -> str:
+    """The name of a row's form, and of the form of another system that it is in."""
+    from rlkit.compat.rows import source_of
+
+    ((form, _),) = with_forms(data, _some(rows, [index]), command)[1]
+    foreign = source_of(rows[index], rows.places[index])
+    return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
 
 
 def _is_answered(row: Any) -> bool:
@@ -226,24 +272,27 @@ def _some(rows: Any, indices: Sequence[int]) -> Any:
 def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str, str]]:
     """The indices of the rows that `read` takes, and the errors of the others by their places.
 
-    Where it does not take all, each is read by itself, after the first row, which decides the form.
+    Where it does not take all, each is read by itself, after the first row, which decides the form. A row that is
+    dropped is one that it takes.
     """
-    try:
-        read(rows)
-        return [*range(len(rows))], {}
-    except ValueError:
-        pass
+    from rlkit.data.rows import NothingLeft
+
     good, wrong = list[int](), dict[str, str]()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # of each row alone
     try:
+        with suppress(ValueError):
+            read(rows)
+            return [*range(len(rows))], {}
         for index in range(len(rows)):
             try:
-                read(_some(rows, [0, index] if index and 0 in good else [index]))
+                with suppress(NothingLeft):
+                    read(_some(rows, [0, index] if index and 0 in good else [index]))
                 good.append(index)
             except ValueError as error:
                 wrong[rows.places[index]] = " ".join(str(error).split())
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     return good, wrong
 
 
@@ -255,10 +304,8 @@ def tokenizer_of(args: Args) -> Any:
     return load_tokenizer(args.model or "", chat_template=file)
 
 
-def renderer(
-    args: Args, data: Data, command: str, rows: Any, tokenizer: Any
-) -> Callable[..., list[tuple[list[int], list[bool]]]]:
-    """A function from rows to the ids and the mask of their examples."""
+def renderer(args: Args, data: Data, command: str, rows: Any, tokenizer: Any) -> Callable[..., tuple[list[Item], int]]:
+    """A function from rows to the ids and the mask of their examples, and how many rows are dropped."""
     from rlkit.data import examples
     from rlkit.data.prompts import rl_prompts
     from rlkit.data.vocabulary import check_vocabulary
@@ -271,24 +318,24 @@ def renderer(
     how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
     how["images"] = image_reader(args.model or "", tokenizer, rows)
 
-    def render(rows: Any, *, continue_answer: bool) -> list[tuple[list[int], list[bool]]]:
+    def render(rows: Any, *, continue_answer: bool) -> tuple[list[Item], int]:
         how["continue_answer"] = continue_answer
         if command == "grpo":
-            prompts = rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)[0]
+            prompts, dropped = rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)
             check_vocabulary(prompts, rows=rows, **known)
-            return [(p.ids, [False] * len(p.ids)) for p in prompts]
+            return [(p.ids, [False] * len(p.ids)) for p in prompts], dropped
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(
             command, examples.preference_pairs
         )
-        made = make(rows, max_example_tokens=sys.maxsize, **how)[0]
+        made, dropped = make(rows, max_example_tokens=sys.maxsize, **how)
         check_vocabulary(made, rows=rows, **known)
         if command == "sft":
-            return [(example.ids, example.mask) for example in made]
+            return [(example.ids, example.mask) for example in made], dropped
         if command == "kto":
             answers = [(x.prompt, x.response) for x in made]
         else:
             answers = [(x.prompt, ids) for x in made for ids in (x.chosen, x.rejected)]
-        return [(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for prompt, ids in answers]
+        return [(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for prompt, ids in answers], dropped
 
     return render
 

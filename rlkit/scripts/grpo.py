@@ -62,12 +62,14 @@ class Loss:
     """clip the ratio below at 1 - clip_low; None: 0.2 (gspo: 3e-4, per sequence; gmpo: 0.4, on the log-ratio)"""
     clip_high: LimitOr0 | None = None
     """clip the ratio above at 1 + clip_high; None: 0.28 (gspo: 4e-4; gmpo: 0.4)"""
+    clip_c: Annotated[float, Range("above 1, the ratio on-policy", lambda x: x > 1)] | None = None
+    """bound of the ratio in the loss of a negative advantage (dual_clip); None: 3"""
     aggregate: Literal["token", "episode", "prompt", "length"] | None = None
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.
     length: sum over an answer's tokens, divided by --max-new-tokens (Dr. GRPO).
     None: episode for gspo, gmpo and sapo, else token"""
     max_ratio: Limit | None = None
-    """leave an answer out of the loss where a token's ratio exceeds this (ColossalAI: 20); None: never"""
+    """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
     baseline: Literal[
         "group_centered",
         "group_zscore",
@@ -106,6 +108,10 @@ class Loss:
         refuse_if(
             (self.clip_low, self.clip_high) != (None, None) and (self.loss in ("cispo", "sapo") or own),
             f"`clip_low` and `clip_high` are not part of `loss` {self.loss}: drop them",
+        )
+        refuse_if(
+            self.clip_c is not None and self.loss != "dual_clip",
+            f"`clip_c` is not part of `loss` {self.loss}: drop it, or `loss` dual_clip",
         )
 
 
@@ -196,7 +202,7 @@ def policy_loss(args: Args, own: Any) -> Any:
     flags = args.loss
     surrogate = own
     if own is None:
-        given = {"clip_low": flags.clip_low, "clip_high": flags.clip_high}
+        given = {"clip_low": flags.clip_low, "clip_high": flags.clip_high, "clip_c": flags.clip_c}
         constants = CONSTANTS[flags.loss] | {name: value for name, value in given.items() if value is not None}
         surrogate = partial(getattr(losses, flags.loss), **constants)
     if flags.max_ratio:

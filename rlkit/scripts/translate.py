@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.compat import flags as foreign
-from rlkit.compat.commands import OFF, compute, is_on, texts
+from rlkit.compat.commands import OFF, compute, is_on, machines, texts
 from rlkit.ranks import num_ranks
 from rlkit.scripts.flags import MAIN, Flag, assigned, complaint, is_flag
 
@@ -22,12 +22,13 @@ _FILLED = re.compile(r"\w+:[A-Z]")
 
 
 class Translation(NamedTuple):
-    """The other system; its options, and its defaults that differ, as flags of ours; and what to know of them."""
+    """The other system; its options, and its defaults that differ, as flags of ours; what to know of them; torchrun."""
 
     system: str
     found: dict[str, list[str]]
     defaults: dict[str, list[str]]
     notes: list[str]
+    launcher: str = ""
 
     def words(self) -> list[str]:
         """The flags and their values, as a command line has them."""
@@ -35,6 +36,7 @@ class Translation(NamedTuple):
 
     def command(self, program: str) -> list[str]:
         """The lines of the command, the other system's defaults in the last ones."""
+        program = program.replace("rlkit ", f"{self.launcher} rlkit.scripts.", 1) if self.launcher else program
         blocks = [_folded([program, *_grouped(self.found)]), _folded(_grouped(self.defaults))]
         lines = [line for block in blocks for line in block]
         return [
@@ -57,7 +59,7 @@ def options(argv: Sequence[str]) -> dict[str, list[str]]:
             name, equals, value = word.lstrip("+-").partition("=")
             last = name.replace("-", "_")
             found[last] = [value] if equals else []
-        elif last:
+        elif last and not (found[last] and word.endswith(".py")):  # the script after a launcher's options
             found[last].append(word)
     return found
 
@@ -65,6 +67,8 @@ def options(argv: Sequence[str]) -> dict[str, list[str]]:
 def is_assignment(word: str) -> bool:
     """Whether a word is `data.train_files=...`, as Hydra reads it, and no file with a weight."""
     name, equals, _ = word.lstrip("+").partition("=")
+    if equals and name in foreign.BARE:
+        return True
     file = Path(name).suffix.lower() in (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".gz", ".arrow", ".py")
     return bool(equals) and name.partition(".")[0] in foreign.PREFIXES and "." in name and ":" not in name and not file
 
@@ -100,7 +104,10 @@ def translate(given: Mapping[str, list[str]], flags: Sequence[Flag], script: str
     if "track_project" in found and "track" not in found:
         found.pop("track_project")
     found = {name: found[name] for name in (*(x for x in MAIN if x in found), *(x for x in found if x not in MAIN))}
-    return Translation(system, found, {x: words for x, words in defaults.items() if x not in found}, [*notes, *more])
+    defaults = {name: words for name, words in defaults.items() if name not in {*found, *computed}}
+    count, each = machines(rows)
+    launcher = f"torchrun {f'--nnodes {count} ' * (count > 1)}--nproc-per-node {each} -m" if count * each > 1 else ""
+    return Translation(system, found, defaults, [*notes, *more], launcher)
 
 
 def _of_row(name: str, values: list[str], by_name: Mapping[str, Flag], system: str) -> dict[str, list[str]]:

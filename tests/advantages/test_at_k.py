@@ -101,5 +101,6 @@ def test_large_groups_do_not_overflow():
 
 def test_k_below_one_raises():
     for f in (max_at_k, pass_at_k):
-        with pytest.raises(ValueError, match="k must be at least 1"):
-            f(torch.ones(2), group_ids=ZEROS(2), k=0)
+        for k in (0, 1.5):
+            with pytest.raises(ValueError, match="k must be a whole number of at least 1"):
+                f(torch.ones(2), group_ids=ZEROS(2), k=k)

@@ -1,5 +1,6 @@
 """Group baselines against loops over the members of each group, and their invariances."""
 
+import itertools
 import math
 import statistics
 
@@ -92,6 +93,25 @@ def test_max_rl_weights_rare_successes_most(data):
         return [(y - p) / (p + EPS) if p else 0.0 for y in x]
 
     close(A.max_rl(r, group_ids=ids), by_group(r, ids, definition))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_max_rl_is_the_likelihood_gradient_up_to_order_n_minus_1(n):
+    """Over all draws of n samples from a categorical: E[mean A_i grad log p_i], against the series of grad log p."""
+    logits = torch.tensor([0.3, -0.8, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    solved = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    (grad_p,) = torch.autograd.grad((logp.exp() * solved).sum(), logits, retain_graph=True)
+    p = float((logp.exp() * solved).sum())
+    total = torch.zeros(())
+    for draw in itertools.product(range(4), repeat=n):
+        ids = torch.tensor(draw)
+        a = A.max_rl(solved[ids], group_ids=torch.zeros(n, dtype=torch.int64), eps=0.0)
+        total = total + logp[ids].sum().exp().detach() * (a * logp[ids]).mean()
+    (got,) = torch.autograd.grad(total, logits)
+    torch.testing.assert_close(got, sum((1 - p) ** (k - 1) for k in range(1, n)) * grad_p, rtol=1e-10, atol=1e-12)
+    order_n = sum((1 - p) ** (k - 1) for k in range(1, n + 1)) * grad_p
+    assert (got - order_n).abs().max() > 0.01
 
 
 def test_max_rl_is_exactly_zero_at_mean_zero():

@@ -61,7 +61,7 @@ def test_without_a_template_the_texts_are_verbatim():
 
 
 BAD = {
-    "neither 'completion' nor 'response' nor 'messages' is there; columns found: .'answer', 'label', 'prompt'.": {
+    "neither 'response' nor 'completion' nor 'messages' is there; columns found: .'answer', 'label', 'prompt'.": {
         "prompt": "hi", "answer": "yo", "label": True,
     },
     "no column 'label'; columns found: .'completion', 'prompt'.": {"prompt": "hi", "completion": "yo"},
@@ -71,7 +71,7 @@ BAD = {
     "'completion' must be a string": {"prompt": "hi", "completion": 4, "label": True},
     "'messages' must end with an assistant message": {"messages": messages("hi", "user"), "label": True},
     "neither 'messages' nor 'prompt'": {"question": "hi", "completion": "yo", "label": True},
-    "neither 'completion' nor 'response' nor 'messages' is there": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+    "neither 'response' nor 'completion' nor 'messages' is there": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
 }  # fmt: skip
 
 

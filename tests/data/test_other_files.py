@@ -73,6 +73,28 @@ PAIR_OF = ("<user>hi;<assistant>", "yo;", "no;")
 
 # system and form, script, row, the text and the trained parts
 READ = {
+    "one response twice": ("sft", {"prompt": "hi", "response": "", "completion": "yo"}, HI_YO),
+    "one labelled response twice": (
+        "kto", {"prompt": "hi", "completion": "yo", "response": "yo", "label": True, "kto_tag": 1},
+        ("<user>hi;<assistant>", "yo;", True),
+    ),
+    "one Alpaca output twice": ("sft", {"instruction": "hi", "output": "yo", "response": "yo"}, HI_YO),
+    "a topic as label beside kto_tag": (
+        "kto", {"instruction": "hi", "output": "no", "label": "greetings", "kto_tag": False},
+        ("<user>hi;<assistant>", "no;", False),
+    ),
+    "tools and functions, a call in both keys": (
+        "sft", {"messages": [user("Rome?"), answer(None, tool_calls=[call("weather", ROME)],
+                                                   function_call={"name": "weather", "arguments": ROME})],
+                "tools": [tool("weather", city=TEXT)], "functions": [tool("weather", city=TEXT)["function"]]},
+        (f"<system>[{CITY}];" + '<user>Rome?;<assistant><call>weather {"city": "Rome"}</call>;',
+         ['<call>weather {"city": "Rome"}</call>;']),
+    ),
+    "UltraFeedback": (
+        "dpo", {"prompt": "hi", "prompt_id": "1", "chosen": [user("hi"), answer("yo")], "score_chosen": 8.0,
+                "rejected": [user("hi"), answer("no")], "messages": [user("hi"), answer("yo")], "score_rejected": 5.0},
+        PAIR_OF,
+    ),
     "TRL messages": ("sft", {"messages": [user("hi"), answer("yo")]}, HI_YO),
     "TRL prompt and completion of messages": ("sft", {"prompt": [user("hi")], "completion": [answer("yo")]}, HI_YO),
     "TRL text": ("sft", {"text": "Once."}, ("Once.;", ["Once.;"])),
@@ -429,6 +451,8 @@ AS_MESSAGES = (
     "{place}"
 )
 NAMED = {  # what the screen says of the row above
+    "a topic as label beside kto_tag": "{file}: column label is not part of the prompt or the response",
+    "UltraFeedback": "{file}: columns score_chosen, score_rejected are not part of the prompt or the response",
     "CommonGen": "{file}: column input is not part of the prompt or the response",
     "a context that the answer repeats": "{file}: column context is not part of the prompt or the response",
     "starter code that both responses repeat": "{file}: column starter_code is not part of the prompt or the response",
@@ -758,6 +782,66 @@ REFUSED = {  # script, row, the message after the file and the place
         "sft", {"input": [user("hi"), answer("hey")], "output": "yo"},
         ": columns 'input' and 'output' hold different texts (a conversation and a prompt with a response); columns "
         "found: ['input', 'output']; rename the one that is not meant, e.g. --rename output OTHER",
+    ),
+    "two responses": (
+        "sft", {"prompt": "hi", "response": "yo", "completion": "no"},
+        ": columns 'response' and 'completion' hold different texts; columns found: ['completion', 'prompt', "
+        "'response']; rename the one that is not meant, e.g. --rename completion OTHER",
+    ),
+    "two labelled responses": (
+        "kto", {"prompt": "hi", "completion": "no", "response": "yo", "label": True},
+        ": columns 'response' and 'completion' hold different texts; columns found: ['completion', 'label', 'prompt', "
+        "'response']; rename the one that is not meant, e.g. --rename completion OTHER",
+    ),
+    "two responses of an Alpaca row": (
+        "sft", {"instruction": "hi", "output": "yo", "response": "no"},
+        ": columns 'output' and 'response' hold different texts; columns found: ['instruction', 'output', 'response']; "
+        "rename the one that is not meant, e.g. --rename response OTHER",
+    ),
+    "two labelled responses of an Alpaca row": (
+        "kto", {"instruction": "hi", "output": "yo", "completion": "no", "kto_tag": True},
+        ": columns 'output' and 'completion' hold different texts; columns found: ['completion', 'instruction', "
+        "'kto_tag', 'output']; rename the one that is not meant, e.g. --rename completion OTHER",
+    ),
+    "two responses after a context": (
+        "sft", {"context": [user("hi")], "completion": "no", "response": [answer("yo")]},
+        ": columns 'response' and 'completion' hold different texts; columns found: ['completion', 'context', "
+        "'response']; rename the one that is not meant, e.g. --rename completion OTHER",
+    ),
+    "two responses, one of them of the conversation": (
+        "sft", {"messages": [user("hi"), answer("yo")], "response": "yo", "completion": "no"},
+        ": columns 'response' and 'completion' hold different texts; columns found: ['completion', 'messages', "
+        "'response']; rename the one that is not meant, e.g. --rename completion OTHER",
+    ),
+    "two labels": (
+        "kto", {"instruction": "hi", "output": "yo", "label": "1", "kto_tag": False},
+        ": columns 'label' and 'kto_tag' hold different labels; columns found: ['instruction', 'kto_tag', 'label', "
+        "'output']; rename the one that is not meant, e.g. --rename kto_tag OTHER",
+    ),
+    "two pairs": (
+        "dpo", {"input": {"messages": [user("hi")]}, "preferred_output": [answer("yo")],
+                "non_preferred_output": [answer("no")], "chosen": "no", "rejected": "yo"},
+        ": cannot be read as a preference row of OpenAI: column 'chosen' is another answer: --rename chosen OTHER "
+        "leaves it out; columns found: ['chosen', 'input', 'non_preferred_output', 'preferred_output', 'rejected']",
+    ),
+    "other functions than tools": (
+        "sft", {"prompt": "hi", "response": "yo", "tools": [tool("a", x=TEXT)],
+                "functions": [tool("b", x=TEXT)["function"]]},
+        ": columns 'tools' and 'functions' hold different tools; columns found: ['functions', 'prompt', 'response', "
+        "'tools']; rename the one that is not meant, e.g. --rename functions OTHER",
+    ),
+    "another function_call than tool_calls": (
+        "sft", {"messages": [user("hi"), answer(None, tool_calls=[call("a", ROME)],
+                                                function_call={"name": "b", "arguments": ROME})]},
+        ": a message has other calls in 'tool_calls' than in 'function_call': drop one of them",
+    ),
+    "content and value": (
+        "sft", {"messages": [user("hi", value="ho"), answer("yo")]},
+        ": messages[0] has two texts, under 'content' and under 'value': drop one",
+    ),
+    "content and value of ShareGPT": (
+        "sft", {"conversations": [human("hi", content="ho"), gpt("yo")]},
+        ": conversations[0] has two texts, under 'content' and under 'value': drop one",
     ),
     "a conversation of ShareGPT without a question": (
         "grpo", {"conversations": [human("hi"), gpt("yo")]},

@@ -105,7 +105,7 @@ def test_every_other_flag_of_the_page_is_another_systems_or_exists() -> None:
     beside = {
         "--actor.dual_clip", "--algo.kl.unbiased_gradient", "--model.label_smoothing", "--model.nll_loss_coef",
         "--model.ipo_enable", "--train.batch_size", "--eps-clip-c", "--num-epoch", "--use-unbiased-kl",
-        "--normalize-advantages", "--algo", "--reward-type", "--use-opd",
+        "--normalize-advantages", "--algo", "--reward-type", "--use-opd", "--num_processes", "--nproc-per-node",
         *re.findall(flag, re.findall(r"have the flat names.*?\n\n", text, re.DOTALL)[0]),
     }  # fmt: skip
     found = set(re.findall(flag, text)) - theirs - beside - {str(flag) for flag in CONFIG}

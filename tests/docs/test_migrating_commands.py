@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
+from rlkit.rewards.load import load_function
 from rlkit.scripts.cli import main, parsed
 from rlkit.scripts.flags import flags_of
-from rlkit.scripts.grpo import Args
+from rlkit.scripts.grpo import Args, policy_loss
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text().replace("\\\n", " ")
 THEIRS = re.compile(
@@ -122,6 +127,142 @@ SUMS = [  # completions, prompts and samples: (script, their words, ours)
     ("grpo", "--model m --dataset d --inference-batch-size 32 --num-inferencer 4 --train-batch-size 16 --algo GRPO "
      "--num-generations 16", {"prompts_per_step": 128, "minibatches": 4, "group_size": 16, "aggregate": "episode"}),
 ]  # fmt: skip
+
+
+PROCESSES = [  # accelerate's and torchrun's, in whose number TRL's sizes are
+    (f"--num_processes 4 train.py {TRL}", "torchrun --nproc-per-node 4 -m", 32),
+    (f"accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 train.py {TRL}",
+     "torchrun --nnodes 2 --nproc-per-node 4 -m", 64),
+    (f"--nproc_per_node=4 train.py {TRL}", "torchrun --nproc-per-node 4 -m", 32),
+    (f"--num_processes 1 train.py {TRL}", "rlkit grpo", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "launcher", "completions"), PROCESSES)
+def test_the_processes_of_a_launcher_are_torchruns(
+    words: str, launcher: str, completions: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = paste("grpo", words.split(), capsys)
+    start = launcher.split() + ([] if "rlkit" in launcher else ["rlkit.scripts.grpo"])
+    assert said.command[: len(start)] == start
+    found = flags_of_command("grpo", said.command[len(start) :])
+    assert found["prompts_per_step"] == completions // 8
+    assert found["dtype"] == ("bf16" if "mixed" in words else None)
+
+
+DPO = "--model_name_or_path m --dataset_name d --max_steps 50"
+VERL_SFT = "data.train_files=d model.partial_pretrain=m optim.lr=1e-4 trainer.total_training_steps=25"
+FIXED = [  # of fixed data: (script, their words, ours)
+    ("dpo", f"{DPO} --loss_type sigmoid sft --loss_weights 1.0 0.2", {"loss": "dpo", "sft_coef": 0.2}),
+    ("dpo", f"{DPO} --loss_type [ipo,sft]", {"loss": "ipo", "sft_coef": 1.0}),
+    ("dpo", f"{DPO} --loss_type sft sigmoid --loss_weights 0.4 0.8", {"loss": "dpo", "sft_coef": 0.5}),
+    ("dpo", f"{DPO} --loss_type robust", {"loss": "robust_dpo", "sft_coef": 0.0}),
+    ("dpo", f"{DPO} --warmup_ratio 0.11", {"warmup_steps": 6}),  # rounded up, as transformers does
+    ("dpo", f"{DPO} --warmup_steps 0.1", {"warmup_steps": 5}),  # transformers 5: a share below 1
+    ("dpo", f"{DPO} --warmup_steps 7 --warmup_ratio 0.1", {"warmup_steps": 7}),
+    ("dpo", f"{DPO}", {"warmup_steps": 0}),
+    ("sft", VERL_SFT, {"model": "m", "data": "d", "lr": 1e-4, "steps": 25, "batch_size": 256, "warmup_steps": 2,
+                       "max_example_tokens": 1024, "lr_schedule": "cosine", "weight_decay": 0.01}),
+    ("sft", f"{VERL_SFT} data.max_length=4096 data.train_batch_size=64 data.micro_batch_size=4 model.lora_rank=32 "
+     "model.target_modules=all-linear optim.lr_warmup_steps_ratio=0.3 optim.clip_grad=2 trainer.logger=console "
+     "ulysses_sequence_parallel_size=2 use_remove_padding=true data.prompt_key=question data.response_key=target",
+     {"max_example_tokens": 4096, "batch_size": 64, "lora_rank": 32, "lora_targets": (), "warmup_steps": 7,
+      "max_norm": 2.0, "parallel.cp": 2, "rename": {"target": "response"}, "track": (), "data": "d"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "words", "expected"), FIXED)
+def test_options_of_fixed_data_are_translated(
+    script: str, words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = paste(script, words.split(), capsys)
+    assert not [line for line in said.lines if "is no flag" in line]
+    found = flags_of_command(script, said.command[2:])
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_share_of_unknown_steps_is_left_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    said = paste(
+        "dpo", f"{DPO.rpartition(' --')[0]} --warmup_ratio 0.1 --loss_type sigmoid bco_pair sft".split(), capsys
+    )
+    assert not {"--warmup-steps", "--loss", "--sft-coef"} & {*said.command}
+    assert {"add --warmup-steps: 0.1 * steps", "add --steps: 3 * rows / 8"} < {note.strip() for note in said.notes}
+    assert any(note.startswith("loss_type sigmoid bco_pair sft: --loss is one of them") for note in said.notes)
+
+
+def surrogate(words: str, capsys: pytest.CaptureFixture[str]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss per token of the command that stands for the words of another system."""
+    loss = policy_loss(parsed(paste("grpo", words.split(), capsys).command[2:], Args), None).surrogate
+    return lambda log_ratio, advantages: loss(
+        log_ratio, SimpleNamespace(advantages=advantages, mask=torch.ones_like(advantages, dtype=torch.bool))
+    )
+
+
+@pytest.mark.parametrize("bound", [2.5, 10.0])
+def test_the_bound_of_the_ratio_is_that_of_the_other_system(bound: float, capsys: pytest.CaptureFixture[str]) -> None:
+    log_ratio = torch.linspace(-2, 4, 61, dtype=torch.float64).repeat(2)
+    advantages = torch.tensor([1.3, -0.7], dtype=torch.float64).repeat_interleave(61)
+    ratio = log_ratio.exp()
+    # trl/trainer/grpo_trainer.py, _compute_loss
+    bounded = ratio.clamp(max=bound)
+    trl = -torch.min(bounded * advantages, ratio.clamp(1 - 0.2, 1 + 0.3) * advantages)
+    found = surrogate(f"{TRL} --delta {bound} --epsilon_high 0.3 --loss_type dr_grpo", capsys)
+    torch.testing.assert_close(found(log_ratio, advantages), trl)
+    # verl/trainer/ppo/core_algos.py, compute_policy_loss_vanilla
+    first = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - 0.2, 1 + 0.2))
+    verl = torch.where(advantages < 0, torch.min(-advantages * bound, first), first)
+    for words in (
+        f"{VERL} actor_rollout_ref.actor.clip_ratio_c={bound}",
+        f"{OPENRLHF} --actor.dual_clip {bound}",
+        f"{SLIME} --eps-clip-c {bound}",
+    ):
+        torch.testing.assert_close(surrogate(words, capsys)(log_ratio, advantages), verl)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (f"{TRL} --delta 1.1", "delta 1.1 is at most 1 + epsilon_high"),
+        (f"{TRL} --delta 4 --loss_type cispo", "delta 4 is not part of --loss cispo"),
+        (f"{TRL} --delta 4 --importance_sampling_level sequence", "delta 4 is not part of --loss gspo"),
+        (f"{VERL} actor_rollout_ref.actor.clip_ratio_c=5 actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+         "clip_ratio_c 5 is not part of --loss gspo"),
+    ],
+)  # fmt: skip
+def test_a_bound_that_is_not_of_the_loss_is_named(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = paste("grpo", words.split(), capsys)
+    assert any(note.startswith(why) for note in said.notes)
+    assert "--clip-c" not in said.command
+
+
+BUFFER = "reward_model.overlong_buffer.enable={} reward_model.overlong_buffer.len=40"
+NEWER = "+reward_model.reward_kwargs.overlong_buffer_cfg.{}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{VERL} {BUFFER.format(True)} reward_model.overlong_buffer.penalty_factor=0.5 data.max_response_length=100",
+        f"{VERL} {NEWER.format('enable=True')} {NEWER.format('len=40')} {NEWER.format('penalty_factor=0.5')} "
+        "data.max_response_length=100 reward_model.reward_manager=dapo",
+        f"{OPENRLHF} --reward.overlong_buffer_len 40 --reward.overlong_penalty_factor 0.5 --rollout.max_new_tokens 100",
+    ],
+)
+def test_a_buffer_of_long_answers_is_a_reward(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = paste("grpo", words.split(), capsys)
+    assert not [line for line in said.lines if "is no flag" in line]
+    first, spec = flags_of_command("grpo", said.command[2:])["reward"]
+    assert re.fullmatch(r"f\.py:\w+=1", first)
+    path, _, weight = spec.rpartition("=")
+    reward = load_function(path)
+    for num in (1, 60, 61, 80, 100):  # verl/workers/reward_manager/dapo.py
+        theirs = min(-(num - (100 - 40)) / 40 * 0.5, 0)
+        assert reward("", {}, completion_ids=[0] * num) * float(weight) == pytest.approx(theirs)
+
+
+def test_a_buffer_that_is_off_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    found = flags_of_command("grpo", paste("grpo", f"{VERL} {BUFFER.format(False)}".split(), capsys).command[2:])
+    assert found["reward"] == "f.py:compute_score"
 
 
 @pytest.mark.parametrize(("script", "words", "expected"), SUMS)

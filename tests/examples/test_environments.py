@@ -212,6 +212,7 @@ async def test_the_loop_takes_episodes_in_pieces(tmp_path):
     assert metrics[0]["reward/mean"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_script_from_nothing_to_a_trained_model(tmp_path):
     command = [
         sys.executable, str(ROOT / "examples" / "tool_use.py"), "--output", str(tmp_path / "run"),

@@ -32,6 +32,7 @@ def test_the_page_of_laws_is_current() -> None:
     assert (DOCS / "laws.md").read_text() == make_laws().page(), "run python docs/make_laws.py"
 
 
+@pytest.mark.slow
 def test_the_tutorial_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer cases than it has by default."""
     for check in (check_loss, check_estimator):

@@ -103,6 +103,7 @@ def test_the_best_model_is_that_of_the_best_evaluation_also_after_a_resume(task,
     assert (tmp_path / "run" / "model" / "curves.png").read_bytes() == (tmp_path / "run" / "metrics.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_wrong_metric_is_named_at_the_latest_by_the_first_evaluation(task, tmp_path, capsys):
     words = flags(task, tmp_path / "a", "--keep-best", "eval/greedy")
     for name in ("--eval-data", "--eval-samples"):

@@ -295,6 +295,7 @@ def test_a_checkpoint_names_the_script_that_wrote_it(folder):
     assert state["state"]["script"] == "sft.py"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_moved_in_from_another_run_is_named(folder):
     new = [word for word in SFT if word != "--resume"]
     first, second = ([*new[:6], name, "--steps", "1", *new[9:]] for name in ("a", "b"))

@@ -214,6 +214,7 @@ def plot_in_a_run(code: str, folder: Path, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_draws_in_its_own_process_and_leaves_pyplot_alone(tmp_path, monkeypatch):
     picture = tmp_path / "run" / "metrics.png"
     lines = plot_in_a_run(PLOT, tmp_path, MPLBACKEND="module://no_such_back_end")

@@ -11,6 +11,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import nightly
 import pytest
 import screens
 
@@ -166,7 +167,7 @@ def records(path):
 READ = {"wandb": read_wandb, "mlflow": read_mlflow, "tensorboard": read_tensorboard, "trackio": read_trackio}
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", nightly.only(TRACKERS, "tensorboard"))
 def test_a_tracker_has_a_run_once_and_a_second_call_continues(name, folder):
     need(name)
     assert track(folder, to=name) == 2

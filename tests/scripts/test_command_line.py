@@ -112,6 +112,7 @@ def test_a_chat_model_trains(task, tmp_path, script, capsys):
 SHAPES = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]  # q k v o gate up down
 
 
+@pytest.mark.slow
 def test_a_base_model_without_the_flag_is_an_error_that_names_it(task, tmp_path):
     for script in ("sft", "dpo", "kto", "grpo"):
         said = refused(script, flags_of(task, script, tmp_path, model="base"))

@@ -140,3 +140,66 @@ def test_an_argument_of_the_template_that_helps_is_named(command, task):
     ended, out = command(*how, "--template-args", '{"enable_thinking": false}')
     assert not ended
     assert "<think></think>«a" in out
+
+
+PAIRS = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
+ASKED = [{"prompt": f"q{i}", "response": f"a{i}"} for i in range(3)]
+SAME = "dropped 1 of 4 pairs that have the same chosen and rejected response: line {}"
+NO_TEXT = "column 'prompt' must be a string or a list of at least one message, got 5"
+
+
+@pytest.mark.parametrize(
+    ("rows", "verdicts", "shown"),
+    [
+        ([{"prompt": "q", "chosen": "x", "rejected": "x"}, *PAIRS],
+         {"grpo, ppo": "prompt", "dpo, reward_model": f"preference pair; {SAME.format(1)}",
+          "kto": f"preference pair; {SAME.format(1)}"}, "line 2, as rlkit dpo reads it"),
+        ([*PAIRS, {"prompt": "q", "chosen": "x", "rejected": "x"}],
+         {"dpo, reward_model": f"preference pair; {SAME.format(4)}"}, "line 1, as rlkit dpo reads it"),
+        ([{"prompt": "q", "response": ""}, *ASKED],
+         {"grpo, ppo": "prompt",
+          "sft": "prompt with a response; dropped 1 of 4 rows that have an empty response: line 1"},
+         "line 2, as rlkit sft reads it"),
+        ([{"prompt": "", "response": "x"}, *ASKED],
+         {"grpo, ppo": "prompt; dropped 1 of 4 prompts that have no text: line 1", "sft": "prompt with a response"},
+         "line 1, as rlkit sft reads it"),
+        ([{"prompt": "q", "completion": "", "label": True}, *({**row, "label": 0} for row in ASKED)],
+         {"kto": "labelled response; dropped 1 of 4 examples that have an empty response and are desirable: line 1"},
+         "line 2, as rlkit kto reads it"),
+        ([{"text": ""}, {"text": "abc"}], {"sft": "text; dropped 1 of 2 rows that have no text: line 1"},
+         "line 2, as rlkit sft reads it"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_dropped_decides_for_no_command(command, task, rows, verdicts, shown):
+    """The trainers drop it and go on, wherever it stands."""
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended, out = command("some.jsonl", "--model", "model")
+    found = dict(re.findall(r"^  rlkit ([a-z_, ]+?)  +(.*)$", out, re.MULTILINE))
+    assert not ended
+    assert {name: found[name] for name in verdicts} == verdicts
+    assert f"\n{shown}:\n" in out
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "model")])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    ("bad", "why"), [({"prompt": 5, "response": "x"}, NO_TEXT), ({}, "neither 'messages' nor 'prompt' is there")]
+)
+def test_a_row_at_which_the_trainers_stop_is_in_every_verdict(command, task, at, bad, why, model):
+    rows = [*ASKED[:at], bad, *ASKED[at:]]
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended, out = command("some.jsonl", *model)
+    assert ended == 1
+    for name, form in (("grpo, ppo", "prompt"), ("sft", "prompt with a response")):
+        line = re.search(rf"^  rlkit {name}  +(.*)$", out, re.MULTILINE)[1]
+        assert line == f"{form}, but not all rows: some.jsonl, line {at + 1}: {why}"
+    assert "wrong: 1 of 4 rows" in out
+    assert (f"line {2 if at == 0 else 1}, as rlkit sft reads it" in out) == bool(model)
+
+
+def test_a_file_of_which_nothing_is_left_is_a_no(command, task):
+    rows = [{"prompt": "p", "chosen": "x", "rejected": "x"}] * 3
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended, out = command("some.jsonl", "--model", "model", "--script", "dpo")
+    assert ended == 1
+    assert "rlkit dpo, reward_model  no: some.jsonl: all 3 pairs have the same chosen and rejected response" in out

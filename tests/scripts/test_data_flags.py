@@ -71,6 +71,7 @@ def test_a_run_with_one_file_keeps_its_name_and_resumes_with_more(task, tmp_path
     assert "resumed with data ['a.jsonl', 'c.jsonl'] (it was 'a.jsonl')" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(task)
     call(task, tmp_path / "1", "--data", "shards", "--eval-data", "shards")
@@ -96,6 +97,7 @@ def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_p
     assert json.loads(rows.splitlines()[0])["step"] == 1
 
 
+@pytest.mark.slow
 def test_files_with_weights_are_mixed_in_their_shares(task, tmp_path, monkeypatch):
     """3 to 1 at every fourth group; the files have two rows each, so those of a repeat."""
     monkeypatch.chdir(task)

@@ -34,6 +34,7 @@ def read(*files, after_s):
         sft_examples(rows, tokenizer=tiny_tokenizer(), max_example_tokens=99)
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_each_phase_in_one_line_that_is_erased(file, monkeypatch):
     screen = Screen()
     monkeypatch.setattr("sys.stderr", screen)

@@ -363,7 +363,7 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "stepwise supervision; no rlkit script trains on labels of steps, and reward_model learns one reward per "
      "response"),
     ("kto", [STEPS], (), 1,
-     "neither 'completion' nor 'response' nor 'messages' is there; columns found: ['completions', 'labels', 'prompt']; "
+     "neither 'response' nor 'completion' nor 'messages' is there; columns found: ['completions', 'labels', 'prompt']; "
      "the row looks most like a row of stepwise supervision; no rlkit script trains on labels of steps, and "
      "reward_model learns one reward per response"),
     ("dpo", [{"text": "hi"}], (), 1,
@@ -415,7 +415,7 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
      "{file}, line 1 is a text, and all rows must be in one form"),
     ("kto", [{"prompt": "hi", "completion": "yo", "label": True}, {"prompt": "hi", "chosen": "yo", "rejected": "no"}],
      (), 2,
-     "neither 'completion' nor 'response' nor 'messages' is there; columns found: ['chosen', 'prompt', 'rejected']; "
+     "neither 'response' nor 'completion' nor 'messages' is there; columns found: ['chosen', 'prompt', 'rejected']; "
      "the row looks most like a preference pair; {file}, line 1 is a labelled response, and all rows must be in one "
      "form"),
     ("sft", [{"question": "hi", "answer": 4}], (), 1,

@@ -33,6 +33,7 @@ def test_the_engine_of_the_docs_trains(task, tmp_path, no_pictures, how):
     assert max(line["grad_norm"] for line in lines) > 0
 
 
+@pytest.mark.slow
 def test_what_is_no_engine_is_refused(task, tmp_path):
     (tmp_path / "mine.py").write_text("class Half:\n    generate = close = None\ndef make(path):\n    return Half()\n")
     given = f"{tmp_path / 'mine.py'}"

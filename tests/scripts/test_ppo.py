@@ -50,6 +50,7 @@ def run(task, output, *flags, ranks=1):
 
 
 @pytest.mark.usefixtures("no_pictures")
+@pytest.mark.slow
 def test_a_critic_with_bins_is_exported_and_a_run_that_starts_from_it_has_its_bins(task, tmp_path, capsys):
     flags = [
         "ppo", "--model", str(task / "model"), "--data", str(task / "data.jsonl"), "--device", "cpu", "--steps", "1",

@@ -57,6 +57,7 @@ async def test_an_update_in_the_middle_of_a_rollout(
         await check_in_the_middle(engine, adapted, tokens=1500, pause=pause)
 
 
+@pytest.mark.slow
 async def test_a_server_without_lora_gets_merged_weights(
     server: Server, adapted: Adapted, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ class Question:
 QUESTIONS = [Question(list(b"question %02d:" % i), i) for i in range(12)]
 
 
+@pytest.mark.slow
 async def test_one_of_two_dies_and_every_group_completes_once(
     pair: list[Server], kill: Callable[[Server], None]
 ) -> None:

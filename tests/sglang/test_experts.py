@@ -22,6 +22,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moe(tmp_path_factory.mktemp("moe") / "model")
 
 
+@pytest.mark.slow
 async def test_a_server_reports_the_experts_that_its_tokens_went_to(moe: Path, sglang_python: str, tmp_path: Path):
     args = ["--max-total-tokens", "8192", "--enable-return-routed-experts"]
     with launch(moe, device="cpu", python=sglang_python, args=args, log=tmp_path / "log.txt") as server:
@@ -29,6 +30,7 @@ async def test_a_server_reports_the_experts_that_its_tokens_went_to(moe: Path, s
             await check_experts(engine, moe)
 
 
+@pytest.mark.slow
 def test_a_server_that_reports_none_is_not_asked() -> None:
     params = SamplingParams(max_new_tokens=4)
     for experts, asked in ((0, False), (2, True)):

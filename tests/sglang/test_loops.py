@@ -101,6 +101,7 @@ def test_asynchronous_training_keeps_the_staleness_bound(server, checkpoints, tm
     assert all(r["length"] == 8 + 112 * (r["group"] % 2) for r in rows)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_an_error_and_the_run_resumes(pair, kill, server, checkpoints, tmp_path):
     """None of its processes is left. Complete groups are on disk and are not sampled again."""
     folder, killed = tmp_path / "run", pair[1]

@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 LAUNCH = 'launch("Qwen/Qwen3-4B", args=["--tp", "2"])'
 
 
+@pytest.mark.slow
 def test_the_page_samples_and_updates_weights(server, models):
     (code,) = blocks("docs/sglang.md")
     assert LAUNCH in code

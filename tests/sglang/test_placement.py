@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 train = partial(train_with, "sglang")
 
 
+@pytest.mark.slow
 def test_a_server_that_the_run_starts_takes_its_arguments_and_weights_through_files(
     tmp_path, checkpoints, sglang_python
 ):
@@ -33,6 +34,7 @@ def test_two_ranks_share_a_server_that_the_first_one_starts(tmp_path, checkpoint
     assert [path.name for path in (tmp_path / "run").glob("sglang_*.log")] == ["sglang_0_0.log"]
 
 
+@pytest.mark.slow
 def test_a_running_server_takes_weights_through_a_group(tmp_path, checkpoints, sglang_python, server: Server):
     given = ["--engine-urls", server.url, "--weight-sync", "group", "--engine-pause", "in_place"]
     check_trained(tmp_path, train(tmp_path, checkpoints[0], sglang_python, *given))

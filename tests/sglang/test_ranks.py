@@ -22,6 +22,7 @@ def score(completion, row):
 """
 
 
+@pytest.mark.slow
 def test_weights_from_tensor_parallel_and_sharded_ranks_sample_what_the_trainer_computes(
     server: Server, checkpoints: list[Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from rlkit.rollout.engines.sglang import SGLang
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.slow
 def test_log_probs_of_given_tokens_and_of_the_most_likely_ones(server, models):
     async def load() -> None:  # other tests leave other weights
         async with SGLang(server.url) as engine:
