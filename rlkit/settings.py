@@ -364,8 +364,6 @@ class Penalties:
     """weight of the KL to the reference model, see --kl-in; 0: no reference is loaded"""
     kl_in: Literal["loss", "reward", "advantage"] | None = None
     """where the KL goes: in the loss of each token, in its reward, or in its advantage. None: loss (PPO: reward)"""
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
-    """estimator of the KL at each token; unbiased: k3 times the ratio, in the loss only. None: unbiased, else k1"""
     kl_target: Positive | None = None
     """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant"""
     kl_controller: Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None = None
@@ -402,8 +400,7 @@ class Penalties:
             f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
         )
         refuse_if(rule and not self.kl_coef, "`kl_controller` requires `kl_coef` above 0")
-        for name in ("kl_in", "kl_estimator"):
-            refuse_if(getattr(self, name) and not self.has_kl, f"`{name}` requires `kl_coef` above 0, or `kl_limit`")
+        refuse_if(self.kl_in and not self.has_kl, "`kl_in` requires `kl_coef` above 0, or `kl_limit`")
         refuse_if(
             rule != "exponential" and not is_default(self, "kl_horizon"),
             "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
@@ -424,17 +421,6 @@ class Penalties:
             self.entropy_target is not None and self.entropy_coef < 0,
             "`entropy_target` starts from `entropy_coef`, which must be at least 0",
         )
-
-    def kl_place(self, default: str) -> tuple[str, str]:
-        """Where the KL goes, and its estimator's name; ValueError for a pair without effect or meaning."""
-        place = self.kl_in or default
-        name = self.kl_estimator or ("unbiased" if place == "loss" else "k1")
-        refuse_if(
-            (place, name) == ("loss", "k1"),
-            "`kl_estimator` k1 in the loss has gradient 0 on average: use k2 or unbiased, or `kl_in` reward",
-        )
-        refuse_if(place != "loss" and name == "unbiased", f"`kl_estimator` unbiased is for `kl_in` loss, not {place}")
-        return place, name
 
     @property
     def has_kl(self) -> bool:

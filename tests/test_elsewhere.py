@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit._moved import other_systems
+from rlkit._elsewhere import other_systems
 
 PACKAGES = ("rlkit", "rlkit.losses", "rlkit.advantages", "rlkit.rollout", "rlkit.rewards", "rlkit.data", "rlkit.model",
             "rlkit.loops", "rlkit.kernels")  # fmt: skip
@@ -48,10 +48,17 @@ def test_names_of_nobody_are_missing_as_ever(package: str) -> None:
 
 
 def test_submodules_are_imported_though_a_function_has_their_name() -> None:
-    for name in ("rlkit.rollout.stream", "rlkit.loops.grpo", "rlkit.loops.sft"):
-        package, _, last = name.rpartition(".")
-        code = f"from {package} import {last}; print({last}.__name__)"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == name
+    """In a new process, where none of them is loaded before its own line."""
+    code = """
+import sys
+for name in "rlkit.rollout.stream", "rlkit.loops.sft", "rlkit.loops.grpo":
+    package, _, last = name.rpartition(".")
+    loaded = name in sys.modules
+    exec(f"from {package} import {last} as module")
+    print(loaded, module.__name__)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.splitlines() == [f"False {x}" for x in ("rlkit.rollout.stream", "rlkit.loops.sft", "rlkit.loops.grpo")]
 
 
 @pytest.mark.parametrize(("name", "here"), other_systems())

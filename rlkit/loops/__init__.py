@@ -1,4 +1,4 @@
-from rlkit._moved import elsewhere
+from rlkit._elsewhere import elsewhere
 from rlkit._platform import refuse_windows
 
 refuse_windows(__name__)

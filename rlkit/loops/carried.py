@@ -1,4 +1,4 @@
-"""What `rl` carries from step to step and saves: one value, `Carried`, and the rules that move it.
+"""State that `rl` carries from step to step and saves: one value, `Carried`, and the rules that move it.
 
 rules = Rules(coefficients.rules(...), role_average)
 now = start(rules, penalties, objectives=task.objectives, saved=checkpoint)

@@ -1,4 +1,4 @@
-"""What `rl`, `grpo`, `ppo` and `distill` refuse before they start, each in one sentence."""
+"""Checks of the arguments of `rl`, `grpo`, `ppo` and `distill`, before they start."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from rlkit import controllers as library
 from rlkit import losses
+from rlkit._tensors import check_call
 from rlkit.controllers import Coef
-from rlkit.settings import Penalties
+from rlkit.settings import Penalties, refuse_if
 from rlkit.types import Controller
 
 Controllers = Mapping[str, Controller]
@@ -86,22 +87,36 @@ def has_kl(penalties: Penalties, reference: Any) -> bool:
 
 
 class KlTerm(NamedTuple):
-    """Where the KL to the reference goes, and its estimator `f(logp, ref_logp, mask=mask)`; None: `unbiased_kl`."""
+    """Where the KL to the reference goes, and its estimator `f(logp, ref_logp)`, or `unbiased_kl` in the loss."""
 
     place: str = "loss"
-    estimator: Callable[..., Tensor] | None = None
+    estimator: Callable[..., Tensor] = losses.unbiased_kl
 
     def in_loss(self, logp: Tensor, ref_logp: Tensor, old_logp: Tensor) -> Tensor:
         """The KL of each token as a loss."""
-        if self.estimator is None:
-            return losses.unbiased_kl(logp, ref_logp, old_logp)
-        return self.estimator(logp, ref_logp)
+        given = (old_logp,) if self.estimator is losses.unbiased_kl else ()
+        return self.estimator(logp, ref_logp, *given)
 
 
-def kl_term(penalties: Penalties, *, default: str = "loss") -> KlTerm:
-    """The term of the settings; `default` is the loop's own place. ValueError for a pair without meaning."""
-    place, name = penalties.kl_place(default)
-    return KlTerm(place, None if name == "unbiased" else getattr(losses, name))
+def kl_term(
+    penalties: Penalties, kl_estimator: Callable[..., Tensor] | None = None, *, default: str = "loss"
+) -> KlTerm:
+    """The term of the settings with an estimator; None: `unbiased_kl` in the loss, `k1` elsewhere.
+
+    `default` is the loop's own place. ValueError for an estimator without effect or meaning there.
+    """
+    refuse_if(kl_estimator and not penalties.has_kl, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`")
+    place = penalties.kl_in or default
+    estimator = kl_estimator or (losses.unbiased_kl if place == "loss" else losses.k1)
+    unbiased = estimator is losses.unbiased_kl
+    refuse_if(
+        place == "loss" and estimator is losses.k1,
+        "`kl_estimator` k1 in the loss has gradient 0 on average: use k2 or unbiased, or `kl_in` reward",
+    )
+    refuse_if(place != "loss" and unbiased, f"`kl_estimator` unbiased is for `kl_in` loss, not {place}")
+    if not unbiased:
+        check_call("kl_estimator", estimator, "kl_estimator(logp, ref_logp)")
+    return KlTerm(place, estimator)
 
 
 def start(

@@ -35,7 +35,7 @@ from rlkit.types import Batch, Engine, Teacher, Trajectory
 
 @dataclass(frozen=True)
 class Distillation:
-    """What becomes of the teacher's log-probs.
+    """The divergence from the teacher, its support and its weight.
 
     Args:
         divergence: `divergence(log_q, log_p)`, a loss per row of the student's and the teacher's log-probs [.., V]: one
@@ -66,6 +66,7 @@ async def distill(
     loss: PolicyLoss = PolicyLoss(),
     baseline: Callable[..., Tensor] = group_centered,
     advantage: Advantage | None = None,
+    kl_estimator: Callable[..., Tensor] | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` in place towards a teacher on its own samples; returns the folder of the exported model.
@@ -90,7 +91,7 @@ async def distill(
     named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
     check_teachers(named, distillation)
     task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task
-    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties)
+    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, kl_estimator)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlkit import advantages as library
 from rlkit.advantages import Gae, discounted_returns, gae_decoupled, length_adaptive_lam, whiten
 from rlkit.loops.coefficients import KlTerm
-from rlkit.losses import k1, kl_in_reward
+from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
 from rlkit.segments import broadcast_to_tokens, episode_advantages, group_sum, sum_per_seq
 from rlkit.types import Batch
@@ -79,11 +79,11 @@ def vtrace(
 
     Its advantages have the truncated ratio in them: use it without a `PolicyLoss.correction`.
     """
-    found = library.vtrace(
+    trace = library.vtrace(
         batch.token_rewards, batch.values, batch.old_logp - batch.rollout_logp, mask=batch.mask, gamma=gamma,
         cu_seqlens=batch.cu_seqlens, lam=lam_policy, rho_max=rho_max, c_max=c_max, bootstrap=bootstrap,
     )  # fmt: skip
-    return Gae(found.advantages, found.targets)
+    return Gae(trace.advantages, trace.targets)
 
 
 def retrace(
@@ -110,10 +110,10 @@ def _above(target: Tensor, batch: Batch) -> Gae:
 
 def returns(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 1.0) -> Gae:
     """`rlkit.advantages.discounted_returns`: no critic. With gamma 1 and no token rewards, the terminal reward."""
-    found = discounted_returns(
+    values = discounted_returns(
         batch.token_rewards, mask=batch.mask, cu_seqlens=batch.cu_seqlens, gamma=gamma, bootstrap=bootstrap
     )
-    return Gae(found, found)
+    return Gae(values, values)
 
 
 def reinforce_pp(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 1.0) -> Gae:
@@ -121,8 +121,8 @@ def reinforce_pp(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 
 
     With a baseline of group means it is REINFORCE++-baseline.
     """
-    found = returns(batch, bootstrap, gamma=gamma)
-    return found._replace(advantages=whiten(found.advantages, mask=batch.mask))
+    plain = returns(batch, bootstrap, gamma=gamma)
+    return plain._replace(advantages=whiten(plain.advantages, mask=batch.mask))
 
 
 def with_estimates(
@@ -143,7 +143,7 @@ def with_estimates(
     penalty = torch.zeros_like(batch.token_rewards)
     if kl_coef and kl.place != "loss":
         penalty = -kl_in_reward(
-            penalty, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=batch.mask, estimator=kl.estimator or k1
+            penalty, batch.old_logp, batch.ref_logp, kl_coef=kl_coef, mask=batch.mask, estimator=kl.estimator
         )
     in_reward = penalty if kl.place == "reward" else torch.zeros_like(penalty)
     if advantage is None:

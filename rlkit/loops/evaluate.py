@@ -34,8 +34,8 @@ class Clock:
     """Wall-clock times of a step's phases in seconds, under `time/`; a metric line's other fields are reproducible.
 
     Each phase is an event of torch's profiler, where that runs (`rlkit.run.profile`). With `memory` also the peak of
-    each phase, `memory/PHASE` in GiB: of the tensors on the GPU, or where there is none of the process (resident, as
-    Linux reports it).
+    each phase, `memory/PHASE` in GiB: of the tensors on the GPU, or without a GPU the process's resident memory, as
+    Linux reports it.
     """
 
     def __init__(self, *, memory: bool = False) -> None:
@@ -137,22 +137,22 @@ async def evaluate_sets(
     Without a set named "", `eval/sampled`, `eval/greedy` and `eval/reward/...` are the means over the sets, which
     count the same.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, one in sets.items():
-        found |= await evaluate(
+        metrics |= await evaluate(
             one.prompts, name=name, score=one.score or score, params=one.params or params,
             num_samples=one.num_samples or num_samples,
             **options if one.params is None else options | {"reference": None},  # the KL is that of the run's sampling
         )  # fmt: skip
-    parts = {key.split("/", 2)[2] for key in found if "/reward/" in key}
-    return found | over_sets(found, sets, names=("sampled", "greedy", *sorted(parts)))
+    parts = {key.split("/", 2)[2] for key in metrics if "/reward/" in key}
+    return metrics | over_sets(metrics, sets, names=("sampled", "greedy", *sorted(parts)))
 
 
-def over_sets(found: Mapping[str, float], sets: Mapping[str, Any], *, names: Sequence[str]) -> dict[str, float]:
+def over_sets(metrics: Mapping[str, float], sets: Mapping[str, Any], *, names: Sequence[str]) -> dict[str, float]:
     """The means over named sets of some metrics, as `eval/METRIC`; none where a set has no name."""
     if not sets or "" in sets:
         return {}
-    every = {key: [found[f"eval/{name}/{key}"] for name in sets if f"eval/{name}/{key}" in found] for key in names}
+    every = {key: [metrics[f"eval/{name}/{key}"] for name in sets if f"eval/{name}/{key}" in metrics] for key in names}
     return {f"eval/{key}": sum(values) / len(values) for key, values in every.items() if values}
 
 
@@ -277,8 +277,8 @@ def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, flo
     """The mean of each further number of the reward function over the sampled answers, as `prefix` + `reward/NAME`."""
     ends = [t for group in groups for t in last_pieces(group)]
     metrics = [t.info.get("metrics", {}) | ({t.role: t.reward} if t.role else {}) for t in ends]
-    names = dict.fromkeys(name for found in metrics for name in found if name != "failed")
-    parts = {name: [found[name] for found in metrics if name in found] for name in names}
+    names = dict.fromkeys(name for numbers in metrics for name in numbers if name != "failed")
+    parts = {name: [numbers[name] for numbers in metrics if name in numbers] for name in names}
     return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}
 
 

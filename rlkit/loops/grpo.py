@@ -41,6 +41,7 @@ async def grpo(
     loss: PolicyLoss = PolicyLoss(),
     baseline: Callable[..., Tensor] | Controller = group_centered,
     advantage: Advantage | None = None,
+    kl_estimator: Callable[..., Tensor] | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` in place on rewards of its own samples; returns the folder of the exported model.
@@ -51,7 +52,9 @@ async def grpo(
     NaN or infinity in a stream or a gradient norm stops the run; `skip_nan` drops it (`rlkit.loops.nans`).
     A `baseline` that is a controller, `moving_average(decay=0.95)`, is RAE: each role's mean reward in earlier steps.
     `advantage` is an estimator per token of `rlkit.loops.estimators` that needs no critic; None: the baseline's value
-    on all tokens. `penalties.kl_in` puts the KL into the loss, the reward or the advantage.
+    on all tokens. `penalties.kl_in` puts the KL into the loss, the reward or the advantage; `kl_estimator` is its
+    estimator `f(logp, ref_logp)` at each token, as `rlkit.losses.k3`, where None is `unbiased_kl` in the loss and `k1`
+    elsewhere.
 
     With `rollouts.overlap` the engine samples while a step trains. It needs its own copy of the weights
     (`rlkit.rollout.engines.process`, `rlkit.rollout.engines.sglang`), which each step replaces without draining the
@@ -79,7 +82,7 @@ async def grpo(
     check_loss(loss)
     check_rewarded(task)
     check_baseline(baseline, group_size=rollouts.group_size)
-    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties)
+    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, kl_estimator)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)

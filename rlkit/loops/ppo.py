@@ -65,7 +65,7 @@ def with_gae(
         ref_logp=batch.ref_logp,
         kl_coef=kl_coef,
         mask=mask,
-        estimator=kl.estimator or k1,
+        estimator=kl.estimator,
     )
     if kl_coef and kl.place == "reward":
         scored = replace(batch, token_rewards=minus_kl(batch.token_rewards))
@@ -112,7 +112,7 @@ def value_update(
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
                 loss = _loss(now, micro, clip=clip, huber=huber) if of_bins is None else of_bins[1]
                 backward((w * loss).sum())
-                shown = {
+                streams = {
                     "loss": loss,
                     "mean": now,
                     "return": micro.returns,
@@ -120,8 +120,8 @@ def value_update(
                     "spread": (micro.returns - middle).square(),
                 }
                 if bins is not None:
-                    shown["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
-                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in shown.items()})
+                    streams["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
+                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in streams.items()})
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
@@ -158,6 +158,7 @@ async def ppo(
     *,
     loss: PolicyLoss = PolicyLoss(partial(clipped, clip_high=0.2)),
     advantage: Advantage | None = None,
+    kl_estimator: Callable[..., Tensor] | None = None,
     reference: Any = None,
 ) -> Path:
     """Train `model` and `value_model` (from `load_value_model`) in place; returns the folder of the exported model.
@@ -165,7 +166,8 @@ async def ppo(
     A step samples, takes the critic's values and the whitened advantages of `advantage` (see `with_gae`), then
     `minibatches * epochs` optimizer steps of the critic, and as many of the policy on `loss`. In the first
     `critic.critic_steps` steps only the critic trains. It is exported to `critic/`. `rollouts` (with `overlap`) and
-    `penalties` work as in `rlkit.loops.grpo.grpo`, except that the KL is in the reward unless `kl_in` says otherwise.
+    `penalties` and `kl_estimator` work as in `rlkit.loops.grpo.grpo`, except that the KL is in the reward unless
+    `kl_in` says otherwise.
 
     Differs from InstructGPT (arXiv:2203.02155):
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
@@ -185,7 +187,10 @@ async def ppo(
     check_is_model(value_model, "value_model")
     if bins_of(value_model.config) is not None:
         critic.check_bins()
-    has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, default="reward")
+    has_kl, kl = (
+        coefficients.has_kl(penalties, reference),
+        coefficients.kl_term(penalties, kl_estimator, default="reward"),
+    )
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))

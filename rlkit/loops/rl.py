@@ -17,8 +17,8 @@ from rlkit.data.order import Leg, resumed, to_save
 from rlkit.loops import carried, pareto
 from rlkit.loops.checks import check_kept_mass, check_rl
 from rlkit.loops.evaluate import Clock, answer_of, evaluate_sets, is_due, mean_advantages, rollout_metrics
-from rlkit.loops.streams import keeps_tokens, token_streams
 from rlkit.loops.task import Prepare, Step, Task, Update, prompt_order
+from rlkit.loops.token_report import keeps_tokens, token_streams
 from rlkit.loops.watch import Watch
 from rlkit.metrics import finalize, merge
 from rlkit.model.flops import peak_tokens
@@ -114,29 +114,29 @@ async def rl(
         async with stream_of(
             task, engine, rollouts, schedule, on_group=samples.completed, leg=leg, version=first, state=before
         ) as stream:
-            for step in range(first, schedule.steps):  # `step` is also the version of the weights that sample
-                done, clock = step + 1, Clock(memory=schedule.profile_memory)
-                stream.advance(version=step)
-                groups = await in_time(stream.take(partial(send, version=step)), None)
+            for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
+                done, clock = index + 1, Clock(memory=schedule.profile_memory)
+                stream.advance(version=index)
+                groups = await in_time(stream.take(partial(send, version=index)), None)
                 if groups is None:  # the engine hangs, and a stop was requested
-                    if step > first:
-                        save(step)
+                    if index > first:
+                        save(index)
                     break
                 if not rollouts.overlap:
                     await stream.pause()
                     await in_time(rest(engine), None)
                 clock.lap("wait" if rollouts.overlap else "rollout")
-                this = Step(step, **carried.of_step(now), check=partial(watch.batch, step=done))
+                step = Step(index, **carried.of_step(now), check=partial(watch.batch, step=done))
                 with samples.training(stream.prompts, groups, step=done) as known:
                     groups, known.places = watch.groups(groups, step=done)
-                    batch = await call(prepare, masked(groups, rollouts, version=step), this)
+                    batch = await call(prepare, masked(groups, rollouts, version=index), step)
                     check_kept_mass(batch, rollouts.params)
                     known.advantages = mean_advantages(batch, num_samples=len(known.places))
-                    batch = this.check(batch)
+                    batch = step.check(batch)
                     if keeps_tokens(done, steps=schedule.steps):
                         known.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 clock.lap("score")
-                metrics = merge(rollout_metrics(groups, version=step), await call(update, batch, this))
+                metrics = merge(rollout_metrics(groups, version=index), await call(update, batch, step))
                 if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
                     state["reference"].load_state_dict(policy.model.state_dict())
                 clock.lap("train")
@@ -226,9 +226,9 @@ def resumed_order(
     """
     state, num = saved.get("stream"), rollouts.prompts_per_step
     place = reached(state, num=num, step=start)
-    leg, said = resumed(saved.get("order"), task.parts, position=place, names=saved.get("files"))
-    for text in said:
+    leg, changes = resumed(saved.get("order"), task.parts, position=place, names=saved.get("files"))
+    for text in changes:
         say(text)
-    if said:
+    if changes:
         state = state_at(place, samplers=len(samplers_of(engine)[:num]), num=num)
     return leg, state

@@ -2,8 +2,8 @@
 
     averages = start(rule, saved)                                      # rule: `rlkit.controllers.moving_average`
     for step in ...:
-        now = {role: state.coef for role, state in averages.items()}
-        batch = with_advantages(pack(groups), against(now, groups))
+        states = {role: state.coef for role, state in averages.items()}
+        batch = with_advantages(pack(groups), against(states, groups))
         averages = advance(rule, averages, groups)
 
 The episodes of a role, "" in an environment without roles, are compared with the average of that role's rewards in
@@ -52,5 +52,5 @@ def advance(rule: Controller | None, averages: Averages, groups: Sequence[Group]
     rewards = defaultdict[str, list[float]](list)
     for t in (t for group in groups for t in last_pieces(group)):
         rewards[t.role].append(t.reward)
-    now = {role: averages.get(role, rule.init(0.0)) for role in rewards}
-    return averages | {role: rule.update(now[role], sum(found) / len(found)) for role, found in rewards.items()}
+    states = {role: averages.get(role, rule.init(0.0)) for role in rewards}
+    return averages | {role: rule.update(states[role], sum(values) / len(values)) for role, values in rewards.items()}

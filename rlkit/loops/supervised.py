@@ -44,12 +44,12 @@ def by_set(examples: Sets[X]) -> dict[str, Sequence[X]]:
 
 
 def every(*parts: Sets[X]) -> list[X]:
-    """The examples of all parts; of those that stream (`rlkit.data.streaming`) the first, which are read already."""
+    """The examples of all parts; of streamed data (`rlkit.data.streaming`) the first ones, which are already read."""
     return [x for part in parts for some in by_set(part).values() for x in getattr(some, "head", some)]
 
 
 def chosen(examples: Sequence[X], rows: Sequence[int]) -> list[X]:
-    """The examples of a step; of data that streams those of each row: it may have several."""
+    """The examples of a step. A row of streamed data may have several."""
     if isinstance(examples, Streamed):
         return [x for i in rows for x in examples.of_row(i)]
     return [examples[i] for i in rows]
@@ -163,15 +163,15 @@ def supervised(
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
     def held_out(done: int, on_group: Callable[..., None]) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         keys: list[str] = []
         for name, some in sets.items() if is_due(done, schedule) else ():
-            metrics = finalize(evaluate(some))
-            found |= {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in metrics.items()}
-            keys = [*metrics]
+            of_set = finalize(evaluate(some))
+            metrics |= {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in of_set.items()}
+            keys = [*of_set]
         if eval_sets and is_due(done, schedule):
-            found |= run_sync(_answered(model, tokenizer, eval_sets, seed=schedule.seed, on_group=on_group))
-        return found | over_sets(found, sets, names=keys)
+            metrics |= run_sync(_answered(model, tokenizer, eval_sets, seed=schedule.seed, on_group=on_group))
+        return metrics | over_sets(metrics, sets, names=keys)
 
     with saving.open_training(schedule, start=start) as job:
         run, log = job.run, partial(saving.log, job, model=model, tokenizer=tokenizer)
@@ -180,8 +180,8 @@ def supervised(
         run.note(rows=num_examples, held_out=asked | {name: len(some) for name, some in sets.items()})
         if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
             log(0, scores)
-        leg, said = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
-        for text in said:
+        leg, changes = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
+        for text in changes:
             run.say(text)
         stream = batches(
             num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts, leg=leg

@@ -1,4 +1,4 @@
-"""What the loop is given: a `Task` to train on, and the `Step` that `prepare` and `update` get."""
+"""The arguments of the loop and of an algorithm: a `Task` to train on, and the `Step` of `prepare` and `update`."""
 
 from __future__ import annotations
 

@@ -100,8 +100,7 @@ def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Bat
         with torch.random.fork_rng(devices=[]):
             broken = [*broken_laws(surrogate)]
     except Exception as error:
-        what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
-        raise ValueError(what) from error
+        raise _failure(function, error, "failed on a batch of 18 tokens") from error
     proof = "`rlkit.testing.check_loss` has the counterexample"
     for law, how, refused in broken:
         if refused:
@@ -112,33 +111,33 @@ def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Bat
 def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken]:
     """The laws of `try_surrogate` that a loss breaks; those after a broken shape are not checked."""
     batch = toy_batch()
-    found, wrong = _loss(surrogate, batch)
-    if wrong:
-        yield Broken("shape", wrong, refused=True)
+    (loss, gradient), error = _loss(surrogate, batch)
+    if error:
+        yield Broken("shape", error, refused=True)
         return
     again, _ = _loss(surrogate, batch, seed=1)
-    random = not torch.equal(found[0], again[0])
-    if not bool(found[0].isfinite().all() and found[1].isfinite().all()):
+    random = not torch.equal(loss, again[0])
+    if not bool(loss.isfinite().all() and gradient.isfinite().all()):
         place = "at a token that the policy did not sample, where all streams are 0,"
-        sampled = found[0][batch.mask].isfinite().all() and found[1][batch.mask].isfinite().all()
+        sampled = loss[batch.mask].isfinite().all() and gradient[batch.mask].isfinite().all()
         how = f"the loss or its gradient {'' if sampled else 'at a sampled token '}is NaN or infinite"
         yield Broken("mask_isolation" if sampled else "shape", f"{place} {how}" if sampled else how, refused=True)
         return
-    if not random and (how := _isolation(surrogate, batch, found)):
+    if not random and (how := _isolation(surrogate, batch, (loss, gradient))):
         yield Broken("mask_isolation", how, refused=True)
     g, a = _loss(surrogate, batch, torch.zeros_like(batch.advantages))[0][1][batch.mask], batch.advantages[batch.mask]
     if not _near(g, -a):
         climbs = bool((g * a > _TOLERANCE).any()) and bool((g * a).sum() > _TOLERANCE)
         if climbs or not random:
             yield Broken("on_policy", f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
-    pushed = batch.mask & (found[1] * batch.advantages > _TOLERANCE)
+    pushed = batch.mask & (gradient * batch.advantages > _TOLERANCE)
     for t in pushed.nonzero().flatten().tolist()[:1]:
         x, how = log_ratio(batch)[t].exp(), "has the sign of its advantage"
-        slope, advantage = found[1][t], batch.advantages[t]
+        slope, advantage = gradient[t], batch.advantages[t]
         yield Broken("descends", f"at ratio {x:.3g} the gradient {slope:.3g} {how} {advantage:g}")
     if not random and (how := _wrong_side(surrogate, batch)):
         yield Broken("clipped(clip_low=.., clip_high=..)", how)
-    if not random and (how := _additivity(surrogate, batch, found[0])):
+    if not random and (how := _additivity(surrogate, batch, loss)):
         yield Broken("additive", how)
 
 
@@ -161,6 +160,10 @@ def _loss(
         return (loss.detach(), _slopes(loss, x)[0]), ""
 
 
+def _failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
+    return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}")
+
+
 def _copied(batch: Batch) -> dict[str, Tensor]:
     """A copy of each stream."""
     streams = ((field.name, getattr(batch, field.name)) for field in fields(batch))
@@ -168,13 +171,13 @@ def _copied(batch: Batch) -> dict[str, Tensor]:
 
 
 def _changed(batch: Batch, given: dict[str, Tensor]) -> str:
-    """Which stream a function has changed; empty for none."""
+    """The error of a function that has changed a stream; empty for none."""
     name = next((name for name, x in given.items() if not torch.equal(x, getattr(batch, name))), None)
     return "" if name is None else f"it changes `{name}` in place, which others read: work on a copy"
 
 
 def _wrong(loss: Any, shape: torch.Size) -> str:
-    """What is wrong with the result of a loss; empty for a loss per element with a gradient."""
+    """The error of a result that is no loss per element with a gradient; empty for one that is."""
     expected = f"it must return a loss for each element, a tensor of shape {list(shape)} like its first argument"
     if not isinstance(loss, Tensor):
         return f"{expected}, got {show(loss)}"
@@ -190,13 +193,13 @@ def _slopes(loss: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss.sum(), x, allow_unused=True, materialize_grads=True)
 
 
-def _isolation(surrogate: Any, batch: Batch, found: tuple[Tensor, Tensor]) -> str:
+def _isolation(surrogate: Any, batch: Batch, whole: tuple[Tensor, Tensor]) -> str:
     """How tokens that the policy did not sample change the others; empty if they do not."""
-    alone, wrong = _loss(surrogate, toy_batch(masked=False))
-    if wrong:
-        return f"without tokens of the environment {wrong}"
-    for what, whole, part in zip(("loss", "gradient"), found, alone):
-        if not _near(whole[batch.mask], part):
+    alone, error = _loss(surrogate, toy_batch(masked=False))
+    if error:
+        return f"without tokens of the environment {error}"
+    for what, both, part in zip(("loss", "gradient"), whole, alone):
+        if not _near(both[batch.mask], part):
             return f"tokens that the policy did not sample (mask False) change the {what} of those that it sampled"
     return ""
 
@@ -264,7 +267,7 @@ def try_pair_loss(function: Callable[..., Any]) -> None:
 
 
 def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
-    """The same of a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, with these options."""
+    """Check a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, as `try_pair_loss` does."""
     x, desirable = torch.linspace(-0.3, 0.3, 6).requires_grad_(), torch.tensor([True, False] * 3)
     (slope,) = _slopes(_called(function, x, desirable, kl=torch.tensor(0.0), **options), x)
     if float(slope[desirable].sum() - slope[~desirable].sum()) > _TOLERANCE:
@@ -272,7 +275,7 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
 
 
 def try_divergence(function: Callable[..., Any]) -> None:
-    """The same of a divergence per row of log-probs, `function(log_q, log_p)`, of student and teacher `[.., V]`."""
+    """Check a divergence of student and teacher, `function(log_q, log_p)` of log-probs `[.., V]`, in the same way."""
     _refuse_swapped(function, "student", "teacher")
     logits = torch.sin(torch.arange(1.0, 41.0)).view(5, 8)
     log_q, log_p = logits.log_softmax(1).requires_grad_(), (2 * logits.flip(0)).log_softmax(1)
@@ -281,6 +284,23 @@ def try_divergence(function: Callable[..., Any]) -> None:
         least = function(log_p, log_p)
     if float(loss.detach().sum()) < float(least.sum()) - _TOLERANCE:
         _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
+
+
+def try_kl(function: Callable[..., Any]) -> None:
+    """Check an estimator of KL(policy || reference), `function(logp, ref_logp)` of sampled tokens, in the same way.
+
+    Logged: one that is not 0 where the two are equal, or whose mean over the policy's tokens is negative.
+    """
+    _refuse_swapped(function, "policy", "ref")
+    logits = torch.sin(torch.arange(1.0, 9.0))
+    logp, ref_logp = logits.log_softmax(0).requires_grad_(), (2 * logits.flip(0)).log_softmax(0)
+    kl = _called(function, logp, ref_logp)
+    with torch.no_grad():
+        equal, expected = function(logp, logp), (logp.exp() * kl).sum()
+    if float(equal.abs().max()) > _TOLERANCE:
+        _log.warning("%s is not 0 where policy and reference are equal", name_of(function))
+    if float(expected) < -_TOLERANCE:
+        _log.warning("%s has a negative mean over samples of the policy: is its sign right?", name_of(function))
 
 
 def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> None:
@@ -300,7 +320,7 @@ def _called(function: Callable[..., Any], *given: Tensor, **options: Any) -> Ten
         with torch.enable_grad():
             loss = function(*given, **options)
     except Exception as error:
-        raise ValueError(f"{name} failed: {type(error).__name__}: {error}{place_in(function, error)}") from error
+        raise _failure(function, error, "failed") from error
     if wrong := _wrong(loss, given[0].shape[:1]):
         raise ValueError(f"{name}: {wrong}")
     if not bool(loss.isfinite().all()):
@@ -327,8 +347,7 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
         try:
             found = function(of, torch.zeros(of.num_seqs))
         except Exception as error:
-            what = f"{name} failed on a batch of 18 tokens: {type(error).__name__}: {error}{place_in(function, error)}"
-            raise ValueError(what) from error
+            raise _failure(function, error, "failed on a batch of 18 tokens") from error
         if wrong := _changed(of, given):
             raise ValueError(f"{name}: {wrong}")
         streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]

@@ -160,7 +160,7 @@ def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
 
 
 def _other_meaning(first: str) -> str:
-    """How a surrogate computes what the name of its first parameter means; empty for a name of the log-ratio."""
+    """The fix for a surrogate whose first parameter is named like a ratio or a log-prob; empty for any other name."""
     words = {*first.lower().split("_")}
     if words & {"ratio", "ratios", "weight", "weights"} and not words & {"log", "logp"}:
         return f"and write {first} = log_ratio.exp()"

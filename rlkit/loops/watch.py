@@ -1,4 +1,4 @@
-"""What a run is told about its steps: NaN and infinities (`rlkit.loops.nans`), and steps without a learning signal."""
+"""Checks of a run's steps: NaN and infinities (`rlkit.loops.nans`), and steps without a learning signal."""
 
 from __future__ import annotations
 

@@ -109,13 +109,13 @@ def kl_in_reward(
         r_t' = r_t - kl_coef * kl_t                    detached; 0 where the mask is False
 
     With k1, the policy gradient of the return is exactly that of the KL between whole sequences. `estimator` is any
-    `f(logp, ref_logp, *, mask)` of this module.
+    `f(logp, ref_logp)`, which gets 0 for both where the mask is False.
     Differs: masked tokens (tool output) contribute 0 (they leaked in slime issue 1372 and miles issue 1383).
     Reference: arXiv:2203.02155, equation 2.
     """
     check_one_number(kl_coef=kl_coef)
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
-    return (rewards - kl_coef * estimator(logp, ref_logp, mask=mask)).detach()
+    return (rewards - kl_coef * estimator(logp, ref_logp)).detach()
 
 
 def k1_straight_through(logp: Tokens, ref_logp: Tokens, *, mask: Mask = None) -> Tokens:
@@ -152,9 +152,8 @@ def unbiased_kl(
     Differs: NeMo-RL `use_on_policy_kl_approximation` uses the rollout's log-probs, and clamps to +-10.
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL#4967.
     """
-    kl = estimator(logp, ref_logp, mask=mask)
-    logp, old_logp = prepared(mask, logp=logp, old_logp=old_logp)
-    return bounded_exp(logp - old_logp) * kl
+    logp, ref_logp, old_logp = prepared(mask, logp=logp, ref_logp=ref_logp, old_logp=old_logp)
+    return bounded_exp(logp - old_logp) * estimator(logp, ref_logp)
 
 
 def kl_from_logits(

@@ -1,3 +1,3 @@
-from rlkit._moved import elsewhere
+from rlkit._elsewhere import elsewhere
 
 __getattr__ = elsewhere(__name__)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 import rlkit
-from rlkit._moved import moved
 from rlkit._tensors import readable
 from rlkit.files import cache_folder, replace_file
 from rlkit.model.pretrained import NO_CODE
@@ -533,6 +532,3 @@ def _remember(key: str, config: Any, found: Verdict) -> None:
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         replace_file(_file(key), json.dumps({"model_type": config.model_type, "verdict": found._asdict()}).encode())
-
-
-__getattr__ = moved(__name__, {"check_causal_lm": "check_family"})

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit._moved import moved
 from rlkit.files import no_code
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
@@ -436,11 +435,6 @@ def compute_tokens(
     for index, x in found:
         out[index] = x.to(out)
     return summed(out, mesh=mesh)
-
-
-__getattr__ = moved(
-    __name__, {"prepare_model": "prepare", "compute_log_probs": "score", "compute_tokens": "score_tokens"}
-)
 
 
 def _dummy(device: torch.device) -> Batch:

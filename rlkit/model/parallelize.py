@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._moved import moved
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.forward import forward, load_model
 from rlkit.model.lora import (
@@ -379,9 +378,6 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
         snapshot_download(str(path), allow_patterns=wanted)
     dist.barrier()
     return Path(snapshot_download(str(path), allow_patterns=wanted))
-
-
-__getattr__ = moved(__name__, {"in rlkit.model.sharding": "mesh_of dtype_of inside sync_gradients"})
 
 
 def _layers(model: Any) -> Any:

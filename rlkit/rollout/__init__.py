@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlkit._moved import elsewhere
+from rlkit._elsewhere import elsewhere
 from rlkit._platform import refuse_windows
 
 if TYPE_CHECKING:

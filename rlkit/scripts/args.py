@@ -29,6 +29,7 @@ from rlkit.settings import (
     Share,
     check,
     is_default,
+    named,
     refuse_if,
 )
 
@@ -547,6 +548,18 @@ Estimator = Annotated[
         lambda x: x.partition("(")[0] in (*OF_VALUES, *OF_RETURNS) or ":" in x,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class KlEstimator:
+    """The estimator of the KL to the reference model."""
+
+    kl_estimator: Annotated[str, named("k1", "k2", "k3", "unbiased")] | None = None
+    """estimator of the KL at each token: k1, k2, k3, or unbiased (k3 times the ratio), in the loss only. Or
+    FILE.py:FUNCTION, `def kl(logp, ref_logp)` (docs/losses.md). None: unbiased in the loss, else k1"""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

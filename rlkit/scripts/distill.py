@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit.ranks import is_first, on_all_ranks
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, Lora, Model, places_of
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, places_of
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import load_tokenizer, trial_of, tried_function, where
+from rlkit.scripts.start import kl_estimator_of, load_tokenizer, trial_of, tried_function, where
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
     CountOr0,
@@ -107,6 +107,7 @@ class Args:
     optim: Flat[Optim] = Optim()
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
+    kl: Flat[KlEstimator] = KlEstimator()
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
@@ -130,6 +131,7 @@ def main(args: Args) -> Path:
     own = None
     if ":" in flags.loss:
         own = tried_function("loss", flags.loss, trial_of(lambda trial: trial.try_divergence))
+    kl_estimator = kl_estimator_of(args)
     args, tokenizer, task = open_task(args)
     from rlkit import advantages
     from rlkit.loops import updates
@@ -151,7 +153,8 @@ def main(args: Args) -> Path:
         async with open_engine(args, model, tokenizer) as engine:
             return await distill(
                 model, teachers if several else next(iter(teachers.values())), tokenizer, engine, task, rollouts,
-                args.schedule, args.optim, args.penalties, loss=loss, reference=reference, column=flags.teacher_column,
+                args.schedule, args.optim, args.penalties, loss=loss, kl_estimator=kl_estimator, reference=reference,
+                column=flags.teacher_column,
                 distillation=Distillation(own or divergence_of(flags), flags.teacher_top_k, flags.teacher_coef),
                 baseline=getattr(advantages, flags.baseline),
             )  # fmt: skip

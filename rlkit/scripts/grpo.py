@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, Lora, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import advantage_of, own_loss
+from rlkit.scripts.start import advantage_of, kl_estimator_of, own_loss
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
     Engines,
@@ -129,6 +129,7 @@ class Args:
     loss: Flat[Loss] = Loss()
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
+    kl: Flat[KlEstimator] = KlEstimator()
     reference: str | None = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
@@ -154,6 +155,7 @@ def main(args: Args) -> Path:
     flags = args.loss
     own = own_loss(flags.loss, partial(tried_loss, loss_unchecked=flags.loss_unchecked))
     advantage = advantage_of(flags.advantage, values=False) if flags.advantage else None
+    kl_estimator = kl_estimator_of(args)
     args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
     from rlkit import advantages
     from rlkit.controllers import moving_average
@@ -170,7 +172,7 @@ def main(args: Args) -> Path:
         async with open_engine(args, model, tokenizer) as engine:
             return await grpo(
                 model, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties, loss=loss,
-                baseline=baseline, advantage=advantage, reference=reference,
+                baseline=baseline, advantage=advantage, kl_estimator=kl_estimator, reference=reference,
             )  # fmt: skip
 
     return run_sync(train())

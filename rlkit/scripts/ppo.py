@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, Lora, Model, log
+from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import advantage_of, check_rank, where
+from rlkit.scripts.start import advantage_of, check_rank, kl_estimator_of, where
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
     Bins,
@@ -64,6 +64,7 @@ class Args:
     loss: Flat[Loss] = Loss()
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
+    kl: Flat[KlEstimator] = KlEstimator()
     critic: str | None = None
     """folder or hub id that the critic starts from, e.g. a reward model; None: `model`"""
     values: Flat[Critic] = Critic()
@@ -94,6 +95,7 @@ def main(args: Args) -> Path:
             "--critic-steps %d is not below --steps %d: only the critic learns, never the policy",
             args.values.critic_steps, args.schedule.steps,
         )  # fmt: skip
+    kl_estimator = kl_estimator_of(args, place="reward")
     args, tokenizer, task = open_task(args)
     from rlkit.loops.ppo import ppo
     from rlkit.loops.updates import PolicyLoss, clipped, per_token
@@ -118,7 +120,7 @@ def main(args: Args) -> Path:
         async with open_engine(args, model, tokenizer) as engine:
             return await ppo(
                 model, critic, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties,
-                args.values, loss=loss, advantage=advantage, reference=reference,
+                args.values, loss=loss, advantage=advantage, kl_estimator=kl_estimator, reference=reference,
             )  # fmt: skip
 
     return run_sync(train())

@@ -490,6 +490,25 @@ def advantage_of(text: str, *, values: bool, **given: Any) -> Any:
     return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
 
 
+def kl_estimator_of(args: Any, *, place: str = "loss") -> Any:
+    """The function of `--kl-estimator`, or None; `place` is where the script puts the KL by default.
+
+    ValueError for an estimator that does not suit the place, and for one of yours that fails on a few tokens.
+    """
+    name = args.kl.kl_estimator
+    if name is None:
+        return None
+    refuse_if(not args.penalties.has_kl, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`")
+    from rlkit import losses
+    from rlkit.loops.coefficients import kl_term
+
+    if ":" in name:
+        function = tried_function("kl_estimator", name, trial_of(lambda trial: trial.try_kl))
+    else:
+        function = getattr(losses, "unbiased_kl" if name == "unbiased" else name)
+    return kl_term(args.penalties, function, default=place).estimator
+
+
 def own_optimizer(spec: str) -> Any:
     """The function of `--optimizer FILE.py:FUNCTION`, tried on a small matrix; None for the name of one of rlkit."""
     if ":" not in spec:

@@ -222,7 +222,6 @@ def check_rl(args: Any) -> None:
     check_resize(args)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
-    penalties.kl_place("reward" if hasattr(args, "values") else "loss")
     if not hasattr(args.loss, "teacher"):
         check_judged(how)
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")

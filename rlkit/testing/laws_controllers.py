@@ -10,6 +10,8 @@ from rlkit.testing.law import law
 from rlkit.testing.strategies import measurements
 from rlkit.types import Controller
 
+__all__ = ["Rule", "feedback", "refuses_nan", "state_is_plain", "update_is_pure", "within_bounds"]
+
 
 class Rule(NamedTuple):
     """A controller under test: `init(*start)`, `update(state, measured)`.

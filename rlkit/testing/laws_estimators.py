@@ -13,6 +13,8 @@ from rlkit.testing.cases import Case, replaced, tokens_of
 from rlkit.testing.law import Law, law, near
 from rlkit.testing.subject import Subject, tensors
 
+__all__ = ["centred", "equals_loop", "limit", "rewards_raise", "scales", "shift_invariant", "stated_scale"]
+
 
 def equals_loop(loop: Callable[..., Any]) -> Law:
     """The law that the function equals `loop`, written for one sequence (or one group) in Python floats.

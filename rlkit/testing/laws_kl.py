@@ -16,6 +16,8 @@ from rlkit.testing.law import Law, law, near
 from rlkit.testing.strategies import vocabularies
 from rlkit.testing.subject import Subject, tensors
 
+__all__ = ["backward", "expectation", "forward", "gradient_expectation", "non_negative", "nothing", "zero_at_equality"]
+
 Divergence = Callable[[Float[Tensor, "V"], Float[Tensor, "V"]], Float[Tensor, ""]]
 
 

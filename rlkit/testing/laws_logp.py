@@ -11,6 +11,8 @@ from rlkit.testing.cases import Case, replaced
 from rlkit.testing.law import Law, law, near
 from rlkit.testing.subject import Subject, tensors
 
+__all__ = ["normalised", "temperature_is_scale"]
+
 
 def normalised(*, vocab: int) -> Law:
     """The law that probabilities over all `vocab` targets sum to 1 at every trainable token."""

@@ -15,6 +15,8 @@ from rlkit.testing.law import Law, law, near, own_cases, same
 from rlkit.testing.strategies import cases
 from rlkit.testing.subject import Subject, random_upstream, run, tensors
 
+__all__ = ["compiles", "detached", "differentiable", "dtypes", "finite", "gradcheck", "no_gradient_by", "pure"]
+
 
 def _untouched_cases(s: Subject) -> SearchStrategy[Case]:
     """Cases of its own: a function that writes into its arguments has changed those of the other laws."""

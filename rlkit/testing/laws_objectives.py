@@ -8,6 +8,8 @@ from rlkit.testing.cases import Case, replaced
 from rlkit.testing.law import Law, law
 from rlkit.testing.subject import Subject, tensors
 
+__all__ = ["monotone"]
+
 
 def monotone(*, name: str = "rewards") -> Law:
     """The law that raising entries of the stream `name` does not lower any result."""

@@ -20,6 +20,8 @@ from rlkit.testing.law import Law, law, near
 from rlkit.testing.strategies import cases
 from rlkit.testing.subject import Subject, run
 
+__all__ = ["clipped", "coefficient", "descends", "no_advantage_no_gradient", "on_policy"]
+
 
 @law(needs=("advantages",))
 def on_policy(s: Subject, case: Case) -> None:

@@ -8,6 +8,8 @@ from rlkit.testing.cases import Case, replaced
 from rlkit.testing.law import law, near
 from rlkit.testing.subject import Subject, run, tensors
 
+__all__ = ["margin_only", "prefers_chosen"]
+
 
 @law()
 def prefers_chosen(s: Subject, case: Case) -> None:

@@ -26,6 +26,23 @@ from rlkit.testing.law import law, near, same
 from rlkit.testing.laws_numerics import fixed_case
 from rlkit.testing.subject import Outcome, Subject, random_upstream, run, tensors
 
+__all__ = [
+    "additive",
+    "all_count",
+    "group_isolation",
+    "group_labels",
+    "mask_isolation",
+    "masked_is_zero",
+    "nan_shows",
+    "nothing_to_train_on",
+    "padded_is_packed",
+    "permutation",
+    "segment_isolation",
+    "shape",
+    "singleton_is_zero",
+    "sums_to_one",
+]
+
 COUNTING = (5, 0, 1, 4, 2, 3, 6, 1)  # the batch of `all_count`: groups of four, long and short sequences
 
 

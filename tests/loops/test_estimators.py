@@ -14,7 +14,7 @@ from rlkit.loops import estimators as E
 from rlkit.loops.coefficients import KlTerm, kl_term
 from rlkit.loops.estimators import with_estimates
 from rlkit.loops.updates import clipped, skip_above
-from rlkit.losses import k1, k2, k3
+from rlkit.losses import k1, k2, k3, unbiased_kl
 from rlkit.packing import pack, with_streams
 from rlkit.settings import Penalties
 from rlkit.types import Trajectory
@@ -146,30 +146,56 @@ def test_an_answer_with_a_ratio_above_the_limit_is_left_out():
     torch.testing.assert_close(got[outside & b.mask], want[outside & b.mask])
 
 
+def own_kl(logp, ref_logp):
+    return 2 * k2(logp, ref_logp)
+
+
 @pytest.mark.parametrize(
-    ("given", "default", "term"),
+    ("kl_in", "estimator", "default", "term"),
     [
-        ({}, "loss", ("loss", None)), ({}, "reward", ("reward", k1)), ({"kl_in": "loss"}, "reward", ("loss", None)),
-        ({"kl_estimator": "k3"}, "loss", ("loss", k3)), ({"kl_in": "advantage"}, "loss", ("advantage", k1)),
-        ({"kl_in": "reward", "kl_estimator": "k3"}, "loss", ("reward", k3)),
+        (None, None, "loss", ("loss", unbiased_kl)), (None, None, "reward", ("reward", k1)),
+        ("loss", None, "reward", ("loss", unbiased_kl)), (None, unbiased_kl, "loss", ("loss", unbiased_kl)),
+        (None, k3, "loss", ("loss", k3)), ("advantage", None, "loss", ("advantage", k1)),
+        ("reward", k3, "loss", ("reward", k3)), (None, own_kl, "loss", ("loss", own_kl)),
     ],
 )  # fmt: skip
-def test_the_settings_name_place_and_estimator(given, default, term):
-    assert kl_term(Penalties(kl_coef=0.1, **given), default=default) == term
+def test_the_settings_name_the_place_and_the_keyword_the_estimator(kl_in, estimator, default, term):
+    assert kl_term(Penalties(kl_coef=0.1, kl_in=kl_in), estimator, default=default) == term
+
+
+@pytest.mark.parametrize(
+    ("given", "estimator", "message"),
+    [
+        ({"kl_coef": 0.1}, k1, "`kl_estimator` k1 in the loss has gradient 0 on average"),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, unbiased_kl, "`kl_estimator` unbiased is for `kl_in` loss"),
+        ({"kl_in": "reward"}, None, "`kl_in` requires `kl_coef` above 0, or `kl_limit`"),
+        ({}, k2, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`"),
+    ],
+)
+def test_a_place_or_estimator_without_effect_is_refused(given, estimator, message):
+    with pytest.raises(ValueError, match=message):
+        kl_term(Penalties(**given), estimator)
+
+
+def test_an_own_estimator_is_the_kl_in_the_loss_and_in_the_reward():
+    b = batch()
+    term = kl_term(Penalties(kl_coef=0.1), own_kl)
+    torch.testing.assert_close(term.in_loss(b.old_logp, b.ref_logp, b.old_logp), own_kl(b.old_logp, b.ref_logp))
+    in_reward = kl_term(Penalties(kl_coef=0.3, kl_in="reward"), own_kl)
+    got, twice = (
+        with_estimates(b, baseline=group_centered, kl=kl, kl_coef=coef).advantages
+        for kl, coef in ((in_reward, 0.3), (KlTerm("reward", k2), 0.6))
+    )
+    torch.testing.assert_close(got, twice)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "`kl_estimator` k1 in the loss has gradient 0 on average"),
-        (
-            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "unbiased"},
-            "`kl_estimator` unbiased is for `kl_in` loss",
-        ),
-        ({"kl_in": "reward"}, "`kl_in` requires `kl_coef` above 0, or `kl_limit`"),
-        ({"kl_estimator": "k2"}, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`"),
+        (lambda logp: logp, r"kl_estimator is called as kl_estimator\(logp, ref_logp\), which <lambda> does not take"),
+        ("k3", r"kl_estimator must be a function, called as kl_estimator\(logp, ref_logp\), got str 'k3'"),
     ],
 )
-def test_a_place_or_estimator_without_effect_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        kl_term(Penalties(**given))
+def test_what_is_no_estimator_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        kl_term(Penalties(kl_coef=0.1), given)

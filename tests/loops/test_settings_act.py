@@ -54,7 +54,7 @@ ACTS = {
     Penalties: {
         "kl_coef": (3.0, KL), "kl_target": (1e-4, KL), "kl_controller": ("decay", KL | {"steps": 3}),
         "kl_horizon": (50.0, KL | {"kl_target": 1e-4, "kl_controller": "exponential"}), "kl_limit": (1e-6, KL),
-        "kl_in": ("reward", KL), "kl_estimator": ("k2", KL),
+        "kl_in": ("reward", KL),
         "ref_sync_steps": (1, KL), "entropy_coef": (0.5, {}), "entropy_target": (9.0, {}),
         "entropy_limit": (9.0, {}), "limit_rate": (3.0, {"entropy_limit": 9.0}),
         "controllers": ("kl", KL),

@@ -699,6 +699,13 @@ def test_a_reward_has_arguments_and_a_weight():
             {"advantage": "returns(x=1)"},
             "--advantage rlkit.loops.estimators:returns(x=1): rlkit.loops.estimators:ret",
         ),
+        (grpo, {"kl_estimator": "k2"}, "--kl-estimator requires --kl-coef above 0, or --kl-limit"),
+        (
+            grpo,
+            {"kl_estimator": "k1", "kl_coef": 0.1},
+            "--kl-estimator k1 in the loss has gradient 0 on average: use k2",
+        ),
+        (ppo, {"kl_estimator": "unbiased", "kl_coef": 0.1}, "--kl-estimator unbiased is for --kl-in loss, not reward"),
         (grpo, {"max_ratio": 20.0}, "--max-ratio skips nothing with one optimizer step on a batch"),
         (grpo, {"group_size": 1}, "--group-size must be at least 2"),
         (ppo, {"advantage": "reinforce_pp"}, "--advantage reinforce_pp uses no critic: use rlkit grpo"),

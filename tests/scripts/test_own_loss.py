@@ -44,6 +44,24 @@ def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, name
     assert any(line["ratio/clip_low"] + line["ratio/clip_high"] > 0 for line in named)
 
 
+KL = """
+from rlkit.losses import k2
+
+def kl(logp, ref_logp):
+    return k2(logp, ref_logp)
+"""
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_kl_estimator_in_a_file_trains_like_the_same_one_by_name(task, tmp_path, place):
+    (tmp_path / "own.py").write_text(KL)
+    flags = ("--kl-coef", "0.5", "--kl-in", place, "--kl-estimator")
+    named = train(task, tmp_path / "named", *flags, "k2")
+    assert train(task, tmp_path / "own", *flags, f"{tmp_path / 'own.py'}:kl") == named
+    assert named != train(task, tmp_path / "other", *flags, "k3")
+    assert json.loads((tmp_path / "named" / "args.json").read_text())["kl_estimator"] == "k2"
+
+
 WRONG = """
 def number(log_ratio, batch):
     return 3
@@ -154,6 +172,21 @@ def zeros(batch, bootstrap):
 
 def falls(batch, bootstrap):
     return Gae(-batch.token_rewards, batch.token_rewards)
+
+def kl(logp, ref_logp):
+    return 0.5 * (logp - ref_logp) ** 2
+
+def detached_kl(logp, ref_logp):
+    return kl(logp, ref_logp).detach()
+
+def reversed_kl(ref_logp, logp):
+    return logp - ref_logp
+
+def negative_kl(logp, ref_logp):
+    return ref_logp - logp
+
+def ratio(logp, ref_logp):
+    return torch.exp(ref_logp - logp)
 """
 
 
@@ -172,6 +205,11 @@ def falls(batch, bootstrap):
     ("grpo", "--advantage own.py:zeros --reward r.py:f", "", "own.py:zeros: all its advantages are 0"),
     ("ppo", "--advantage own.py:falls --reward r.py:f", "", "own.py:falls: its advantages fall where the rewards rise"),
     ("ppo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
+    ("grpo", "--kl-estimator own.py:kl --kl-coef 1 --reward r.py:f", "", ""),
+    ("grpo", "--kl-estimator own.py:detached_kl --kl-coef 1 --reward r.py:f", "own.py:detached_kl: it must return", ""),
+    ("ppo", "--kl-estimator own.py:reversed_kl --kl-coef 1 --reward r.py:f", "own.py:reversed_kl gets (policy,", ""),
+    ("ppo", "--kl-estimator own.py:negative_kl --kl-coef 1 --reward r.py:f", "", "own.py:negative_kl has a neg"),
+    ("distill", "--kl-estimator own.py:ratio --kl-coef 1 --teacher t", "", "own.py:ratio is not 0 where policy"),
 ])  # fmt: skip
 def test_losses_and_estimators_of_every_command_are_tried(tmp_path, monkeypatch, caplog, command, flags, error, line):
     monkeypatch.chdir(tmp_path)

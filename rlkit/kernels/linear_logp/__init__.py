@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._moved import moved
 from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import chunked, ops
 from rlkit.kernels.linear_logp import reference as _reference
@@ -26,8 +25,6 @@ __all__ = [
     "shard_logp",
     "which_impl",
 ]
-
-__getattr__ = moved(__name__, {"the loss of what `linear_logp` returns": "fused_loss FusedLoss"})
 
 
 def linear_logp(

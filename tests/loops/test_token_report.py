@@ -12,9 +12,9 @@ import torch
 from small import call, small_model, tokenizer
 
 from rlkit.data.prompts import Prompt
-from rlkit.loops import streams
+from rlkit.loops import token_report
 from rlkit.loops.grpo import grpo
-from rlkit.loops.streams import chosen, keeps_tokens, token_streams
+from rlkit.loops.token_report import chosen, keeps_tokens, token_streams
 from rlkit.model.forward import make_policy
 from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
@@ -59,9 +59,9 @@ def test_the_groups_whose_rewards_differ_most_are_kept_best_and_worst_first(monk
 
     groups = [group(1, 1), group(0, 0.5, 0.2, 0.4), group(0, 1), group(float("nan"), 0)]
     assert chosen(groups) == [7, 6, 3, 2, 5, 4]
-    monkeypatch.setattr(streams, "NUM_TOKENS", 40)
+    monkeypatch.setattr(token_report, "NUM_TOKENS", 40)
     assert chosen(groups) == [7, 6, 3, 2]
-    monkeypatch.setattr(streams, "NUM_TOKENS", 5)
+    monkeypatch.setattr(token_report, "NUM_TOKENS", 5)
     assert chosen(groups) == [7], "one sample, however long"
 
 

@@ -1,4 +1,4 @@
-"""Numbers per token of a few samples, which the trajectories keep for the report: see `rlkit.run.samples`."""
+"""Log-prob, entropy, ratio and advantage of each token of a few samples, for the report (`rlkit.run.samples`)."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from rlkit.model.forward import Policy, compute_tokens
 from rlkit.packing import select
 from rlkit.types import Batch, Trajectory
 
-NUM_STEPS = 32  # of a run, at most, evenly spaced, of which samples keep their tokens
-NUM_GROUPS = 2  # of such a step
-NUM_TOKENS = 16384  # of such a step, at most, unless a single sample has more
+NUM_STEPS = 32  # maximum number of steps with per-token numbers, evenly spaced
+NUM_GROUPS = 2  # groups in such a step
+NUM_TOKENS = 16384  # maximum number of tokens in such a step; a single sample may have more
 
 
 def keeps_tokens(step: int, *, steps: int) -> bool:
-    """Whether samples of this step keep the numbers of their tokens: the first, the last, and some between."""
+    """Whether samples of this step keep per-token numbers: at the first step, the last one, and some between."""
     return step in (1, steps) or step % (-(-steps // NUM_STEPS) or 1) == 0
 
 
 def chosen(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """The places of the samples that keep their tokens, among all of `groups` in a row.
+    """The indices of the samples that keep per-token numbers, among all samples of `groups`.
 
-    They are those of the groups whose rewards differ most; in a group the best, the worst, the second best and so on,
-    until the next one would pass `NUM_TOKENS`. All ranks choose the same.
+    Groups whose rewards differ most come first; in a group the best sample, the worst, the second best and so on, until
+    the next one would exceed `NUM_TOKENS`. All ranks choose the same samples.
     """
     starts = np.cumsum([0, *map(len, groups)])
     order = sorted(range(len(groups)), key=lambda i: -_spread(groups[i]))[:NUM_GROUPS]
-    found: list[int] = []
+    indices: list[int] = []
     used = 0
     for i in order:
         ranked = sorted(range(len(groups[i])), key=lambda j: -groups[i][j].reward)
         for j in [x for pair in zip(ranked, reversed(ranked)) for x in pair][: len(ranked)]:
             used += len(groups[i][j].ids)
-            if found and used > NUM_TOKENS:
-                return found
-            found.append(int(starts[i]) + j)
-    return found
+            if indices and used > NUM_TOKENS:
+                return indices
+            indices.append(int(starts[i]) + j)
+    return indices
 
 
 def token_streams(
     policy: Policy, batch: Batch, groups: Sequence[Sequence[Trajectory]], *, max_tokens: int
 ) -> dict[int, dict[str, Any]]:
-    """What is known of each token of the `chosen` samples, by their place: lists, one number per sampled id.
+    """Per-token numbers of the `chosen` samples, by the sample's index: lists, one number per sampled id.
 
         logp         log-prob under the engine that sampled, nats
         entropy      of the policy's distribution at the token, before the step's update, nats
@@ -62,23 +62,23 @@ def token_streams(
     places = chosen(groups)
     part = select(batch, places)
     with torch.no_grad():
-        now = compute_tokens(
+        scores = compute_tokens(
             lambda micro: torch.stack(policy(micro), dim=-1), part, max_tokens=max_tokens, mesh=policy.mesh
         )
-    logp, entropy = now.float().cpu().unbind(-1)
+    logp, entropy = scores.float().cpu().unbind(-1)
     ratio = torch.where(part.mask, (logp - part.rollout_logp).clamp(max=20).exp(), 0)
-    found = {}
+    numbers = {}
     for i, place in enumerate(places):
         trajectory, start = samples[place], int(part.cu_seqlens[i])
         tokens = slice(start, start + len(trajectory.ids))
-        found[place] = {
+        numbers[place] = {
             "logp": np.asarray(trajectory.logp, float).tolist(), "entropy": entropy[tokens].tolist(),
             "ratio": ratio[tokens].tolist(),
             "advantage": None if part.advantages is None else part.advantages[tokens].tolist(),
             "mask": np.asarray(part.mask[tokens], int).tolist(),
             "version": np.asarray(trajectory.versions, int).tolist(),
         }  # fmt: skip
-    return found
+    return numbers
 
 
 def _spread(group: Sequence[Trajectory]) -> float:

@@ -1,29 +1,15 @@
-"""Names that stand elsewhere: of rlkit 0.1 (they have moved), of another module, of another system (names.tsv)."""
+"""The error of an import that names a function of another module, or of another system (names.tsv)."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent
 _OTHERS = _ROOT / "names.tsv"
-
-
-def moved(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose old names are elsewhere: `places` has the names (with blanks) by place."""
-    place_of = {name: place for place, names in places.items() for name in names.split()}
-
-    def missing(name: str) -> Any:
-        if name not in place_of:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise ImportError(
-            f"{module}.{name} of rlkit 0.1 is now {place_of[name]} (CHANGELOG.md lists all that has moved)"
-        )
-
-    return missing
 
 
 def elsewhere(module: str) -> Callable[[str], Any]:
@@ -45,7 +31,7 @@ def elsewhere(module: str) -> Callable[[str], Any]:
 
 
 def other_systems() -> list[list[str]]:
-    """Names of other systems, and what stands here for them."""
+    """Names of other systems, each with rlkit's name for it."""
     return [line.split("\t") for line in _OTHERS.read_text(encoding="utf-8").splitlines()[1:]]
 
 
