@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
+from rlkit.ranks import own_address
 from rlkit.rollout.calling import in_own_thread
+from rlkit.rollout.engines.hosts import is_here
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
@@ -179,6 +181,12 @@ class FromGroup:
             self._group.broadcast([tensor], options).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def group_to(urls: Sequence[str], on_cpu: bool) -> FromGroup:
+    """The transport to these servers, which meet at an address of this machine that all of them reach."""
+    host = "127.0.0.1" if all(map(is_here, urls)) else own_address()
+    return FromGroup(backend="gloo" if on_cpu else "nccl", host=host)
 
 
 def _store(host: str, port: int, size: int, *, timeout: timedelta) -> dist.TCPStore:

@@ -21,7 +21,6 @@ from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
 from rlkit.rollout.engines.servers.tensors import Named, groups
-from rlkit.rollout.engines.vllm.api import stamp
 from rlkit.rollout.groups import all_or_cancel
 
 
@@ -50,7 +49,7 @@ class FromTensors:
             held = [(name, tensor.contiguous()) for name, tensor in named]  # until the servers have copied them
             info = metadata(held) | {"ipc_handles_pickled": _handles(held)}
             await all_done(server.post("/update_weights", {"update_info": info}) for server in servers)
-        await all_done(stamp(server, version) for server in servers)
+        await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -81,7 +80,7 @@ class FromGroup:
             body = {"update_info": metadata(named)}
             posts = [server.post("/update_weights", body) for server in servers]
             await all_done([*posts, asyncio.to_thread(self._broadcast, named)])
-        await all_done(stamp(server, version) for server in servers)
+        await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
         """Leave the group."""
