@@ -39,6 +39,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +53,8 @@ from rlkit.rollout.groups import (
     Prompt,
     Score,
     compact,
-    images_of,
     joined_experts,
-    sample_group,
-    sampled_at,
-    sampler,
+    seeded_group,
     single_turn,
 )
 from rlkit.rollout.limits import success, varies
@@ -343,9 +341,11 @@ class GroupStream:
             raise ValueError(f"{group_size=}, {groups_per_step=} must be at least 1 and {staleness=} at least 0")
         self._journal = None if journal is None else Journal(journal, generate, version=version)
         self._pausable = Pausable(generate if self._journal is None else self._journal.generate, abort)
-        self._prompt_at, self._params = prompt_at, params
-        self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
-        self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
+        self._sample = partial(
+            seeded_group, generate=self._pausable.generate, params=params, group_size=group_size, env=env, score=score
+        )
+        self._prompt_at, self._keep, self._on_group = prompt_at, keep, on_group
+        self._num, self._seed, self._staleness = groups_per_step, seed, staleness
         self._index_of, self._rests = index_of or (lambda j: j), rests or (lambda index: False)  # noqa: ARG005
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
         self._dropped = dict[int, float]()  # index -> success rate
@@ -455,10 +455,7 @@ class GroupStream:
     async def _run(self, entry: _Entry) -> None:
         try:
             prompt = self._prompt_at(entry.index)
-            keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
-            samplers = [sampler(self._pausable.generate, self._params, key, images_of(prompt)) for key in keys]
-            group = sampled_at(self._params, await sample_group(prompt, samplers, env=self._env, score=self._score))
-            self._finish(entry, prompt, group)
+            self._finish(entry, prompt, await self._sample(prompt, (self._seed, entry.index)))
         except Exception as error:
             self._error = self._error or error
         self._changed.set()

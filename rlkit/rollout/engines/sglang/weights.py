@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from uuid import uuid4
@@ -140,16 +141,16 @@ class FromGroup:
     async def _meet(self, servers: Sequence[Replica]) -> None:
         limit = timedelta(seconds=self._timeout)
         self._name = f"rlkit-{uuid4().hex[:8]}"
-        size = 1 + sum(server.facts.num_ranks for server in servers)
+        *offsets, size = accumulate((server.facts.num_ranks for server in servers), initial=1)
         store = _store(self._host, self._port, size, timeout=limit)
         body = {
             "master_address": self._host, "master_port": store.port, "world_size": size, "group_name": self._name,
             "backend": self._backend,
         }  # fmt: skip
-        posts, offset = [], 1
-        for server in servers:
-            posts.append(server.post("/init_weights_update_group", {**body, "rank_offset": offset}))
-            offset += server.facts.num_ranks
+        posts = [
+            server.post("/init_weights_update_group", {**body, "rank_offset": offset})
+            for server, offset in zip(servers, offsets, strict=True)
+        ]
         # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
         join = partial(
             _new_process_group_helper, size, 0, [], Backend(self._backend), dist.PrefixStore(self._name, store),
