@@ -230,9 +230,8 @@ def _launched(args: Any, lora: Lora | None, stack: ExitStack) -> list[Any]:
     if len(gpus) % size:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
     start = Start(
-        model.model, on_cpu, gpus, tp=how.engine_tp, memory=how.engine_memory, release=how.engine_release,
-        deterministic=model.deterministic, train_vision=model.train_vision, lora=lora, sync=_sync_kind(args),
-        max_len=args.episodes.max_len(args.rollouts),
+        model.model, how, on_cpu, gpus, deterministic=model.deterministic, train_vision=model.train_vision,
+        max_len=args.episodes.max_len(args.rollouts), sync=_sync_kind(args), lora=lora,
     )  # fmt: skip
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):

@@ -6,16 +6,17 @@ import pytest
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines.servers.kinds import Lora, Start, kind_of
-from rlkit.settings import SERVERS
+from rlkit.settings import SERVERS, Engines
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_model(tiny_tokenizer()).save_pretrained(folder)
+    flags = Engines("sglang", engine_tp=2, engine_memory=0.3, engine_release=True)
     return Start(
-        str(folder), on_cpu=False, gpus=[2, 3], tp=2, memory=0.4, release=True, deterministic=False, train_vision=False,
-        max_len=64, sync="ipc", lora=Lora(12, ["q_proj"]),
+        str(folder), flags, on_cpu=False, gpus=[2, 3], deterministic=False, train_vision=False, max_len=64, sync="ipc",
+        lora=Lora(12, ["q_proj"]),
     )  # fmt: skip
 
 
@@ -23,9 +24,9 @@ def start(tmp_path_factory):
 def test_a_kind_has_a_row_and_a_folder(name, start):
     kind = kind_of(name)
     assert kind.api().name == SERVERS[name].name
-    on_gpus, on_cpu = kind.options(start), kind.options(start._replace(on_cpu=True, lora=None, tp=1))
-    assert {"0.4", "2"} < {*on_gpus[0]}
-    assert not {"0.4", "2"} & {*on_cpu[0]}
+    on_gpus, on_cpu = kind.options(start), kind.options(start._replace(on_cpu=True, lora=None))
+    assert {"0.3", "2"} < {*on_gpus[0]}
+    assert "0.3" not in on_cpu[0]
 
 
 def test_adapters_and_gpus_are_named_as_each_kind_takes_them(start, monkeypatch):

@@ -13,7 +13,7 @@ from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_prompt, whole_number
 from rlkit.types import Completion, SamplingParams
 
-MAX_VERSION = 2**31 - 1
+MAX_VERSION, MAX_RANKS = 2**31 - 1, 1 << 16
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
@@ -136,6 +136,11 @@ class Api(Protocol):
     async def take_back(self, server: Any, tags: Sequence[str]) -> None:
         """Take it back."""
         ...
+
+
+def degree(info: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    """A number of ranks that a server reports, `least` where it reports none."""
+    return whole_number(info.get(name) or least, name, low=least, high=MAX_RANKS)
 
 
 def max_new_tokens(prompt_ids: list[int], params: SamplingParams, limits: ServerLimits) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rlkit.rollout.engines.servers.api import Api
 from rlkit.rollout.engines.servers.engine import ServerEngine, Transport
 from rlkit.rollout.engines.servers.process import Server
+from rlkit.settings import Engines
 
 
 class Lora(NamedTuple):
@@ -19,17 +20,15 @@ class Lora(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a server is started for; see the flags of `rlkit.settings.Engines`. `max_len` is the longest sequence.
+    """What a server is started for. `max_len` is the longest sequence.
 
     `sync`: how it gets its weights ("ipc", "group" or "disk"). `lora`: None where those are merged.
     """
 
     model: str
+    flags: Engines
     on_cpu: bool
     gpus: Sequence[int]
-    tp: int
-    memory: float
-    release: bool
     deterministic: bool
     train_vision: bool
     max_len: int

@@ -23,6 +23,7 @@ from rlkit.rollout.engines.servers.api import (
     check_expanded,
     collapsed,
     data_urls,
+    degree,
     max_new_tokens,
     parse_version,
     unsampled,
@@ -30,8 +31,6 @@ from rlkit.rollout.engines.servers.api import (
 )
 from rlkit.rollout.engines.sglang.server import VISION_ENV
 from rlkit.types import Completion, FinishReason, SamplingParams
-
-MAX_RANKS = 1 << 16
 
 
 def _experts(text: str | None, size: int, k: int) -> Int[np.ndarray, "size layers k"] | None:
@@ -141,14 +140,10 @@ class SGLangApi:
         info = await server.get("/server_info", timeout=timeout)
         models = await server.get("/v1/models", timeout=timeout)
         with reading(server.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
-            tp, pp, dp = (
-                whole_number(info.get(f"{kind}_size") or 1, f"{kind}_size", low=1, high=MAX_RANKS)
-                for kind in ("tp", "pp", "dp")
-            )
+            tp, pp, dp = (degree(info, f"{kind}_size") for kind in ("tp", "pp", "dp"))
             told = models["data"][0].get("max_model_len") if models.get("data") else None
             max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
-            rank = info.get("max_lora_rank") if info.get("enable_lora") else 0
-            rank = whole_number(rank or 0, "max_lora_rank", low=0, high=MAX_RANKS)
+            rank = degree(info, "max_lora_rank", least=0) if info.get("enable_lora") else 0
             path = info.get("model_path")
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")

@@ -76,7 +76,7 @@ def launch(
 
 def options(start: Start) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a server for a run."""
-    args, lora = ["--tp", str(start.tp)] if start.tp > 1 else [], start.lora
+    args, lora = ["--tp", str(start.flags.engine_tp)] if start.flags.engine_tp > 1 else [], start.lora
     if lora is not None:
         layers = lora.layers if {*lora.layers} <= LAYERS else ["all"]
         args += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
@@ -89,7 +89,7 @@ def options(start: Start) -> tuple[list[str], dict[str, str]]:
         args += ["--context-length", str(longest)]  # of YaRN it ignores the factor
         env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if not start.on_cpu:  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
-        args += ["--base-gpu-id", str(start.gpus[0]), "--mem-fraction-static", str(start.memory)]
+        args += ["--base-gpu-id", str(start.gpus[0]), "--mem-fraction-static", str(start.flags.engine_memory)]
         args += ["--enable-deterministic-inference"] if start.deterministic else []
-        args += ["--enable-memory-saver"] if start.release else []
+        args += ["--enable-memory-saver"] if start.flags.engine_release else []
     return args, env

@@ -24,6 +24,7 @@ from rlkit.rollout.engines.servers.api import (
     check_expanded,
     collapsed,
     data_urls,
+    degree,
     max_new_tokens,
     unsampled,
     versions_of,
@@ -31,7 +32,6 @@ from rlkit.rollout.engines.servers.api import (
 from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
-MAX_RANKS = 1 << 16
 PREFIX = "generate-tokens-"  # vLLM's name of a request is this and ours
 MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}  # see `flush` for what makes the first two differ
 
@@ -148,16 +148,12 @@ class VLLMApi:
             )
         with reading(server.url, "what vLLM reports of itself", told):
             model, parallel = told["vllm_config"]["model_config"], told["vllm_config"]["parallel_config"]
-            tp, pp, dp = (
-                whole_number(parallel.get(f"{kind}_parallel_size") or 1, f"{kind}_parallel_size", low=1, high=MAX_RANKS)
-                for kind in ("tensor", "pipeline", "data")
-            )
+            tp, pp, dp = (degree(parallel, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
             max_len, path = model.get("max_model_len"), model.get("model")
             max_len = math.inf if max_len is None else whole_number(max_len, "max_model_len", low=1, high=math.inf)
             if not isinstance(path, str | None):
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
-            lora = told["vllm_config"].get("lora_config") or {}
-            rank = whole_number(lora.get("max_lora_rank") or 0, "max_lora_rank", low=0, high=MAX_RANKS)
+            rank = degree(told["vllm_config"].get("lora_config") or {}, "max_lora_rank", least=0)
             loads = (told.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
             extended = parallel.get("worker_extension_cls") == RELOAD

@@ -69,7 +69,11 @@ def launch(
 
 def options(start: Start) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a server for a run."""
-    args, lora, env = ["--tensor-parallel-size", str(start.tp)] if start.tp > 1 else [], start.lora, dict[str, str]()
+    args, lora, env = (
+        ["--tensor-parallel-size", str(start.flags.engine_tp)] if start.flags.engine_tp > 1 else [],
+        start.lora,
+        dict[str, str](),
+    )
     if lora is not None and (most := next((rank for rank in LORA_RANKS if rank >= lora.rank), None)):
         args += ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "1", "--max-cpu-loras", "1"]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -78,8 +82,8 @@ def options(start: Start) -> tuple[list[str], dict[str, str]]:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         gpus = (seen[i] if i < len(seen) and seen[i] else str(i) for i in start.gpus)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        args += ["--gpu-memory-utilization", str(start.memory)]
-        args += ["--enable-sleep-mode"] if start.release else []
+        args += ["--gpu-memory-utilization", str(start.flags.engine_memory)]
+        args += ["--enable-sleep-mode"] if start.flags.engine_release else []
         env |= {"VLLM_BATCH_INVARIANT": "1"} if start.deterministic else {}
         if start.sync != "disk":
             backend = "nccl" if start.sync == "group" else start.sync
