@@ -35,7 +35,7 @@ def retry_after_s(header: str | None) -> float:
 async def retried(
     attempt: Callable[[], Awaitable[T]],
     *,
-    on: type[Exception],
+    on: type[Exception] | tuple[type[Exception], ...],
     backoff_s: float = 0.5,
     total_s: float = 600.0,
     max_retries: int | None = None,

@@ -528,7 +528,21 @@ class ParallelArgs(Parallel):
     """seconds that ranks wait for each other (e.g. for the slowest rollout) before the job ends with an error"""
 
 
-SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}  # `engine`: the servers' name
+class ServerTraits(NamedTuple):
+    """A kind of inference server: its name, and its limits of `weight_sync`.
+
+    `one_gpu_ipc`: ipc reaches a single server of a single GPU only. `cpu_from_disk`: on a CPU, only disk does.
+    """
+
+    name: str
+    one_gpu_ipc: bool = False
+    cpu_from_disk: bool = False
+
+
+SERVERS = {  # values of `engine`; `rlkit.rollout.engines.servers.kinds` has the rest of each
+    "sglang": ServerTraits("SGLang"),
+    "vllm": ServerTraits("vLLM", one_gpu_ipc=True, cpu_from_disk=True),
+}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import warnings
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -80,9 +81,10 @@ async def rollout(
     raised.
     """
 
+    sample = partial(seeded_group, generate=generate, params=params, group_size=group_size, env=env, score=score)
+
     async def one_group(index: int, prompt: Prompt) -> Group:
-        samplers = [sampler(generate, params, (seed, index, i), images_of(prompt)) for i in range(group_size)]
-        group = sampled_at(params, await sample_group(prompt, samplers, env=env, score=score))
+        group = await sample(prompt, (seed, index))
         if on_group is not None:
             on_group(prompt, group)
         return group
@@ -171,8 +173,16 @@ async def sample_group(
     return group
 
 
-def sampled_at(params: SamplingParams, group: Group) -> Group:
-    """The group with the temperature of its log-probs: 1 for greedy decoding."""
+async def seeded_group(
+    prompt: Prompt, key: tuple[int, ...], *, generate: Generate, params: SamplingParams, group_size: int, env: Env,
+    score: Score | None,
+) -> Group:  # fmt: skip
+    """`sample_group` with samplers on `generate`, whose noise is a function of `key`, the sample and the turn.
+
+    The trajectories have the temperature of their log-probs: 1 for greedy decoding.
+    """
+    samplers = [sampler(generate, params, (*key, i), images_of(prompt)) for i in range(group_size)]
+    group = await sample_group(prompt, samplers, env=env, score=score)
     return [replace(t, temperature=params.temperature or 1.0) for t in group]
 
 

@@ -53,7 +53,7 @@ def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
     Reference: arXiv:2503.14476, section 3.4.
     """
 
-    def masked(group: Sequence[Trajectory]) -> Group:
+    def of_group(group: Sequence[Trajectory]) -> Group:
         out: Group = []
         cut = False
         for t in reversed(group):  # an episode is truncated if its last piece is
@@ -62,7 +62,7 @@ def mask_truncated(groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
             out.append(replace(t, mask=[False] * len(t.mask), token_rewards=None) if cut else t)
         return out[::-1]
 
-    return [masked(group) for group in groups]
+    return [of_group(group) for group in groups]
 
 
 def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> list[Group]:
@@ -71,7 +71,7 @@ def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     Differs: nothing from slime `--mask-offpolicy-in-partial-rollout`. Without it, `tis` corrects for the difference.
     """
 
-    def masked(t: Trajectory) -> Trajectory:
+    def on_policy(t: Trajectory) -> Trajectory:
         on = np.asarray(t.mask, bool)
         keep = on & (np.asarray(t.versions) == version)
         if (keep == on).all():
@@ -79,7 +79,7 @@ def mask_off_policy(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
         rewards = None if t.token_rewards is None else (np.asarray(t.token_rewards) * keep).tolist()
         return replace(t, mask=keep.tolist(), token_rewards=rewards)
 
-    return [[masked(t) for t in group] for group in groups]
+    return [[on_policy(t) for t in group] for group in groups]
 
 
 def limited(

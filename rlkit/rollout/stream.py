@@ -13,8 +13,15 @@ t. A group started at version v is trained on at a step t <= v + ceil(staleness)
 Under both rules, waiting for the n oldest groups always suffices (earliest deadline first), so no group is discarded
 for its age. A group's staleness is that of its oldest token; later tokens come from newer weights.
 
-`Pausable` makes a `generate` that can be paused: the tokens so far are kept and continued after the weights have
-changed. `Journal` writes completions to disk as they are made: a killed run does not sample them again.
+A turn that an environment samples passes through these, from the environment to the engine:
+
+    rlkit.rewards.episodes.named    tells the engine's errors from those of the user's environment
+    rlkit.rollout.limits.limited    bounds turns and tokens of the episode, where a limit is set
+    groups.sample_group             warns of an episode that asks for nothing, notes which one names images
+    groups.sampler                  adds the seed of the turn, the limit of its tokens and the prompt's images
+    Pausable                        waits during a pause, and continues from the tokens sampled before it
+    Journal                         replays completions that are on disk, and writes those that are not
+    engine.generate                 samples
 
 Differs: AReaL `max_head_offpolicyness` has the admission rule, and takes groups in the order of completion, which
 bounds the age on average only; prime-rl `max_off_policy_steps` discards what is too old; verl `staleness_threshold`
@@ -29,9 +36,10 @@ import json
 import math
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,11 +53,8 @@ from rlkit.rollout.groups import (
     Prompt,
     Score,
     compact,
-    images_of,
     joined_experts,
-    sample_group,
-    sampled_at,
-    sampler,
+    seeded_group,
     single_turn,
 )
 from rlkit.rollout.limits import success, varies
@@ -88,18 +93,22 @@ class Pausable:
         self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
     ) -> Completion:
         """See `rlkit.types.Generate`. "abort" is returned only if the call was not aborted by `pause`."""
-        done = NOTHING
-        while True:
+        pauses = 0
+
+        async def part(context: list[int], left: SamplingParams) -> Completion:
+            nonlocal pauses
             while not self._open.is_set():  # the stream may be paused again before this task runs
                 await self._open.wait()
             pauses = self._pauses
-            out = await self._count(continued(self._generate, prompt_ids, done, params=params, rid=rid, **shown))
-            done = joined(done, out)
-            if out.finish_reason != "abort" or pauses == self._pauses:
-                return done
-            done = resumable(done, params)
-            if done.finish_reason != "abort":
-                return done
+            self.num_running += 1
+            try:
+                return await self._generate(context, params=left, rid=rid, **shown)
+            finally:
+                self.num_running -= 1
+                if not self.num_running:
+                    self._idle.set()
+
+        return await continue_aborted(part, prompt_ids, params, again=lambda: pauses != self._pauses)
 
     async def pause(self) -> None:
         """Abort all calls, and return when the engine runs none; calls that wait keep waiting."""
@@ -117,23 +126,28 @@ class Pausable:
         """Continue all calls."""
         self._open.set()
 
-    async def _count(self, call: Coroutine[Any, Any, Completion]) -> Completion:
-        self.num_running += 1
-        try:
-            return await call
-        finally:
-            self.num_running -= 1
-            if not self.num_running:
-                self._idle.set()
 
-
-async def continued(
-    generate: Generate, prompt_ids: list[int], done: Completion, *, params: SamplingParams, rid: str | None = None,
-    **shown: Any,
+async def continue_aborted(
+    part: Callable[[list[int], SamplingParams], Awaitable[Completion | None]], prompt_ids: list[int],
+    params: SamplingParams, *, again: Callable[[], bool],
 ) -> Completion:  # fmt: skip
-    """Continue after the tokens of `done`, within the rest of `max_new_tokens`."""
-    left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
-    return await generate([*prompt_ids, *done.ids], params=left, rid=rid, **shown)
+    """Sample a completion in parts: `part(context, left)` samples after the prompt and the tokens so far, within the
+    rest of `max_new_tokens`.
+
+    The next part follows if one ends as "abort" and `again()` is true. None instead of a part ends the completion with
+    the tokens so far.
+    """
+    done = NOTHING
+    while True:
+        left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
+        if (out := await part([*prompt_ids, *done.ids], left)) is None:
+            return done
+        done = joined(done, out)
+        if done.finish_reason != "abort" or not again():
+            return done
+        done = resumable(done, params)
+        if done.finish_reason != "abort":
+            return done
 
 
 def joined(first: Completion, second: Completion) -> Completion:
@@ -191,17 +205,22 @@ class Journal:
         self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
     ) -> Completion:
         """See `rlkit.types.Generate`."""
-        done = NOTHING
-        asked = [*prompt_ids], "".join(image.digest for image in shown.get("images", ()))
-        while (known := self._known.pop(_key(params.seed, *asked, done), None)) is not None:
-            done = joined(done, known)
-            done = resumable(done, params) if done.finish_reason == "abort" else done
-            if done.finish_reason != "abort":
-                return done
-        out = await continued(self._generate, prompt_ids, done, params=params, rid=rid, **shown)
-        if out.ids:
-            self._write(_key(params.seed, *asked, done), out)
-        return joined(done, out)
+        images = "".join(image.digest for image in shown.get("images", ()))
+        replayed = False
+
+        async def part(context: list[int], left: SamplingParams) -> Completion:
+            nonlocal replayed
+            key = _key(params.seed, context, images)
+            known = self._known.pop(key, None)
+            replayed = known is not None
+            if known is not None:
+                return known
+            out = await self._generate(context, params=left, rid=rid, **shown)
+            if out.ids:
+                self._write(key, out)
+            return out
+
+        return await continue_aborted(part, prompt_ids, params, again=lambda: replayed)
 
     def forget(self, *, before: int) -> None:
         """Delete the files of versions before this one."""
@@ -233,10 +252,10 @@ class Journal:
             self._known[key] = Completion(**row)
 
 
-def _key(seed: int | None, prompt_ids: list[int], images: str, done: Completion) -> Key:
+def _key(seed: int | None, prompt_ids: list[int], images: str) -> Key:
     if seed is None:
         raise ValueError("a journal identifies a request by its seed: set params.seed")
-    context = array("q", [*prompt_ids, *done.ids]).tobytes() + images.encode()
+    context = array("q", prompt_ids).tobytes() + images.encode()
     return seed, len(context), zlib.crc32(context)
 
 
@@ -322,9 +341,11 @@ class GroupStream:
             raise ValueError(f"{group_size=}, {groups_per_step=} must be at least 1 and {staleness=} at least 0")
         self._journal = None if journal is None else Journal(journal, generate, version=version)
         self._pausable = Pausable(generate if self._journal is None else self._journal.generate, abort)
-        self._prompt_at, self._params = prompt_at, params
-        self._group_size, self._num, self._seed, self._staleness = group_size, groups_per_step, seed, staleness
-        self._env, self._score, self._keep, self._on_group = env, score, keep, on_group
+        self._sample = partial(
+            seeded_group, generate=self._pausable.generate, params=params, group_size=group_size, env=env, score=score
+        )
+        self._prompt_at, self._keep, self._on_group = prompt_at, keep, on_group
+        self._num, self._seed, self._staleness = groups_per_step, seed, staleness
         self._index_of, self._rests = index_of or (lambda j: j), rests or (lambda index: False)  # noqa: ARG005
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
         self._dropped = dict[int, float]()  # index -> success rate
@@ -434,10 +455,7 @@ class GroupStream:
     async def _run(self, entry: _Entry) -> None:
         try:
             prompt = self._prompt_at(entry.index)
-            keys = [(self._seed, entry.index, i) for i in range(self._group_size)]
-            samplers = [sampler(self._pausable.generate, self._params, key, images_of(prompt)) for key in keys]
-            group = sampled_at(self._params, await sample_group(prompt, samplers, env=self._env, score=self._score))
-            self._finish(entry, prompt, group)
+            self._finish(entry, prompt, await self._sample(prompt, (self._seed, entry.index)))
         except Exception as error:
             self._error = self._error or error
         self._changed.set()

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shlex
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
-from importlib import import_module
 from importlib.util import find_spec
 from inspect import isawaitable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import interpreter, lacks
-from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, own_address, rank, world_size
+from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
 from rlkit.scripts.start import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
 
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.servers.kinds import Lora, ServerKind
+
 _log = logging.getLogger("rlkit.rollout")
-SGLANG_LAYERS = {  # values of --lora-target-modules
-    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "gate_proj", "up_proj", "down_proj", "gate_up_proj",
-}  # fmt: skip
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 SERVER_BACK_S = 900.0  # wait for a server where none is up: as long as one may take to start
 
 
@@ -35,10 +30,10 @@ def check_engine(args: Any) -> None:
     if not how.serves:
         return
     refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {how.engine} needs"))
-    kind = _sync_kind(args)
+    kind, traits = _sync_kind(args), SERVERS[how.engine]
     refuse_if(
-        how.engine == "vllm" and args.model.device == "cpu" and kind != "disk",
-        f"`weight_sync` {kind}: vLLM on a CPU takes weights from files only: drop it, or use disk",
+        traits.cpu_from_disk and args.model.device == "cpu" and kind != "disk",
+        f"`weight_sync` {kind}: {traits.name} on a CPU takes weights from files only: drop it, or use disk",
     )
     refuse_if(
         how.engine_release and (args.model.device == "cpu" or args.rollouts.overlap),
@@ -71,18 +66,18 @@ def _sync_kind(args: Any) -> str:
         try:
             host_of(url)
             if how.weight_sync == "ipc":
-                refuse_elsewhere(url, SERVERS[how.engine], instead="use `weight_sync` group, or disk")
+                refuse_elsewhere(url, SERVERS[how.engine].name, instead="use `weight_sync` group, or disk")
             elif how.weight_sync == "auto" and not is_here(url):
                 return "group" if how.weight_sync_folder is None else "disk"
         except ValueError as error:
             refuse_if(True, f"`engine_urls` {error}")
     if how.weight_sync != "auto":
         return how.weight_sync
-    return "ipc" if how.engine == "sglang" or _one_gpu(args) else "disk"
+    return "ipc" if not SERVERS[how.engine].one_gpu_ipc or _one_gpu(args) else "disk"
 
 
 def _one_gpu(args: Any) -> bool:
-    """Whether there is one server, of one GPU, which trains too: vLLM shares memory with that only."""
+    """Whether there is one server, of one GPU, which trains too."""
     how = args.engine
     if args.model.device == "cpu":
         return False
@@ -121,8 +116,8 @@ def _check_answers(how: Engines) -> None:
         else:
             return
     if said:
-        where, start = ", ".join(said), api_of(how).start
-        what = f"`engine_urls`: no {SERVERS[how.engine]} server answers at {where}"
+        where, start = ", ".join(said), server_kind(how).api().start
+        what = f"`engine_urls`: no {SERVERS[how.engine].name} server answers at {where}"
         raise ValueError(f"{what}: start one with `{start}`, or drop the flag to launch one here")
 
 
@@ -188,25 +183,19 @@ def _servers(args: Any, model: Any) -> Iterator[Sequence[str]]:
         yield on_all_ranks(lambda: _start(args, lora, stack) if rank() in _samplers(how) else [])[rank()]
 
 
-class _Lora(NamedTuple):
-    """The adapters that servers are started for: their rank, and the names of their layers."""
-
-    rank: int
-    layers: list[str]
-
-
-def _lora_of(how: Engines, model: Any) -> _Lora | None:
+def _lora_of(how: Engines, model: Any) -> Lora | None:
     """Those of the model, on all ranks together; None where the servers get merged weights."""
     from rlkit.model.lora import adapters, lora_config, only_adapter_trains
+    from rlkit.rollout.engines.servers.kinds import Lora
 
     if how.weight_sync_lora == "merged" or how.engine_release or not only_adapter_trains(model):
         return None
     found = on_all_ranks(lambda: [(lora_config(model).r, name.split(".")[-2]) for name in adapters(model)])
     ranks, layers = zip(*{pair for of_rank in found for pair in of_rank}, strict=True)  # pipeline stages have their own
-    return _Lora(max(ranks), sorted(layers))
+    return Lora(max(ranks), sorted(layers))
 
 
-def _start(args: Any, lora: _Lora | None, stack: ExitStack) -> list[str]:
+def _start(args: Any, lora: Lora | None, stack: ExitStack) -> list[str]:
     """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`.
 
     Where they do not start with support of adapters, they start without it, unless --weight-sync-lora asks for it.
@@ -229,83 +218,36 @@ def _start(args: Any, lora: _Lora | None, stack: ExitStack) -> list[str]:
     return [server.url for server in servers]
 
 
-def _launched(args: Any, lora: _Lora | None, stack: ExitStack) -> list[Any]:
+def _launched(args: Any, lora: Lora | None, stack: ExitStack) -> list[Any]:
     import torch
 
+    from rlkit.rollout.engines.servers.kinds import Start
+
     how, model = args.engine, args.model
-    launch, on_cpu = _package(how).launch, model.device == "cpu"
+    kind, on_cpu = server_kind(how), model.device == "cpu"
     gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
     size = 1 if on_cpu else how.engine_tp
     if len(gpus) % size:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
+    start = Start(
+        model.model, how, on_cpu, gpus, deterministic=model.deterministic, train_vision=model.train_vision,
+        max_len=args.episodes.max_len(args.rollouts), sync=_sync_kind(args), lora=lora,
+    )  # fmt: skip
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
-        options = _sglang_options if how.engine == "sglang" else _vllm_options
-        given, env = options(args, gpus[first : first + size], lora)
+        options, env = kind.options(start._replace(gpus=gpus[first : first + size]))
         log = args.schedule.output / f"{how.engine}_{rank()}_{number}.log"
-        given += shlex.split(how.engine_args)
-        launched = launch(model.model, device=model.device, args=given, env=env, log=log, wait=False)
+        options += shlex.split(how.engine_args)
+        launched = kind.launch(model.model, device=model.device, args=options, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
     return [server.wait() for server in servers]
 
 
-def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of an SGLang server on these GPUs."""
-    from rlkit.model.pretrained import load_config
-    from rlkit.model.routing import num_experts
+def server_kind(how: Engines) -> ServerKind:
+    """The kind of server of the flags."""
+    from rlkit.rollout.engines.servers.kinds import kind_of
 
-    how, model = args.engine, args.model
-    given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
-    if lora is not None:
-        layers = lora.layers if {*lora.layers} <= SGLANG_LAYERS else ["all"]
-        given += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
-        given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
-    config, longest = load_config(model.model), args.episodes.max_len(args.rollouts)
-    if num_experts(config) > 1:  # the trainer replays them
-        given += ["--enable-return-routed-experts"]
-    env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if model.train_vision else {}  # features outlive an update of the tower
-    if longest > (getattr(config.get_text_config(), "max_position_embeddings", None) or longest):
-        given += ["--context-length", str(longest)]  # of YaRN it ignores the factor
-        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    if model.device != "cpu":  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
-        given += ["--base-gpu-id", str(gpus[0]), "--mem-fraction-static", str(how.engine_memory)]
-        given += ["--enable-deterministic-inference"] if model.deterministic else []
-        given += ["--enable-memory-saver"] if how.engine_release else []
-    return given, env
-
-
-def _vllm_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a vLLM server on these GPUs."""
-    how, model, env = args.engine, args.model, dict[str, str]()
-    given = ["--tensor-parallel-size", str(how.engine_tp)] if how.engine_tp > 1 else []
-    if lora is not None and (most := next((rank for rank in VLLM_RANKS if rank >= lora.rank), None)):
-        given += ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "1", "--max-cpu-loras", "1"]
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    longest = args.episodes.max_len(args.rollouts)
-    given += [] if longest is None else ["--max-model-len", str(longest)]
-    if model.device != "cpu":
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(seen[i] if i < len(seen) and seen[i] else str(i) for i in gpus)
-        given += ["--gpu-memory-utilization", str(how.engine_memory)]
-        given += ["--enable-sleep-mode"] if how.engine_release else []
-        env |= {"VLLM_BATCH_INVARIANT": "1"} if model.deterministic else {}
-        if (kind := _sync_kind(args)) != "disk":
-            given += ["--weight-transfer-config", json.dumps({"backend": "nccl" if kind == "group" else kind})]
-            env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if kind == "ipc" else {}  # it listens on 127.0.0.1 only
-    return given, env
-
-
-def _package(how: Engines) -> Any:
-    """`rlkit.rollout.engines.sglang` or `vllm`."""
-    return import_module(f"rlkit.rollout.engines.{how.engine}")
-
-
-def api_of(how: Engines) -> Any:
-    """How the servers of the flags are spoken to."""
-    from rlkit.rollout.engines.sglang.api import SGLangApi
-    from rlkit.rollout.engines.vllm.api import VLLMApi
-
-    return SGLangApi() if how.engine == "sglang" else VLLMApi()
+    return kind_of(how.engine)
 
 
 @asynccontextmanager
@@ -330,28 +272,21 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
     routing["lora"] = how.weight_sync_lora
     routing |= {"transport": _transport(args), "wait_s": SERVER_BACK_S}
-    package = _package(how)
-    kind = package.SGLang if how.engine == "sglang" else package.VLLM
-    async with kind(list(urls), vocab_size=size, **routing) as engine:
+    async with server_kind(how).engine(list(urls), vocab_size=size, **routing) as engine:
         yield engine
 
 
 def _transport(args: Any) -> Any:
     """How weights go to the servers."""
-    how, kind, package = args.engine, _sync_kind(args), _package(args.engine)
-    if kind == "ipc":
-        return package.FromTensors()
-    if kind == "disk":
-        folder = how.weight_sync_folder or args.schedule.output / "weights"
-        return package.FromDisk(folder / f"machine_{node()}" if len(_samplers(how)) > 1 else folder)
-    if how.engine == "vllm":
-        return package.FromGroup()
-    from rlkit.rollout.engines.hosts import is_here
+    from rlkit.rollout.engines.servers.tensors import FromDisk
 
-    near = all(map(is_here, _given_urls(how)))
-    return package.FromGroup(
-        backend="gloo" if args.model.device == "cpu" else "nccl", host="127.0.0.1" if near else own_address()
-    )
+    how, sync = args.engine, _sync_kind(args)
+    if sync == "ipc":
+        return server_kind(how).ipc()
+    if sync == "group":
+        return server_kind(how).group(_given_urls(how), args.model.device == "cpu")
+    folder = how.weight_sync_folder or args.schedule.output / "weights"
+    return FromDisk(folder / f"machine_{node()}" if len(_samplers(how)) > 1 else folder)
 
 
 @asynccontextmanager

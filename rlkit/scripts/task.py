@@ -19,7 +19,7 @@ from rlkit.data.vocabulary import check_vocabulary
 from rlkit.ranks import launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Episodes, log
-from rlkit.scripts.engines import check_engine
+from rlkit.scripts.engines import check_engine, server_kind
 from rlkit.scripts.start import (
     begin,
     check_ranks,
@@ -38,7 +38,7 @@ from rlkit.scripts.start import (
     with_adapter,
 )
 from rlkit.scripts.trial import try_env, try_rewards
-from rlkit.settings import Rollouts, SamplingParams, refuse_if
+from rlkit.settings import SERVERS, Rollouts, SamplingParams, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
 _ANSWERS = ("chosen", "rejected", "response", "completion")  # columns of fixed data
@@ -104,12 +104,13 @@ def note_unknown(args: Any, tokenizer: Any, num_rows: int) -> None:
 def check_images(args: Any, config: Any) -> None:
     """Refuse what would not show the prompts' images, and warn of what would show old features of them."""
     how = args.engine
-    what = f"`engine` {how.engine}: the prompts show images, which only local, sglang and vllm are given"
+    what = f"`engine` {how.engine}: the prompts show images, which only local, {' and '.join(SERVERS)} are given"
     refuse_if(":" in how.engine, what)
     what = f"`engine` {how.engine}: servers write other tokens around the images of {config.model_type}: use local"
     refuse_if(how.serves and config.model_type == "gemma3", what)
-    if args.model.train_vision and how.engine == "sglang" and how.engine_urls:
-        log.warning("start the servers of `engine_urls` with SGLANG_VLM_CACHE_SIZE_MB=0: they keep features of images")
+    if args.model.train_vision and how.engine_urls and (env := server_kind(how).api().vision_env):
+        said = " ".join(f"{name}={value}" for name, value in env.items())
+        log.warning("start the servers of `engine_urls` with %s: they keep features of images", said)
 
 
 def own_rewards(args: Any, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:

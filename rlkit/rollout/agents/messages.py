@@ -17,7 +17,7 @@ from rlkit.rollout.agents.request import (
     objects,
     options,
     text_of,
-    tool_of,
+    tools_of,
 )
 
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
@@ -32,15 +32,12 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     system = text_of(body.get("system"), "`system`")
     images: dict[str, bytes] = {}
     messages = [m for i, message in enumerate(given) for m in _messages(message, f"messages[{i}]", images)]
-    tools = [
-        tool_of(t.get("name") if t.get("type") in (None, "custom") else None, t, "input_schema")
-        for t in objects(body.get("tools"), "`tools`")
-    ]
+    tools = tools_of(body, (None, "custom"), "input_schema")
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     shared = options({**body, "n": None, "tool_choice": choice}, limit=("max_tokens",), stop="stop_sequences")
     first = [{"role": "system", "content": system}] if system else []
-    return Request([*first, *joined_turns(messages)], tools or None, images=images, **shared)
+    return Request([*first, *joined_turns(messages)], tools, images=images, **shared)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -198,12 +198,18 @@ def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, A
     return call if identity is None else {"id": identity, **call}
 
 
-def tool_of(name: Any, tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
-    """A tool in the form of chat templates; `schema` is the field of its parameters."""
-    need(isinstance(name, str), "`tools` must be functions with a name: tools that a server runs are not here")
-    need(isinstance(tool.get("description"), str | None), f"tool {name}: `description` must be a string")
-    function = {"name": name, "description": tool.get("description"), "parameters": tool.get(schema)}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+def tools_of(body: Mapping[str, Any], types: Sequence[str | None], schema: str) -> list[dict[str, Any]] | None:
+    """The tools of a body, of one of these types, in the form of chat templates; `schema` is the field of their
+    parameters. None without any."""
+    found = []
+    for tool in objects(body.get("tools"), "`tools`"):
+        name = tool.get("name") if tool.get("type") in types else None
+        need(isinstance(name, str), "`tools` must be functions with a name: tools that a server runs are not here")
+        need(isinstance(tool.get("description"), str | None), f"tool {name}: `description` must be a string")
+        function = {"name": name, "description": tool.get("description"), "parameters": tool.get(schema)}
+        fields = {key: value for key, value in function.items() if value is not None}
+        found.append({"type": "function", "function": fields})
+    return found or None
 
 
 def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

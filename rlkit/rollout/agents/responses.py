@@ -18,7 +18,7 @@ from rlkit.rollout.agents.request import (
     objects,
     options,
     text_of,
-    tool_of,
+    tools_of,
 )
 
 __all__ = ["events", "failure", "read", "write"]
@@ -39,12 +39,9 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
     need(messages, "`input` must have at least one message")
     if instructions:
         messages = [{"role": "system", "content": instructions}, *messages]
-    tools = [
-        tool_of(t.get("name") if t.get("type") == "function" else None, t, "parameters")
-        for t in objects(body.get("tools"), "`tools`")
-    ]
+    tools = tools_of(body, ("function",), "parameters")
     own = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
-    return Request(messages, tools or None, images=images, **options(own, limit=("max_output_tokens",), stop=None))
+    return Request(messages, tools, images=images, **options(own, limit=("max_output_tokens",), stop=None))
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:

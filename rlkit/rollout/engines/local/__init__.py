@@ -37,10 +37,8 @@ from rlkit.rollout.sampling import sample, uniforms
 from rlkit.types import Completion, Picture, Progress, SamplingParams, request_ids
 
 _U64 = 2**64 - 1
-BATCH, GPU_BATCH = (
-    64,
-    256,
-)  # rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
+# rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
+BATCH, GPU_BATCH = 64, 256
 
 
 class LocalEngine:

@@ -3,7 +3,9 @@
 Covers the dense Llama family (see `why_unsupported`): RMS norms before attention and MLP, rotary positions, grouped
 queries, gated MLP. Only the rotary table and weights with a LoRA adapter are copied: every step reads the parameters,
 so the next token sees an optimizer step (of an adapter: after `refresh`). It is faster than the model's own forward
-because it has fewer operators, shaped for one new token per row.
+because it has fewer operators, shaped for one new token per row: on SmolLM2-135M in fp32 (two threads, 64 tokens after
+prompts of 32, steps of both in turns, three repeats) `CachedForward` takes 1.21 to 1.24 times as long with 32 rows and
+1.09 to 1.16 times with 8. `compile` needs a forward of its own, and `FusedDecoder` shares its weights and slots.
 """
 
 from __future__ import annotations

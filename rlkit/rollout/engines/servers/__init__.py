@@ -1,7 +1,7 @@
 """What engines over inference servers share: one client for several servers, their health, their processes, checks.
 
-`rlkit.rollout.engines.sglang` and `rlkit.rollout.engines.vllm` say how their servers are spoken to (`api.Api`) and how
-weights reach them.
+The kinds of servers are `rlkit.rollout.engines.sglang` and `rlkit.rollout.engines.vllm`: how they are spoken to
+(`api.Api`), started, and given weights; see `kinds.ServerKind`.
 """
 
 from rlkit.rollout.engines.http import ReplicaError

@@ -77,10 +77,10 @@ class Adapters:
         return None
 
     async def _has_base(self, server: Replica, path: str) -> bool:
-        if (name := self._servers.adapter) is not None and name not in await server.api.adapters(server):
+        if (name := self._servers.adapter) is not None and name not in await server.adapters():
             server.reborn()  # between two requests
         if server.base is None:
-            server.base = _same(server.model_path, path) and await server.api.untouched(server)
+            server.base = _same(server.model_path, path) and await server.is_untouched()
         return server.base
 
     async def load(self, servers: Sequence[Replica], weights: AdapterStream, version: int) -> None:
@@ -98,7 +98,8 @@ class Adapters:
         async def one(server: Replica) -> None:
             await self._unload(server)
             try:
-                await server.api.load_adapter(server, name, folder)
+                adapter = {"lora_name": name, "lora_path": str(folder)}
+                await server.post(f"{server.api.lora_root}/load_lora_adapter", adapter)
                 await server.api.stamp(server, version)
             except (Refused, ReplicaError) as error:
                 if await self._servers.suspect(server):
@@ -117,9 +118,9 @@ class Adapters:
         self._servers.adapter = None
 
     async def _unload(self, server: Replica) -> None:
-        for name in await server.api.adapters(server):
+        for name in await server.adapters():
             if name.startswith(OURS):
-                await server.api.unload_adapter(server, name)
+                await server.post(f"{server.api.lora_root}/unload_lora_adapter", {"lora_name": name})
 
     def close(self) -> None:
         """Remove the temporary files."""

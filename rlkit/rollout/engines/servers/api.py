@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rlkit.data.images import Image
-from rlkit.rollout.engines.http import check_prompt, reading, whole_number
+from rlkit.rollout.engines.http import check_prompt, whole_number
 from rlkit.types import Completion, SamplingParams
 
-MAX_VERSION = 2**31 - 1
+MAX_VERSION, MAX_RANKS = 2**31 - 1, 1 << 16
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
@@ -41,6 +41,10 @@ class Facts(NamedTuple):
     experts: bool = False
 
 
+LogProbs = list[tuple[list[int], list[float]]]  # at each token: ids, and log-probs of them
+Scoring = tuple[str, dict[str, Any], Callable[[Any], LogProbs]]  # path and body of a request, and what reads its reply
+
+
 class Api(Protocol):
     """The protocol of one kind of server. `server` is a `Replica`; each call awaits the server's answer."""
 
@@ -48,7 +52,10 @@ class Api(Protocol):
     start: str  # a command that starts one
     generate: str  # path of a completion
     alive: str  # path that a paused server answers too
+    info: str  # path that reports the version of its weights
+    lora_root: str  # before the paths that load and unload adapters
     lora: str  # what starts one that takes adapters
+    vision_env: Mapping[str, str]  # variables with which it keeps no features of images, for a tower that trains
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -73,12 +80,13 @@ class Api(Protocol):
         """The completion of a reply, or ReplicaError; `version` is for servers that do not report theirs."""
         ...
 
-    async def learn(self, server: Any, *, timeout: float) -> Facts:
-        """What the server reports of itself."""
+    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:
+        """A request for log-probs of temperature 1 at each of `ids` after the prompt: of the `k` most likely tokens
+        there, or with 0 of `ids` themselves. `model` is the name in /v1/models."""
         ...
 
-    async def version(self, server: Any, *, timeout: float) -> int:
-        """The version of the weights that it serves."""
+    async def learn(self, server: Any, *, timeout: float) -> Facts:
+        """What the server reports of itself."""
         ...
 
     async def pause(self, server: Any, mode: PauseMode) -> None:
@@ -113,24 +121,8 @@ class Api(Protocol):
         """The request to the adapter of that name."""
         ...
 
-    async def adapters(self, server: Any) -> list[str]:
-        """Names of the adapters that are loaded."""
-        ...
-
-    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:
-        """Load an adapter in peft's layout under a new name."""
-        ...
-
-    async def unload_adapter(self, server: Any, name: str) -> None:
-        """Drop it, once no request uses it."""
-        ...
-
     async def stamp(self, server: Any, version: int) -> None:
         """Set the version of what is sampled from here on."""
-        ...
-
-    async def untouched(self, server: Any) -> bool:
-        """Whether it still has the weights that it was started with."""
         ...
 
     async def waiting(self, server: Any) -> int:
@@ -144,6 +136,11 @@ class Api(Protocol):
     async def take_back(self, server: Any, tags: Sequence[str]) -> None:
         """Take it back."""
         ...
+
+
+def degree(info: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    """A number of ranks that a server reports, `least` where it reports none."""
+    return whole_number(info.get(name) or least, name, low=least, high=MAX_RANKS)
 
 
 def max_new_tokens(prompt_ids: list[int], params: SamplingParams, limits: ServerLimits) -> float:
@@ -200,14 +197,6 @@ def parse_version(told: Any, missing: int) -> int:
         return missing
     served = 0 if told == "default" else int(told) if isinstance(told, str) else told
     return whole_number(served, "weight_version", low=0, high=MAX_VERSION)
-
-
-async def adapters_of(server: Any) -> list[str]:
-    """Names of the adapters that a server lists among its models."""
-    told = await server.get("/v1/models", timeout=60.0)
-    with reading(server.url, "a reply of /v1/models", told):
-        names = [str(model["id"]) for model in told.get("data", []) if model.get("parent") is not None]
-    return names
 
 
 def versions_of(spans: Any, num_tokens: int) -> list[int]:

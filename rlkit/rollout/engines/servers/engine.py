@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
 from uuid import uuid4
@@ -22,7 +22,7 @@ from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CONTROL_TIMEOUT, Replica, Replicas
-from rlkit.rollout.stream import NOTHING, joined, resumable
+from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
@@ -176,18 +176,19 @@ class ServerEngine:
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
             raise ValueError(f"rid {name!r} is already in flight")
-        call, done = _Call(images), NOTHING
-        try:
-            while done.finish_reason == "abort":
-                self._calls[name] = call
-                done = joined(done, await self._sampled(call, prompt_ids, done, params, limits))
-                if not call.again or done.finish_reason != "abort":
-                    break
-                done = resumable(done, params)
+        call = self._calls[name] = _Call(images)
+
+        async def part(context: list[int], left: SamplingParams) -> Completion | None:
+            nonlocal call, limits
+            if call.done:  # an update has ended the part before
                 limits = await self._usable()
                 if not call.again:  # aborted while it waited
-                    break
-                call = _Call(images)
+                    return None
+                call = self._calls[name] = _Call(images)
+            return await self._sampled(call, context, left, limits)
+
+        try:
+            done = await continue_aborted(part, prompt_ids, params, again=lambda: call.again)
             self._num_tokens += len(done.ids)
             return done
         finally:
@@ -214,14 +215,13 @@ class ServerEngine:
                 return self._servers.limits
 
     async def _sampled(
-        self, call: _Call, prompt_ids: list[int], done: Completion, params: SamplingParams, limits: ServerLimits
+        self, call: _Call, context: list[int], params: SamplingParams, limits: ServerLimits
     ) -> Completion:
-        """What a server samples after the tokens of `done`, until it ends or is aborted."""
-        left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
+        """What a server samples after the context, until it ends or is aborted."""
 
         def request() -> dict[str, Any]:
             # built again for every attempt: an update in between may have changed the key of the prefix cache
-            body = self._api.body([*prompt_ids, *done.ids], left, limits, self._salt)
+            body = self._api.body(context, params, limits, self._salt)
             return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
 
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlkit._text import masked
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading
-from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits
+from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits, parse_version
 from rlkit.rollout.engines.servers.checks import experts_of, vocab_size
 from rlkit.rollout.engines.silence import Silence
 
@@ -97,6 +97,24 @@ class Replica:
         with reading(self.url, f"a reply of {path}", reply):
             return dict(reply.items())
 
+    async def version(self, *, timeout: float) -> int:
+        """The version of the weights that it serves."""
+        info = await self.get(self.api.info, timeout=timeout)
+        with reading(self.url, f"a reply of {self.api.info}", info):
+            served = parse_version(info.get("weight_version"), 0)
+        return served
+
+    async def is_untouched(self) -> bool:
+        """Whether it still has the weights that it was started with."""
+        return (await self.get(self.api.info, timeout=60.0)).get("weight_version") == "default"
+
+    async def adapters(self) -> list[str]:
+        """Names of the adapters that it lists among its models."""
+        models = await self.get("/v1/models", timeout=60.0)
+        with reading(self.url, "a reply of /v1/models", models):
+            names = [str(model["id"]) for model in models.get("data", []) if model.get("parent") is not None]
+        return names
+
 
 class Replicas:
     """Servers of one model behind one client. A dead server stays out until a weight update includes it again."""
@@ -177,7 +195,7 @@ class Replicas:
         if self.adapter is None:
             return False
         try:
-            return self.adapter not in await self._api.adapters(replica)
+            return self.adapter not in await replica.adapters()
         except (ReplicaError, TimeoutError):
             return True
 
@@ -217,7 +235,7 @@ class Replicas:
     async def _readmit(self, replica: Replica) -> None:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
-            served = await self._api.version(replica, timeout=self._patience)
+            served = await replica.version(timeout=self._patience)
             replica.forgot = served != self.version or await self.lacks_adapter(replica)
             what = "lacks the adapter" if served == self.version else f"serves version {served}, not {self.version}"
             other = f"it was restarted and {what}: call update_weights"

@@ -15,15 +15,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit._retrying import retried
 from rlkit._text import masked
 from rlkit.ranks import is_first, on_all_ranks
 from rlkit.rollout.engines.http import Http, Refused, ReplicaError, reading
+from rlkit.rollout.engines.servers.api import Api, LogProbs
+from rlkit.rollout.engines.servers.kinds import kind_of
 from rlkit.segments import seq_lens
+from rlkit.settings import SERVERS
 from rlkit.types import Batch
 
 X = TypeVar("X")
 PROBE = "The quick brown fox jumps over 1,234 lazy dogs: naïve café, 你好.\n\tx = f(y)"
-Found = list[tuple[list[int], list[float]]]  # of each token: ids, and log-probs of them
 
 
 @dataclass
@@ -45,7 +48,8 @@ class ServedTeacher:
     concurrent: int = 16
     timeout: float = 600.0
     tries: int = 3
-    _kind: tuple[str, str] = field(default=("", ""), init=False, repr=False)  # and the model's name; "": not asked yet
+    _api: Api | None = field(default=None, init=False, repr=False)  # None: not asked yet
+    _model: str = field(default="", init=False, repr=False)
 
     def logp(self, batch: Batch) -> Float[Tensor, "T"]:  # noqa: D102
         return self._scored(batch, 1, sampled=True)[1][:, 0]
@@ -63,7 +67,7 @@ class ServedTeacher:
 
         async def ask(http: Http) -> None:
             await self._score(http, ids[:1], ids[1:8], k, sampled=False)
-            body = {"prompt": PROBE, "add_special_tokens": False, "model": self._kind[1]}
+            body = {"prompt": PROBE, "add_special_tokens": False, "model": self._model}
             theirs = None
             with suppress(Refused):  # older servers do not tokenize
                 theirs = (await http.request(f"{self.url}/tokenize", body, timeout=60.0)).get("tokens")
@@ -107,75 +111,40 @@ class ServedTeacher:
     async def _with_http(self, work: Callable[[Http], Coroutine[Any, Any, None]]) -> None:
         http = Http()
         try:
-            if not self._kind[0]:
-                self._kind = await _kind_of(http, self.url)
+            if self._api is None:
+                self._api, self._model = await _served(http, self.url)
             await work(http)
         finally:
             await http.close()
 
-    async def _score(self, http: Http, prompt: list[int], ids: list[int], k: int, *, sampled: bool) -> Found:
+    async def _score(self, http: Http, prompt: list[int], ids: list[int], k: int, *, sampled: bool) -> LogProbs:
         """The `k` most likely tokens at each of `ids`, or with `sampled` those ids, and their log-probs."""
-        kind, model = self._kind
-        request = _sglang if kind == "sglang" else _vllm
-        path, body, read = request(prompt, ids, 0 if sampled else k, model)
-        for left in reversed(range(self.tries)):
-            try:
-                reply = await http.patient(partial(http.request, f"{self.url}{path}", body, timeout=self.timeout))
-                with reading(self.url, f"a reply of {path}", reply):
-                    found = [_checked(found_ids, logp, k) for found_ids, logp in read(reply)]
-                    if len(found) != len(ids):
-                        raise ValueError(f"log-probs of {len(found)} tokens for {len(ids)}")
-                return found
-            except (ReplicaError, TimeoutError):
-                if not left:
-                    raise
-                await asyncio.sleep(0.5)
-        raise AssertionError
+        assert self._api is not None  # of `_with_http`
+        path, body, read = self._api.scoring(prompt, ids, 0 if sampled else k, model=self._model)
+
+        async def attempt() -> LogProbs:
+            reply = await http.patient(partial(http.request, f"{self.url}{path}", body, timeout=self.timeout))
+            with reading(self.url, f"a reply of {path}", reply):
+                found = [_checked(found_ids, logp, k) for found_ids, logp in read(reply)]
+                if len(found) != len(ids):
+                    raise ValueError(f"log-probs of {len(found)} tokens for {len(ids)}")
+                if sampled and [token for (token,), _ in found] != ids:
+                    raise ValueError("log-probs of other tokens")
+            return found
+
+        return await retried(attempt, on=(ReplicaError, TimeoutError), max_retries=self.tries - 1, total_s=math.inf)
 
 
-async def _kind_of(http: Http, url: str) -> tuple[str, str]:
-    """Which server it is, and the name of its model; ValueError for another one."""
-    told = await http.request(f"{url}/v1/models", timeout=60.0, method="GET")
-    with reading(url, "a reply of /v1/models", told):
-        model = told["data"][0]
+async def _served(http: Http, url: str) -> tuple[Api, str]:
+    """How the server is spoken to, and the name of its model; ValueError for a server of another kind."""
+    reply = await http.request(f"{url}/v1/models", timeout=60.0, method="GET")
+    with reading(url, "a reply of /v1/models", reply):
+        model = reply["data"][0]
         kind, name = str(model.get("owned_by")), str(model["id"])
-    if kind not in ("sglang", "vllm"):
-        raise ValueError(
-            f"{masked(url)} is a server of {kind}, which gives no log-probs of given tokens: use SGLang or vLLM"
-        )
-    return kind, name
-
-
-def _vllm(prompt: list[int], ids: list[int], k: int, model: str) -> tuple[str, Any, Callable[[Any], Any]]:
-    body = {"model": model, "prompt": prompt + ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
-
-    def read(reply: Any) -> Any:
-        rows = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
-        for token, row in zip(ids, rows, strict=True):
-            ranked = sorted(row.items(), key=lambda entry: entry[1]["rank"])[:k] if k else [(token, row[str(token)])]
-            yield [int(i) for i, _ in ranked], [entry["logprob"] for _, entry in ranked]
-
-    return "/v1/completions", body, read
-
-
-def _sglang(prompt: list[int], ids: list[int], k: int, model: str) -> tuple[str, Any, Callable[[Any], Any]]:  # noqa: ARG001
-    body = {
-        "input_ids": prompt + ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": k, "stream": False,
-    }  # fmt: skip
-
-    def read(reply: Any) -> Any:
-        meta = reply["meta_info"]
-        if not k:
-            rows = [[entry] for entry in meta["input_token_logprobs"][-len(ids) :]]
-            if [entry[1] for (entry,) in rows] != ids:
-                raise ValueError("log-probs of other tokens")
-        else:
-            rows = meta["input_top_logprobs"][-len(ids) :]
-        for row in rows:
-            yield [entry[1] for entry in row], [entry[0] for entry in row]
-
-    return "/generate", body, read
+    if kind not in SERVERS:
+        use = " or ".join(traits.name for traits in SERVERS.values())
+        raise ValueError(f"{masked(url)} is a server of {kind}, which gives no log-probs of given tokens: use {use}")
+    return kind_of(kind).api(), name
 
 
 def _checked(ids: Sequence[int], logp: Sequence[float], k: int) -> tuple[list[int], list[float]]:

@@ -18,11 +18,12 @@ from typing import Any
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.servers.checks import Probe, WeightMismatch
 from rlkit.rollout.engines.servers.engine import ServerEngine, Transport
+from rlkit.rollout.engines.servers.kinds import ServerKind
 from rlkit.rollout.engines.servers.process import Server
 from rlkit.rollout.engines.servers.tensors import FromDisk
 from rlkit.rollout.engines.sglang.api import SGLangApi
-from rlkit.rollout.engines.sglang.server import launch
-from rlkit.rollout.engines.sglang.weights import FromGroup, FromTensors
+from rlkit.rollout.engines.sglang.server import launch, options
+from rlkit.rollout.engines.sglang.weights import FromGroup, FromTensors, group_to
 
 __all__ = [
     "FromDisk", "FromGroup", "FromTensors", "Probe", "ReplicaError", "SGLang", "Server", "WeightMismatch", "launch",
@@ -41,3 +42,6 @@ class SGLang(ServerEngine):
 
     def __init__(self, urls: str | Sequence[str], *, transport: Transport | None = None, **options: Any) -> None:
         super().__init__(urls, api=SGLangApi(), transport=FromTensors() if transport is None else transport, **options)
+
+
+KIND = ServerKind(SGLangApi, SGLang, launch, options, ipc=FromTensors, group=group_to)

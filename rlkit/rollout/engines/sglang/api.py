@@ -16,20 +16,21 @@ from rlkit.data.images import Image
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (
     Facts,
+    LogProbs,
     PauseMode,
+    Scoring,
     ServerLimits,
-    adapters_of,
     check_expanded,
     collapsed,
     data_urls,
+    degree,
     max_new_tokens,
     parse_version,
     unsampled,
     versions_of,
 )
+from rlkit.rollout.engines.sglang.server import VISION_ENV
 from rlkit.types import Completion, FinishReason, SamplingParams
-
-MAX_RANKS = 1 << 16
 
 
 def _experts(text: str | None, size: int, k: int) -> Int[np.ndarray, "size layers k"] | None:
@@ -46,7 +47,9 @@ class SGLangApi:
     start = "python -m sglang.launch_server --model-path MODEL --port 30000"
     generate = "/generate"
     alive = "/model_info"  # /health generates a token, which a paused server does not
+    info, lora_root = "/model_info", ""
     lora = "--enable-lora --max-lora-rank RANK --lora-target-modules all"
+    vision_env = VISION_ENV
 
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
@@ -120,29 +123,32 @@ class SGLangApi:
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
         return body | {"rid": wire}
 
+    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: ARG002, D102
+        body = {
+            "input_ids": prompt + ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": k, "stream": False,
+        }  # fmt: skip
+
+        def read(reply: Any) -> LogProbs:
+            rows = reply["meta_info"]["input_top_logprobs" if k else "input_token_logprobs"][-len(ids) :]
+            rows = rows if k else [[entry] for entry in rows]
+            return [([entry[1] for entry in row], [entry[0] for entry in row]) for row in rows]
+
+        return self.generate, body, read
+
     async def learn(self, server: Any, *, timeout: float) -> Facts:  # noqa: D102
         info = await server.get("/server_info", timeout=timeout)
         models = await server.get("/v1/models", timeout=timeout)
         with reading(server.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
-            tp, pp, dp = (
-                whole_number(info.get(f"{kind}_size") or 1, f"{kind}_size", low=1, high=MAX_RANKS)
-                for kind in ("tp", "pp", "dp")
-            )
+            tp, pp, dp = (degree(info, f"{kind}_size") for kind in ("tp", "pp", "dp"))
             told = models["data"][0].get("max_model_len") if models.get("data") else None
             max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
-            rank = info.get("max_lora_rank") if info.get("enable_lora") else 0
-            rank = whole_number(rank or 0, "max_lora_rank", low=0, high=MAX_RANKS)
+            rank = degree(info, "max_lora_rank", least=0) if info.get("enable_lora") else 0
             path = info.get("model_path")
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
             experts = bool(info.get("enable_return_routed_experts"))
         return Facts(tp, pp, dp, max_len, path, rank, experts)
-
-    async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
-        info = await server.get("/model_info", timeout=timeout)
-        with reading(server.url, "a reply of /model_info", info):
-            served = parse_version(info.get("weight_version"), 0)
-        return served
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post("/pause_generation", {"mode": mode})
@@ -185,21 +191,9 @@ class SGLangApi:
     def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:  # noqa: D102
         return body | {"lora_path": adapter}
 
-    async def adapters(self, server: Any) -> list[str]:  # noqa: D102
-        return await adapters_of(server)
-
-    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:  # noqa: D102
-        await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    async def unload_adapter(self, server: Any, name: str) -> None:  # noqa: D102
-        await server.post("/unload_lora_adapter", {"lora_name": name})
-
     async def stamp(self, server: Any, version: int) -> None:  # noqa: D102
         body = {"new_version": str(version), "abort_all_requests": False}
         await server.post("/update_weight_version", body)
-
-    async def untouched(self, server: Any) -> bool:  # noqa: D102
-        return (await server.get("/model_info", timeout=60.0)).get("weight_version") == "default"
 
     async def waiting(self, server: Any) -> int:  # noqa: D102
         reply = await server.get("/v1/loads?include=core", timeout=5.0)

@@ -6,8 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkit.model.pretrained import load_config
+from rlkit.model.routing import num_experts
+from rlkit.rollout.engines.servers.kinds import Start
 from rlkit.rollout.engines.servers.process import Server, start_server
 
+LAYERS = {  # values of --lora-target-modules
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj",
+}  # fmt: skip
+# else features of images outlive an update of the tower that made them
+VISION_ENV: Mapping[str, str] = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 CPU_ARGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--sleep-on-idle", "--grammar-backend", "none", "--lora-backend", "torch_native"),
@@ -63,3 +72,24 @@ def launch(
     ours = {**(CPU_ENV if device == "cpu" else {}), **(env or {})}
     where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
     return start_server("SGLang", options, model_path, dtype=dtype, args=args, env=ours, **where)
+
+
+def options(start: Start) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a server for a run."""
+    args, lora = ["--tp", str(start.flags.engine_tp)] if start.flags.engine_tp > 1 else [], start.lora
+    if lora is not None:
+        layers = lora.layers if {*lora.layers} <= LAYERS else ["all"]
+        args += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
+        args += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
+    config, longest = load_config(start.model), start.max_len
+    if num_experts(config) > 1:  # the trainer replays them
+        args += ["--enable-return-routed-experts"]
+    env = {**VISION_ENV} if start.train_vision else {}
+    if longest > (getattr(config.get_text_config(), "max_position_embeddings", None) or longest):
+        args += ["--context-length", str(longest)]  # of YaRN it ignores the factor
+        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if not start.on_cpu:  # not by CUDA_VISIBLE_DEVICES: IPC needs the trainer's GPU to be visible to the server
+        args += ["--base-gpu-id", str(start.gpus[0]), "--mem-fraction-static", str(start.flags.engine_memory)]
+        args += ["--enable-deterministic-inference"] if start.deterministic else []
+        args += ["--enable-memory-saver"] if start.flags.engine_release else []
+    return args, env

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 from uuid import uuid4
@@ -19,7 +20,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
+from rlkit.ranks import own_address
 from rlkit.rollout.calling import in_own_thread
+from rlkit.rollout.engines.hosts import is_here
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
@@ -138,16 +141,16 @@ class FromGroup:
     async def _meet(self, servers: Sequence[Replica]) -> None:
         limit = timedelta(seconds=self._timeout)
         self._name = f"rlkit-{uuid4().hex[:8]}"
-        size = 1 + sum(server.facts.num_ranks for server in servers)
+        *offsets, size = accumulate((server.facts.num_ranks for server in servers), initial=1)
         store = _store(self._host, self._port, size, timeout=limit)
         body = {
             "master_address": self._host, "master_port": store.port, "world_size": size, "group_name": self._name,
             "backend": self._backend,
         }  # fmt: skip
-        posts, offset = [], 1
-        for server in servers:
-            posts.append(server.post("/init_weights_update_group", {**body, "rank_offset": offset}))
-            offset += server.facts.num_ranks
+        posts = [
+            server.post("/init_weights_update_group", {**body, "rank_offset": offset})
+            for server, offset in zip(servers, offsets, strict=True)
+        ]
         # the same nesting of prefixes as in SGLang's init_custom_process_group, or the ranks would not find each other
         join = partial(
             _new_process_group_helper, size, 0, [], Backend(self._backend), dist.PrefixStore(self._name, store),
@@ -179,6 +182,12 @@ class FromGroup:
             self._group.broadcast([tensor], options).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def group_to(urls: Sequence[str], on_cpu: bool) -> FromGroup:
+    """The transport to these servers, which meet at an address of this machine that all of them reach."""
+    host = "127.0.0.1" if all(map(is_here, urls)) else own_address()
+    return FromGroup(backend="gloo" if on_cpu else "nccl", host=host)
 
 
 def _store(host: str, port: int, size: int, *, timeout: timedelta) -> dist.TCPStore:

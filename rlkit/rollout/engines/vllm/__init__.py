@@ -20,10 +20,11 @@ from typing import Any
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.servers.checks import Probe, WeightMismatch
 from rlkit.rollout.engines.servers.engine import ServerEngine, Transport
+from rlkit.rollout.engines.servers.kinds import ServerKind
 from rlkit.rollout.engines.servers.process import Server
 from rlkit.rollout.engines.servers.tensors import FromDisk
 from rlkit.rollout.engines.vllm.api import VLLMApi
-from rlkit.rollout.engines.vllm.server import launch
+from rlkit.rollout.engines.vllm.server import launch, options
 from rlkit.rollout.engines.vllm.weights import FromGroup, FromTensors
 
 __all__ = [
@@ -45,3 +46,6 @@ class VLLM(ServerEngine):
 
     def __init__(self, urls: str | Sequence[str], *, transport: Transport | None = None, **options: Any) -> None:
         super().__init__(urls, api=VLLMApi(), transport=FromTensors() if transport is None else transport, **options)
+
+
+KIND = ServerKind(VLLMApi, VLLM, launch, options, ipc=FromTensors, group=lambda _urls, _on_cpu: FromGroup())

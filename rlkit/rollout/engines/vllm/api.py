@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,21 +17,21 @@ from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (
     Facts,
+    LogProbs,
     PauseMode,
+    Scoring,
     ServerLimits,
-    adapters_of,
     check_expanded,
     collapsed,
     data_urls,
+    degree,
     max_new_tokens,
-    parse_version,
     unsampled,
     versions_of,
 )
 from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
-MAX_RANKS = 1 << 16
 PREFIX = "generate-tokens-"  # vLLM's name of a request is this and ours
 MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}  # see `flush` for what makes the first two differ
 
@@ -51,7 +51,9 @@ class VLLMApi:
     start = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
     generate = "/inference/v1/generate"
     alive = "/health"
+    info, lora_root = "/weight_info", "/v1"
     lora = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora --max-lora-rank RANK"
+    vision_env: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self._processed = True  # what the servers' log-probs describe
@@ -124,6 +126,19 @@ class VLLMApi:
             max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
         )  # fmt: skip
 
+    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: D102
+        body = {"model": model, "prompt": prompt + ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
+
+        def at(token: int, row: dict[str, Any]) -> tuple[list[int], list[float]]:
+            ranked = sorted(row, key=lambda name: row[name]["rank"])[:k] if k else [str(token)]
+            return [int(name) for name in ranked], [row[name]["logprob"] for name in ranked]
+
+        def read(reply: Any) -> LogProbs:
+            rows = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
+            return [at(token, row) for token, row in zip(ids, rows, strict=True)]
+
+        return "/v1/completions", body, read
+
     async def learn(self, server: Any, *, timeout: float) -> Facts:
         """What the server reports of itself; ValueError for one that has no endpoints for training."""
         told = await server.get("/server_info?config_format=json", timeout=timeout)
@@ -133,16 +148,12 @@ class VLLMApi:
             )
         with reading(server.url, "what vLLM reports of itself", told):
             model, parallel = told["vllm_config"]["model_config"], told["vllm_config"]["parallel_config"]
-            tp, pp, dp = (
-                whole_number(parallel.get(f"{kind}_parallel_size") or 1, f"{kind}_parallel_size", low=1, high=MAX_RANKS)
-                for kind in ("tensor", "pipeline", "data")
-            )
+            tp, pp, dp = (degree(parallel, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
             max_len, path = model.get("max_model_len"), model.get("model")
             max_len = math.inf if max_len is None else whole_number(max_len, "max_model_len", low=1, high=math.inf)
             if not isinstance(path, str | None):
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
-            lora = told["vllm_config"].get("lora_config") or {}
-            rank = whole_number(lora.get("max_lora_rank") or 0, "max_lora_rank", low=0, high=MAX_RANKS)
+            rank = degree(told["vllm_config"].get("lora_config") or {}, "max_lora_rank", least=0)
             loads = (told.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
             extended = parallel.get("worker_extension_cls") == RELOAD
@@ -150,12 +161,6 @@ class VLLMApi:
             self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
             self._seeds = not on_cpu
         return Facts(tp, pp, dp, max_len, path, rank if loads else 0)
-
-    async def version(self, server: Any, *, timeout: float) -> int:  # noqa: D102
-        told = await server.get("/weight_info", timeout=timeout)
-        with reading(server.url, "a reply of /weight_info", told):
-            served = parse_version(told.get("weight_version"), 0)
-        return served
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post(f"/pause?mode={MODES[mode]}", None)
@@ -182,25 +187,13 @@ class VLLMApi:
             raise ValueError(f"{what}: start it by `launch`, or with --worker-extension-cls {RELOAD} (docs/vllm.md)")
         body = {"method": self._reload, "kwargs": {"weights_path": str(folder)}}
         await server.post("/collective_rpc", body)
-        await stamp(server, version)
+        await self.stamp(server, version)
 
     def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:  # noqa: D102
         return body | {"model": adapter}
 
-    async def adapters(self, server: Any) -> list[str]:  # noqa: D102
-        return await adapters_of(server)
-
-    async def load_adapter(self, server: Any, name: str, folder: Path) -> None:  # noqa: D102
-        await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-
-    async def unload_adapter(self, server: Any, name: str) -> None:  # noqa: D102
-        await server.post("/v1/unload_lora_adapter", {"lora_name": name})
-
     async def stamp(self, server: Any, version: int) -> None:  # noqa: D102
-        await stamp(server, version)
-
-    async def untouched(self, server: Any) -> bool:  # noqa: D102
-        return (await server.get("/weight_info", timeout=60.0)).get("weight_version") == "default"
+        await server.post("/update_weight_version", {"new_version": str(version)})
 
     async def waiting(self, server: Any) -> int:  # noqa: ARG002, D102
         return 0
@@ -210,8 +203,3 @@ class VLLMApi:
 
     async def take_back(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
         await server.post("/wake_up" + "".join(f"{'&' if i else '?'}tags={tag}" for i, tag in enumerate(tags)), None)
-
-
-async def stamp(server: Any, version: int) -> None:
-    """Set the version of what the server samples from here on."""
-    await server.post("/update_weight_version", {"new_version": str(version)})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlkit.rollout.engines.servers.kinds import Start
 from rlkit.rollout.engines.servers.process import Server, start_server
 
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ON_SERVER = Path(__file__).with_name("on_server")
 RELOAD = "rlkit_vllm.Reload"  # in that folder
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 CPU_ARGS = ("--enforce-eager", "--worker-extension-cls", RELOAD)
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB of keys and values
@@ -62,3 +65,28 @@ def launch(
     ours = {**ENV, **(CPU_ENV | {"PYTHONPATH": path} if device == "cpu" else {}), **(env or {})}
     where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
     return start_server("vLLM", options, model_path, dtype=dtype, args=args, env=ours, **where)
+
+
+def options(start: Start) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a server for a run."""
+    args, lora, env = (
+        ["--tensor-parallel-size", str(start.flags.engine_tp)] if start.flags.engine_tp > 1 else [],
+        start.lora,
+        dict[str, str](),
+    )
+    if lora is not None and (most := next((rank for rank in LORA_RANKS if rank >= lora.rank), None)):
+        args += ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "1", "--max-cpu-loras", "1"]
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    args += ["--max-model-len", str(start.max_len)]
+    if not start.on_cpu:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = (seen[i] if i < len(seen) and seen[i] else str(i) for i in start.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        args += ["--gpu-memory-utilization", str(start.flags.engine_memory)]
+        args += ["--enable-sleep-mode"] if start.flags.engine_release else []
+        env |= {"VLLM_BATCH_INVARIANT": "1"} if start.deterministic else {}
+        if start.sync != "disk":
+            backend = "nccl" if start.sync == "group" else start.sync
+            args += ["--weight-transfer-config", json.dumps({"backend": backend})]
+            env |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if start.sync == "ipc" else {}  # on 127.0.0.1 only
+    return args, env

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
 from rlkit.rollout.engines.servers.tensors import Named, groups
-from rlkit.rollout.engines.vllm.api import stamp
 from rlkit.rollout.groups import all_or_cancel
 
 
@@ -50,7 +50,7 @@ class FromTensors:
             held = [(name, tensor.contiguous()) for name, tensor in named]  # until the servers have copied them
             info = metadata(held) | {"ipc_handles_pickled": _handles(held)}
             await all_done(server.post("/update_weights", {"update_info": info}) for server in servers)
-        await all_done(stamp(server, version) for server in servers)
+        await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -81,7 +81,7 @@ class FromGroup:
             body = {"update_info": metadata(named)}
             posts = [server.post("/update_weights", body) for server in servers]
             await all_done([*posts, asyncio.to_thread(self._broadcast, named)])
-        await all_done(stamp(server, version) for server in servers)
+        await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
         """Leave the group."""
@@ -91,15 +91,13 @@ class FromGroup:
 
     async def _meet(self, servers: Sequence[Replica]) -> Any:
         """NCCL's communicator: its id goes to the servers over HTTP. They then expect a sum of one element."""
-        size, uid = 1 + sum(server.facts.num_ranks for server in servers), torch.cuda.nccl.unique_id()
-        posts, offset = [], 1
-        for server in servers:
-            info = {
-                "rank_offset": offset, "world_size": size, "packed": False,
-                "nccl_unique_id_b64": base64.b64encode(uid).decode(),
-            }  # fmt: skip
-            posts.append(server.post("/init_weight_transfer_engine", {"init_info": info}))
-            offset += server.facts.num_ranks
+        *offsets, size = accumulate((server.facts.num_ranks for server in servers), initial=1)
+        uid = torch.cuda.nccl.unique_id()
+        info = {"world_size": size, "packed": False, "nccl_unique_id_b64": base64.b64encode(uid).decode()}
+        posts = [
+            server.post("/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
+            for server, offset in zip(servers, offsets, strict=True)
+        ]
 
         def join() -> Any:
             comm = torch.cuda.nccl.init_rank(size, uid, 0)
