@@ -23,7 +23,7 @@ from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, log
 from rlkit.scripts.cli import LossError, flags_of
-from rlkit.settings import ParallelArgs, is_default, refuse_if
+from rlkit.settings import ParallelArgs, check_relations, is_default, refuse_if
 
 STREAM_HEAD = 1000  # rows of each file that are read at the start of a run that streams
 
@@ -181,7 +181,6 @@ def warn_of_steps(args: Any) -> None:
     if best := schedule.keep_best:
         from rlkit.run.meanings import KEYS, meaning_of
 
-        refuse_if(not data.eval_data, "`keep_best` requires `eval_data`")
         near = get_close_matches(best, [name for name in KEYS if name.startswith("eval/")], n=1, cutoff=0)
         refuse_if(meaning_of(best) is None, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")
     if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
@@ -264,8 +263,6 @@ def check_resize(args: Any) -> None:
     if not args.model.resize_embeddings:
         return
     engine, rollouts = getattr(args, "engine", None), getattr(args, "rollouts", None)
-    adapter = args.lora.lora_rank or getattr(args, "critic_lora_rank", 0)
-    refuse_if(adapter, "`resize_embeddings` adds rows that adapters do not train: drop `lora_rank`")
     apart = launched() or (engine is not None and engine.engine != "local") or getattr(rollouts, "overlap", False)
     fix = "resize in a run of rlkit sft, and give its model/"
     refuse_if(apart, f"`resize_embeddings` is for one process with the model in it: {fix}")
@@ -373,6 +370,7 @@ def offline(
     and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
     args = with_adapter(args)
+    check_relations(args)
     check_resize(args)
     if args.examples.stream:
         check_stream(args, *forms)
@@ -429,9 +427,8 @@ def check_stream(args: Any, *forms: Any) -> None:
     """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
     from rlkit.data.rows import LABELLED, PAIR
 
-    kto, before = LABELLED in forms, getattr(args, "precompute_reference", False)
+    kto = LABELLED in forms
     refuse_if(kto, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
-    refuse_if(before, "`precompute_reference` reads all pairs: not with `stream`")
     num, most = (2 if PAIR in forms else 1) * args.examples.max_example_tokens, args.optim.max_tokens
     refuse_if(num > most, f"`stream`: an example may have {num} tokens, and `max_tokens` is {most}: raise it")
 

@@ -38,7 +38,7 @@ from rlkit.scripts.start import (
     with_adapter,
 )
 from rlkit.scripts.trial import try_env, try_rewards
-from rlkit.settings import Rollouts, SamplingParams, refuse_if
+from rlkit.settings import Rollouts, SamplingParams, check_relations, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
 _ANSWERS = ("chosen", "rejected", "response", "completion")  # columns of fixed data
@@ -219,6 +219,7 @@ def check_judged(how: Episodes) -> None:
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     check_ranks(args.model.parallel)
+    check_relations(args)
     check_resize(args)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
@@ -229,12 +230,6 @@ def check_rl(args: Any) -> None:
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     fix = "the tokens that train are those that were sampled without it: drop it"
     refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
-    refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
-    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
-    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")
-    refuse_if(
-        args.engine.has_own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
-    )
     args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args)
     warn_of_warmup(args)

@@ -205,7 +205,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
             f"error: --engine-urls: no SGLang server answers at {nowhere} (Connection refused): start one with",
         ),
         ("sft", ["--max-tokens", "5"], "max_tokens=5 is what a micro-batch holds"),
-        ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
+        ("dpo", ["--loss", "ipo", "--label-smoothing", "0.1"], "exo_pair, not ipo"),
         ("grpo", ["--reward", f"{task / 'reward.py'}:other"], "has no 'other'; it has ['score']"),
         ("grpo", ["--reward", f"{task / 'no.py'}:score"], f"error: --reward {task / 'no.py'}:score: no file"),
         ("grpo", ["--reward", "no_such_module:score"], "error: --reward no_such_module:score: no module 'no_such_mod"),
