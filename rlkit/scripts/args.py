@@ -152,6 +152,16 @@ class Data:
         """The parsed `template_args`; None if it is not JSON."""
         return _arguments(self.template_args)
 
+    def rendering(self) -> dict[str, Any]:
+        """Arguments of `rlkit.data.prompts.rl_prompts` and of the readers of `rlkit.data.examples`."""
+        return {
+            "system_prompt": self.system_prompt,
+            "apply_chat_template": bool(self.chat_template),
+            "template_args": self.template() or None,
+            "too_long": self.too_long,
+            "continue_answer": self.continue_answer,
+        }
+
     @data_progress()
     def rows(
         self, *forms: Any, limit: int | None = None, limit_each: int | None = None

@@ -56,7 +56,7 @@ def main(args: Args) -> Path:
     check_rank(args.model.model, args.lora.lora_rank)
     model = load_judge(args.model.model, **where(args), adapter=args.model.adapter, **args.lora.options())
     report_model(model, dtype=str(args.optim.dtype))
-    report_adapter(args)
+    report_adapter(args.model, args.lora)
     return reward_model(
         model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,
         loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,

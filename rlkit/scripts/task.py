@@ -71,10 +71,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     note_strings(args.data, parts[0])
     starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
-    known = {"tokenizer": tokenizer, "num_rows": rows_of(args, tokenizer, *others)}
+    known = {"tokenizer": tokenizer, "num_rows": rows_of(args.model, tokenizer, *others)}
     for some, of in [*zip(rendered, parts), *((one.prompts, held_out[name]) for name, one in sets.items())]:
         check_vocabulary(some, rows=of, **known)
-    note_unknown(args, tokenizer, known["num_rows"])
+    note_unknown(args.episodes, tokenizer, known["num_rows"])
     mixed = mixture(args.data, map(len, rendered))
     config = load_config(args.model.model)
     if any(prompt.images for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one):
@@ -93,10 +93,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
 
 
-def note_unknown(args: Any, tokenizer: Any, num_rows: int) -> None:
+def note_unknown(how: Episodes, tokenizer: Any, num_rows: int) -> None:
     """Log tokens that the model has no rows for, where an environment's text may have them in some later turn."""
     more = [token for token, i in tokenizer.get_vocab().items() if i >= num_rows]
-    if more and not args.episodes.one_turn:
+    if more and not how.one_turn:
         said = "the tokenizer has %d tokens without a row in the model's embedding (%s): a turn with one would fail; "
         log.warning(said + "--resize-embeddings adds their rows", len(more), ", ".join(sorted(more)[:3]))
 
@@ -174,10 +174,7 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
             samples = sampling.pop("samples", 1)
             prompts = rl_prompts(
                 part, tokenizer=tokenizer, max_prompt_tokens=longest,
-                system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
-                template_args=args.data.template() or None, too_long=args.data.too_long,
-                continue_answer=args.data.continue_answer,
-                images=image_reader(args.model.model, tokenizer, part),
+                images=image_reader(args.model.model, tokenizer, part), **args.data.rendering(),
             )[0]  # fmt: skip
             params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
             found[name] = EvalSet(prompts, own[name](tokenizer), params, samples)
@@ -502,11 +499,8 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
     longest, total = args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1  # room for one token
     try:
         return rl_prompts(
-            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
-            apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
-            template_args=args.data.template() or None, too_long=args.data.too_long,
-            continue_answer=args.data.continue_answer,
-            images=image_reader(args.model.model, tokenizer, rows),
+            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), tools=load_tools(args.episodes) or None,
+            images=image_reader(args.model.model, tokenizer, rows), **args.data.rendering(),
         )[0]  # fmt: skip
     except ValueError as error:
         if total >= longest:

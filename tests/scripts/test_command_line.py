@@ -198,7 +198,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
         ("sft", ["--template-args", "[1]"], "--template-args must be a JSON object"),
         ("sft", ["--device", "gpu"], "--device gpu: torch 2"),
         ("sft", ["--model", str(cut)], "its safetensors are damaged"),
-        ("sft", ["--output", ""], "--output is empty or the current folder"),
+        ("sft", ["--output", ""], "--output must be a folder other than the current one, got ."),
         (
             "grpo",
             ["--model", "m", "--engine", "sglang", "--engine-urls", nowhere],
