@@ -80,7 +80,7 @@ class Relation(NamedTuple):
             absent = "" if others else ", which this command does not have"
             return "" if any(given.values()) else f"requires {terms}{absent}{why}"
         if self.kind == "for":
-            (value,) = given.values()
+            value = next(iter(given.values()), None)
             held = value if isinstance(value, tuple) else (value,)
             fits = any(x in self.values or (OWN in self.values and ":" in str(x)) for x in held)
             return "" if fits else f"is for {terms}{f', not {value}' * (held == (value,))}{why}"
