@@ -4,7 +4,8 @@
     schedule = Schedule(Path("runs/mine"), steps=200)
     await grpo(model, tokenizer, engine, task, rollouts, schedule, Optim(lr=1e-6), Penalties(kl_coef=0.001))
 
-Every field is a flag of the scripts: `rlkit grpo --prompts-per-step 16 --lr 1e-6`. A field's range is part of its type.
+Every field is a flag of the scripts: `rlkit grpo --prompts-per-step 16 --lr 1e-6`. A field's range is part of its type,
+and so are its relations to other fields: `kl_target: Annotated[Positive | None, Needs("kl_coef")]`.
 Errors are ValueErrors that name fields in backquotes. This module does not import torch, so that `--help` is fast.
 """
 
@@ -14,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from math import inf
 from numbers import Integral, Real
@@ -24,7 +25,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 
 class Range(NamedTuple):
-    """The values that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`."""
+    """The values that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`.
+
+    A lambda that calls more than builtins stands outside the annotation, which is evaluated as a string.
+    """
 
     meaning: str
     allows: Callable[[Any], bool]
@@ -46,7 +50,57 @@ Finite = Annotated[float, Range("a finite number", lambda x: -inf < x < inf)]
 Limit = Annotated[float, Range("above 0 (inf: no limit)", lambda x: x > 0)]
 LimitOr0 = Annotated[float, Range("at least 0 (inf: no limit)", lambda x: x >= 0)]
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
+Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
+OWN = "FILE.py:FUNCTION"  # among the values of `For`: any function of the user
+
+
+class Relation(NamedTuple):
+    """What a field that is not at its default asks of other fields: made by `Needs`, `For` and `Without`."""
+
+    kind: Literal["needs", "for", "without"]
+    names: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def terms(self) -> str:
+        """The other fields in words: "`kl_limit` or `eval_kl`", "`engine` sglang or vllm"."""
+        *first, last = self.values or [f"`{name}`" for name in self.names]
+        words = f"{', '.join(first)} or {last}" if first else last
+        return f"`{self.names[0]}` {words}" if self.values else words
+
+    def refusal(self, others: Mapping[str, Any]) -> str:
+        """What is wrong, "" if nothing is; `others` has the settings that hold each field of `names`."""
+        given, terms, why = {x: getattr(others[x], x) for x in others}, self.terms, f": {self.why}" * bool(self.why)
+        if self.kind == "needs":
+            for name in (name for name, holder in others.items() if _is_off_at_0(type(holder), name)):
+                terms = terms.replace(f"`{name}`", f"`{name}` above 0")
+            absent = "" if others else ", which this command does not have"
+            return "" if any(given.values()) else f"requires {terms}{absent}{why}"
+        if self.kind == "for":
+            value = next(iter(given.values()), None)
+            held = value if isinstance(value, tuple) else (value,)
+            fits = any(x in self.values or (OWN in self.values and ":" in str(x)) for x in held)
+            return "" if fits else f"is for {terms}{f', not {value}' * (held == (value,))}{why}"
+        both = [x for x in others if not is_default(others[x], x) and (given[x] or getattr(type(others[x]), x))]
+        return f"excludes {' and '.join(f'`{x}`' for x in both)}{why}" if both else ""
+
+
+def Needs(*names: str, of: tuple[str, ...] = (), why: str = "") -> Relation:
+    """The field has no effect unless one of the fields `names` is set; with `of`, where it has one of these values."""
+    return Relation("needs", names, of=of, why=why)
+
+
+def For(name: str, *values: str, why: str = "") -> Relation:
+    """The field is read only where the field `name` has, or holds, one of the values."""
+    return Relation("for", (name,), values, why=why)
+
+
+def Without(*names: str, of: tuple[str, ...] = (), why: str = "drop one") -> Relation:
+    """The field excludes the fields `names`; with `of`, where it has one of these values."""
+    return Relation("without", names, of=of, why=why)
 
 
 @cache
@@ -54,6 +108,19 @@ def ranges(kind: type) -> dict[str, Range]:
     """The range of each field of a dataclass whose type has one."""
     found = {name: next(_ranges(hint), None) for name, hint in _hints(kind).items()}
     return {name: allowed for name, allowed in found.items() if allowed is not None}
+
+
+@cache
+def relations(kind: type) -> tuple[tuple[str, Relation], ...]:
+    """The relations of each field of a dataclass, with the field's name."""
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in _hints(kind).items()}
+    return tuple((name, x) for name in notes for x in notes[name] if isinstance(x, Relation))
+
+
+def _is_off_at_0(kind: type, name: str) -> bool:
+    """Whether the field is a number that has an effect above 0 only."""
+    allowed = ranges(kind).get(name)
+    return allowed is not None and _allows(_hints(kind)[name], 0) and allowed.allows(0) and not allowed.allows(-1)
 
 
 @cache
@@ -133,7 +200,7 @@ def refuse_if(wrong: object, message: str) -> None:
 def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
     """Refuse values of another type than their field's, numbers outside its range and empty strings.
 
-    ValueError with the field's name.
+    ValueError with the field's name. So are relations of the fields to each other (see `check_relations`).
     """
     allowed, hints = ranges(settings.__class__), _hints(settings.__class__)
     for f in fields(settings):
@@ -142,10 +209,30 @@ def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
             refuse_if(True, f"`{f.name}` must be {_meaning(hints[f.name])}, got {value!r}")
             continue
         for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
-            if x == "":
-                refuse_if(f.name not in may_be_empty, f"`{f.name}` is empty: give a value, or leave it out")
+            if x == "" and f.name not in may_be_empty:
+                refuse_if(True, f"`{f.name}` is empty: give a value, or leave it out")
             elif f.name in allowed and x is not None:
                 refuse_if(not allowed[f.name].allows(x), f"`{f.name}` must be {allowed[f.name].meaning}, got {x}")
+    check_relations(settings, every=False)
+
+
+def check_relations(*settings: Any, every: bool = True) -> None:
+    """Refuse (ValueError) fields whose relations to others of the settings, or of settings within them, do not hold.
+
+    A field at its default is never refused. Where not `every` relation is checked, those to fields that none of the
+    settings has are left to the command that has them.
+    """
+    parts = [part for one in settings for part in (one, *filter(is_dataclass, vars(one).values()))]
+    leaves = [{name: part for name, x in vars(part).items() if not is_dataclass(x)} for part in parts]
+    anywhere = {name: part for one in reversed(leaves) for name, part in one.items()}
+    for part, here in zip(parts, leaves, strict=True):
+        for name, relation in relations(part.__class__):
+            value, holders = getattr(part, name), anywhere | here
+            others = {x: holders[x] for x in relation.names if x in holders}
+            acts = not is_default(part, name) and (not relation.of or value in relation.of)
+            if acts and (every or len(others) == len(relation.names)):
+                wrong = relation.refusal(others)
+                refuse_if(wrong, f"`{name}`{f' {value}' * bool(relation.of)} {wrong}")
 
 
 def is_default(settings: Any, name: str) -> bool:
@@ -188,6 +275,9 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0
 
 
+_ON_POLICY = Without("overlap", "staleness", why="the kept probability mass is computed from the current weights")
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """What a step samples, and how often it trains on the batch."""
@@ -204,9 +294,9 @@ class Rollouts:
     """maximum tokens of a completion (of a turn, in an episode of several)"""
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
-    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1), _ON_POLICY] = 1.0
     """nucleus sampling; the loss corrects for the truncated mass"""
-    top_k: CountOr0 = 0
+    top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0
     """sample from the k most likely tokens (0: off)"""
     stop: tuple[str, ...] = ()
     """strings that end a turn, in addition to the model's own stop tokens; a shell writes a line break as $'\\n'"""
@@ -219,39 +309,26 @@ class Rollouts:
     staleness: NotNegative | None = None
     """with --overlap: steps by which a group may be older than the weights it trains (None: 1).
     Without: each step starts f * prompts_per_step extra groups and pauses them until the next (None: 0)"""
-    drop_off_policy: bool = False
+    drop_off_policy: Annotated[bool, Needs("overlap", "staleness", why="else every sample is on-policy")] = False
     """train only on tokens sampled by the newest weights"""
-    max_dropped: CountOr0 | None = None
+    max_dropped: Annotated[CountOr0 | None, Needs("success_range", why="rlkit grpo replaces groups with it")] = None
     """groups that one step may reject before the run stops; None: 20 * prompts_per_step"""
     journal: bool = False
     """write each completion to disk, so that a killed run does not sample it again (always on with --overlap)"""
     skip_nan: bool = False
     """drop and count samples with NaN or infinities and optimizer steps with a non-finite gradient norm.
     Off: the first one stops the run. A reward function that returns NaN counts for --reward-max-failed"""
-    eval_samples: Count = 1
+    eval_samples: Annotated[Count, Needs("eval_data")] = 1
     """samples per held-out prompt, for eval/sampled (mean) and eval/best (mean of each prompt's best, pass@n)"""
     print_samples_steps: CountOr0 = 25
     """print a few sampled answers at step 1 and every n-th step; 0: never. `trajectories/` has all of them"""
 
     def __post_init__(self) -> None:
         check(self)
-        stale, truncates = self.overlap or self.staleness, self.top_p < 1 or self.top_k
         refuse_if(
             self.minibatches > self.prompts_per_step,
             f"`minibatches` {self.minibatches} is more than the {self.prompts_per_step} groups of `prompts_per_step`: "
             "groups are not split",
-        )
-        refuse_if(
-            self.top_p < 1 and self.top_k, "`top_p` and `top_k`: engines combine them differently; use one of them"
-        )
-        refuse_if(
-            truncates and stale,
-            "`top_p` and `top_k` need on-policy samples: the kept probability mass is computed from the current "
-            "weights; not with `overlap` or `staleness` above 0",
-        )
-        refuse_if(
-            self.drop_off_policy and not stale,
-            "`drop_off_policy` is for `overlap` or `staleness` above 0: else every sample is on-policy",
         )
 
     @property
@@ -266,11 +343,14 @@ class Rollouts:
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
+_FOLDER = Range("a folder other than the current one", lambda x: str(Path(x)) != ".")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The run folder, and what happens at which step."""
 
-    output: Path
+    output: Annotated[Path, _FOLDER]
     """run folder: metrics, samples, plot, checkpoints, exported model"""
     steps: CountOr0
     """training steps, of one batch each; 0 only evaluates"""
@@ -282,16 +362,21 @@ class Schedule:
     """steps between checkpoints; 0: only after the last step"""
     keep: Count = 2
     """newest checkpoints to keep"""
-    keep_best: str | None = None
+    keep_best: Annotated[
+        str | None,
+        Range("a metric of held-out data, as eval/greedy", lambda x: x.startswith("eval/")),
+        Needs("eval_steps"),
+        Needs("eval_data"),
+    ] = None
     """metric, such as eval/greedy, by which the model of the best evaluation is also exported, to `best/` (of a loss
     the lowest is best). None: only the last model, to `model/`"""
     seed: Seed = 0
     """random seed of data order and sampling"""
     track: tuple[Literal["wandb", "mlflow", "tensorboard", "trackio"], ...] = ()
     """trackers that get metrics, arguments, sampled answers, use of the machine and the picture; none: no tracker"""
-    track_project: str = "rlkit"
+    track_project: Annotated[str, Needs("track")] = "rlkit"
     """project (wandb, trackio) or experiment (mlflow)"""
-    track_model: bool = False
+    track_model: Annotated[bool, For("track", "wandb", "mlflow", "trackio")] = False
     """send the exported model to the trackers, too, as a new version (not to tensorboard)"""
     profile_steps: tuple[Count, Count] | None = None
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
@@ -306,20 +391,11 @@ class Schedule:
     def __post_init__(self) -> None:
         check(self)
         first, last = self.profile_steps or (0, 0)
-        best = self.keep_best
-        training = best is not None and not best.startswith("eval/")
-        refuse_if(training, f"`keep_best` {best} must be a metric of held-out data, as eval/greedy")
-        refuse_if(best and not self.eval_steps, "`keep_best` needs `eval_steps` above 0")
-        files = {*self.track} - {"tensorboard"}
-        refuse_if(self.track_model and not files, "`track_model` needs `track` wandb, mlflow or trackio")
-        refuse_if(not self.track and not is_default(self, "track_project"), "`track_project` is for `track`")
         refuse_if(first > last, f"`profile_steps` is the first and the last step, got {first} {last}")
         refuse_if(last > self.steps, f"`profile_steps` {first} {last} are not all of the {self.steps} `steps`")
         linux = os.path.exists("/proc/self/clear_refs")
         refuse_if(self.profile_memory and not linux, "`profile_memory` reads /proc/self of Linux: drop it")
         object.__setattr__(self, "output", Path(self.output))
-        here = str(self.output) == "."  # also Path("")
-        refuse_if(here, "`output` is empty or the current folder: give the folder of the run a name")
 
 
 @dataclass(frozen=True)
@@ -343,17 +419,18 @@ class Optim:
     optimizer: Annotated[str, named("adamw", "muon")] = "adamw"
     """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head and vectors. Or FILE.py:FUNCTION,
     `def make(groups)`, which returns a torch.optim.Optimizer of these parameter groups (docs/optimizers.md)"""
-    lr_at: Callable[[int], float] | None = None
+    lr_at: Annotated[
+        Callable[[int], float] | None, Without("lr", "lr_schedule", "warmup_steps", why="it replaces the schedule")
+    ] = None
     """in Python only: the learning rate at each step, instead of `lr`, `lr_schedule` and `warmup_steps`"""
-    make_optimizer: Callable[[Any], Any] | None = None
+    make_optimizer: Annotated[Callable[[Any], Any] | None, For("optimizer", "adamw", OWN)] = None
     """in Python only: the function of `optimizer` FILE.py:FUNCTION"""
 
     def __post_init__(self) -> None:
         check(self)
-        both = self.make_optimizer is not None and self.optimizer == "muon"
-        refuse_if(both, "`make_optimizer` replaces `optimizer` muon: give one of them")
-        given = [f"`{name}`" for name in ("lr", "lr_schedule", "warmup_steps") if not is_default(self, name)]
-        refuse_if(self.lr_at and given, f"`lr_at` replaces {', '.join(given)}: give one of them")
+
+
+_HOLDS_KL = ("linear", "exponential", "pid")
 
 
 @dataclass(frozen=True)
@@ -364,59 +441,41 @@ class Penalties:
     """weight of the KL to the reference model, see --kl-in; 0: no reference is loaded"""
     kl_in: Literal["loss", "reward", "advantage"] | None = None
     """where the KL goes: in the loss of each token, in its reward, or in its advantage. None: loss (PPO: reward)"""
-    kl_target: Positive | None = None
+    kl_target: Annotated[Positive | None, Needs("kl_coef")] = None
     """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant"""
-    kl_controller: Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None = None
+    kl_controller: Annotated[
+        Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None,
+        Needs("kl_coef"),
+        Needs("kl_target", of=_HOLDS_KL),
+        Without("kl_target", of=("fixed", "decay", "cosine"), why="drop it, or use linear, exponential or pid"),
+    ] = None
     """rule that adapts kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target.
     decay and cosine fall to 0 at the last step. None: linear with --kl-target, else fixed"""
-    kl_horizon: Positive = 10_000
+    kl_horizon: Annotated[Positive, For("kl_controller", "exponential")] = 10_000
     """samples over which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
     kl_limit: Positive | None = None
     """constraint: a Lagrange multiplier is added to kl_coef while the KL (nats per token) is above this"""
-    ref_sync_steps: CountOr0 = 0
+    ref_sync_steps: Annotated[CountOr0, Without("lora_rank", why="it copies whole weights")] = 0
     """steps between copies of the policy into the reference model; 0: the reference is frozen"""
     entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
-    entropy_target: NotNegative | None = None
+    entropy_target: Annotated[NotNegative | None, Without("entropy_limit", why="both move `entropy_coef`")] = None
     """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this.
     Above, lower it and switch it off (TRL's adaptive entropy). None: entropy_coef is constant"""
     entropy_limit: NotNegative | None = None
     """constraint: a Lagrange multiplier is added to entropy_coef while the entropy (nats per token) is below this"""
-    limit_rate: Positive = 0.1
+    limit_rate: Annotated[Positive, Needs("kl_limit", "entropy_limit")] = 0.1
     """step size of the multipliers of --kl-limit and --entropy-limit, per step and nat of violation"""
     controllers: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """in Python only: your own rules, by name; see `rlkit.loops.coefficients`"""
 
     def __post_init__(self) -> None:
         check(self)
-        rule, has_target = self.kl_controller, self.kl_target is not None
-        refuse_if(has_target and not self.kl_coef, "`kl_target` requires `kl_coef` above 0")
-        refuse_if(
-            rule in ("linear", "exponential", "pid") and not has_target,
-            f"`kl_controller` {rule} requires `kl_target`",
-        )
-        refuse_if(
-            rule in ("fixed", "decay", "cosine") and has_target,
-            f"`kl_controller` {rule} holds no `kl_target`: drop it, or use linear, exponential or pid",
-        )
-        refuse_if(rule and not self.kl_coef, "`kl_controller` requires `kl_coef` above 0")
         refuse_if(self.kl_in and not self.has_kl, "`kl_in` requires `kl_coef` above 0, or `kl_limit`")
-        refuse_if(
-            rule != "exponential" and not is_default(self, "kl_horizon"),
-            "`kl_horizon` is for `kl_controller` exponential: use that, or drop `kl_horizon`",
-        )
-        refuse_if(
-            self.kl_limit is None and self.entropy_limit is None and not is_default(self, "limit_rate"),
-            "`limit_rate` requires `kl_limit` or `entropy_limit`",
-        )
-        rules = {"kl": rule or has_target, "kl_limit": self.kl_limit, "entropy": self.entropy_target}
+        rules = {"kl": self.kl_controller or self.kl_target, "kl_limit": self.kl_limit, "entropy": self.entropy_target}
         rules |= {"entropy_limit": self.entropy_limit}
         twice = [name for name in self.controllers if rules.get(name) not in (None, False)]
         refuse_if(twice, f"`controllers` has a rule {', '.join(twice)}, and so do the other fields: drop one")
-        refuse_if(
-            self.entropy_target is not None and self.entropy_limit is not None,
-            "`entropy_target` and `entropy_limit` both move `entropy_coef`: drop one",
-        )
         refuse_if(
             self.entropy_target is not None and self.entropy_coef < 0,
             "`entropy_target` starts from `entropy_coef`, which must be at least 0",
@@ -446,20 +505,13 @@ class Critic:
     """a truncated answer ends in the critic's value; off: in 0, which penalizes length"""
     value_clip: Limit = 0.5
     """maximum change of a value in one step, in units of the reward (inf: no clipping)"""
-    value_huber: Positive | None = None
+    value_huber: Annotated[Positive | None, Without("value_clip")] = None
     """train the critic on the Huber loss, quadratic up to this error, instead of the clipped squared one"""
-    critic_lr_at: Callable[[int], float] | None = None
+    critic_lr_at: Annotated[Callable[[int], float] | None, Without("critic_lr")] = None
     """in Python only: the learning rate of the critic at each step, instead of `critic_lr`"""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(
-            self.value_huber and not is_default(self, "value_clip"),
-            "`value_clip` is not part of `value_huber`: drop one",
-        )
-        refuse_if(
-            self.critic_lr_at and not is_default(self, "critic_lr"), "`critic_lr_at` replaces `critic_lr`: drop one"
-        )
 
     def check_bins(self) -> None:
         """Refuse what a critic with bins does not read."""
@@ -473,19 +525,18 @@ class Critic:
 class Bins:
     """A critic that classifies: its value is the mean of a distribution over bins (HL-Gauss, arXiv:2403.03950)."""
 
-    value_range: tuple[Finite, Finite] | None = None
+    value_range: Annotated[
+        tuple[Finite, Finite] | None, Without("value_clip", "value_huber", why="the loss of bins is bounded; drop them")
+    ] = None
     """train the critic by HL-Gauss on bins of this range of returns, which must hold them all, e.g. 0 1; a new critic
     starts in its middle. None: one number, and the squared error"""
-    value_bins: Annotated[int, Range("at least 2", lambda x: x >= 2)] = 51
+    value_bins: Annotated[int, Range("at least 2", lambda x: x >= 2), Needs("value_range")] = 51
     """bins of --value-range"""
 
     def __post_init__(self) -> None:
         check(self)
         low, high = self.value_range or (0, 1)
         refuse_if(not low < high, f"`value_range` is from low to high, got {low} {high}")
-        refuse_if(
-            self.value_range is None and not is_default(self, "value_bins"), "`value_bins` requires `value_range`"
-        )
 
 
 @dataclass(frozen=True)
@@ -545,6 +596,15 @@ SERVERS = {  # values of `engine`; `rlkit.rollout.engines.servers.kinds` has the
 }
 
 
+def _may_use(cpu: int) -> bool:
+    return hasattr(os, "sched_getaffinity") and cpu in os.sched_getaffinity(0)
+
+
+_CPU = Range("numbers of CPUs that this process may use, on Linux", _may_use)
+_SERVED, _LOCAL = For("engine", *SERVERS), For("engine", "local")
+_STARTED_HERE = Without("engine_urls", why="it is for servers that are started here; drop one")
+
+
 @dataclass(frozen=True)
 class Engines:
     """The engines that sample, and how weights reach them."""
@@ -552,92 +612,54 @@ class Engines:
     engine: Annotated[str, named("local", *SERVERS)] = "local"
     """local: rlkit's own engine, for small models; sglang, vllm: their servers. Or FILE.py:FUNCTION, which makes an
     engine of your own from the model's path (docs/engines.md)"""
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: Annotated[tuple[str, ...], _SERVED] = ()
     """URLs of running servers of `model`, as http://127.0.0.1:30000. None: start servers on every node"""
-    engine_router: str | None = None
+    engine_router: Annotated[str | None, _SERVED, Needs("engine_urls", why="the weights go to them")] = None
     """URL of a router in front of `engine_urls`, which then distributes the requests"""
-    engine_gpus: tuple[CountOr0, ...] = ()
+    engine_gpus: Annotated[tuple[CountOr0, ...], _SERVED, _STARTED_HERE] = ()
     """numbers of the GPUs of each node for servers that are started here; none: all, which then also train"""
-    engine_tp: Count = 1
+    engine_tp: Annotated[Count, _SERVED, _STARTED_HERE] = 1
     """GPUs of each server that is started here (tensor parallel)"""
-    engine_memory: Share = 0.4
+    engine_memory: Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1), _SERVED, _STARTED_HERE] = 0.4
     """share of its GPU's free memory that a server started here takes"""
-    engine_release: bool = False
+    engine_release: Annotated[bool, _SERVED] = False
     """free the servers' GPU memory, weights and KV cache, during updates (SGLang's memory saver, vLLM's sleep mode)"""
-    engine_args: str = ""
+    engine_args: Annotated[str, _SERVED, _STARTED_HERE] = ""
     """further arguments of servers started here, in one string: --engine-args="--kv-cache-dtype fp8_e5m2\""""
-    engine_pause: Literal["retract", "in_place", "abort"] = "retract"
+    engine_pause: Annotated[Literal["retract", "in_place", "abort"], _SERVED] = "retract"
     """requests in flight on servers when new weights come: retract computes their keys and values again; in_place keeps
     those of the old weights (faster, less exact); abort ends them"""
-    weight_sync: Literal["auto", "ipc", "group", "disk"] = "auto"
+    weight_sync: Annotated[Literal["auto", "ipc", "group", "disk"], _SERVED] = "auto"
     """how weights go to servers: ipc (memory of this machine), group (NCCL or gloo), disk. auto: ipc where all servers
     are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
-    weight_sync_folder: Path | None = None
+    weight_sync_folder: Annotated[Path | None, _SERVED, For("weight_sync", "auto", "disk")] = None
     """folder for --weight-sync disk, which trainer and servers see under the same name; none: OUTPUT/weights"""
-    weight_sync_lora: Literal["auto", "adapter", "merged"] = "auto"
+    weight_sync_lora: Annotated[
+        Literal["auto", "adapter", "merged"],
+        _SERVED,
+        Needs("lora_rank", of=("adapter",)),
+        Without("engine_release", "engine_router", of=("adapter",), why="use merged"),
+        Without("lora_base", of=("adapter",), why="servers need the weights that the adapter was trained on"),
+    ] = "auto"
     """what a LoRA run sends to servers: adapter, the adapter alone, which they add; merged, all weights with the
     adapter added. auto: the adapter where the servers take one, else merged"""
-    max_batch: Count | None = None
+    max_batch: Annotated[Count | None, _LOCAL] = None
     """sequences that the local engine decodes at once; none: 64, on a GPU in 16 bits 256 (fewer if memory is short)"""
-    compile: bool = False
+    compile: Annotated[bool, _LOCAL] = False
     """torch.compile the local engine's decoding; ten seconds or more at the start"""
-    engine_threads: Count = 1
+    engine_threads: Annotated[Count, _LOCAL, Needs("overlap")] = 1
     """CPU threads of the local engine (with --overlap)"""
-    engine_cpus: tuple[int, ...] = ()
+    engine_cpus: Annotated[tuple[Annotated[int, _CPU], ...], _LOCAL, Needs("overlap")] = ()
     """CPUs that the local engine may run on (with --overlap); none: all"""
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("engine_args",))
-        served, present = self.serves, set[int]()
-        if hasattr(os, "sched_getaffinity"):
-            present = set(os.sched_getaffinity(0))
-        refuse_if(self.engine_urls and not served, "`engine_urls` are servers: add `engine` sglang or vllm")
-        for name in _OF_SERVERS:
-            refuse_if(
-                not served and not is_default(self, name), f"`{name}` is for servers: add `engine` sglang or vllm"
-            )
-        for name in _OF_STARTED:
-            given = self.engine_urls and not is_default(self, name)
-            refuse_if(given, f"`{name}` is for servers that are started here: drop it or `engine_urls`")
-        refuse_if(
-            self.engine_router and not self.engine_urls, "`engine_router` requires `engine_urls`, for the weights"
-        )
-        refuse_if(not 0 < self.engine_memory < 1, "`engine_memory` must be above 0 and below 1")
         refuse_if(
             len(self.engine_gpus) % self.engine_tp,
             f"`engine_gpus` are {len(self.engine_gpus)}: give a multiple of `engine_tp` {self.engine_tp}",
-        )
-        folder, sync = self.weight_sync_folder, self.weight_sync
-        refuse_if(folder and sync in ("ipc", "group"), f"`weight_sync_folder` is for `weight_sync` disk, not {sync}")
-        alone = self.weight_sync_lora == "adapter"
-        refuse_if(
-            alone and (self.engine_release or self.engine_router),
-            "`weight_sync_lora` adapter is not for `engine_release`, which frees the servers' weights, nor for "
-            "`engine_router`: use merged",
-        )
-        other = self.engine != "local"
-        refuse_if(
-            other and not (is_default(self, "compile") and is_default(self, "max_batch")),
-            "`compile` and `max_batch` are for `engine` local",
-        )
-        refuse_if(other and self.has_own_threads, "`engine_threads` and `engine_cpus` are for `engine` local")
-        refuse_if(self.engine_cpus and not present, "`engine_cpus` needs Linux: drop it")
-        refuse_if(
-            not {*self.engine_cpus} <= present,
-            f"`engine_cpus` {self.engine_cpus}: this process may not use all of them",
         )
 
     @property
     def serves(self) -> bool:
         """Whether servers sample."""
         return self.engine in SERVERS
-
-    @property
-    def has_own_threads(self) -> bool:
-        """Whether threads or CPUs of the local engine's process are set."""
-        return not (is_default(self, "engine_threads") and is_default(self, "engine_cpus"))
-
-
-_OF_STARTED = ("engine_gpus", "engine_tp", "engine_memory", "engine_args")
-_OF_SYNC = ("weight_sync", "weight_sync_folder", "weight_sync_lora")
-_OF_SERVERS = (*_OF_STARTED, "engine_router", "engine_pause", "engine_release", *_OF_SYNC)

@@ -33,7 +33,6 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "rollout/agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
     "scripts/eval.py:main": 59,
-    "scripts/ppo.py:main": 41,
     "scripts/start.py:begin": 50,
     "scripts/sweep.py:main": 53,
     "scripts/sweep.py:check_command": 44,

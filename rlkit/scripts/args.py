@@ -14,19 +14,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit._extras import lacks
+from rlkit.rollout.envs.calls import FORMATS
 from rlkit.run.console import data_progress
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import (
+    Below1,
     Count,
     CountOr0,
     Finite,
+    For,
     Limit,
+    Needs,
     ParallelArgs,
     Positive,
     Range,
     Rollouts,
     SamplingParams,
-    Share,
+    Without,
     check,
     is_default,
     named,
@@ -49,7 +53,9 @@ class Model:
     """cpu, cuda (each rank of torchrun takes one GPU) or mps (untested). None: cuda if there is a GPU, else cpu"""
     parallel: ParallelArgs = field(default_factory=ParallelArgs)
     """how the model is sharded over the ranks of torchrun"""
-    resize_embeddings: bool = False
+    resize_embeddings: Annotated[
+        bool, Without("lora_rank", "critic_lora_rank", why="it adds rows that adapters do not train")
+    ] = False
     """add a row to the embedding (and the head) for each token that was added to the tokenizer: the mean of the others.
     In one process with --engine local, without --lora-rank, which would not train them"""
     train_vision: bool = False
@@ -68,6 +74,18 @@ class Model:
         return self.adapter if self.adapter and (Path(self.adapter) / "tokenizer_config.json").is_file() else self.model
 
 
+def _arguments(text: str) -> Any:
+    """The parsed JSON; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+_JSON_OBJECT = Range('a JSON object like {"name": true}', lambda text: isinstance(_arguments(text), dict))
+_OF_TEMPLATE = Needs("chat_template", why="drop it, or --no-chat-template")
+
+
 @dataclass(frozen=True)
 class Data:
     """Training and held-out rows, and how they are rendered."""
@@ -81,11 +99,11 @@ class Data:
     eval_data: str | tuple[str, ...] | None = None
     """held-out data, in the same formats; of several splits the only test or validation split. NAME=FILE is a set that
     is measured by itself, as eval/NAME/...; files without a name are one set. None: no evaluation"""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, _OF_TEMPLATE] = None
     """system message for conversations that have none"""
     chat_template: ChatTemplate = True
     """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
-    template_args: str = "{}"
+    template_args: Annotated[str, _JSON_OBJECT, _OF_TEMPLATE] = "{}"
     """JSON object of further arguments of the chat template, e.g. {"enable_thinking": false} for Qwen3"""
     too_long: Literal["drop", "cut-left", "cut-right", "error"] = "drop"
     """prompts and examples above the limit of tokens: drop (and report) them, cut their first (left) or last tokens, or
@@ -98,11 +116,6 @@ class Data:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("system_prompt", "template_args"))
-        for name in ("system_prompt", "template_args"):
-            unused = self.chat_template is False and not is_default(self, name)
-            refuse_if(unused, f"`{name}` has no place without a chat template: drop it, or --no-chat-template")
-        message = f'`template_args` must be a JSON object like {{"name": true}}, got {self.template_args!r}'
-        refuse_if(not isinstance(self.template(), dict), message)
         if self.system_prompt and len(self.system_prompt) < 200 and Path(self.system_prompt).is_file():
             fix = f'give the text: "$(cat {self.system_prompt})"'
             raise ValueError(
@@ -137,10 +150,17 @@ class Data:
 
     def template(self) -> Any:
         """The parsed `template_args`; None if it is not JSON."""
-        try:
-            return json.loads(self.template_args)
-        except ValueError:
-            return None
+        return _arguments(self.template_args)
+
+    def rendering(self) -> dict[str, Any]:
+        """Arguments of `rlkit.data.prompts.rl_prompts` and of the readers of `rlkit.data.examples`."""
+        return {
+            "system_prompt": self.system_prompt,
+            "apply_chat_template": bool(self.chat_template),
+            "template_args": self.template() or None,
+            "too_long": self.too_long,
+            "continue_answer": self.continue_answer,
+        }
 
     @data_progress()
     def rows(
@@ -238,10 +258,10 @@ def _hashed(row: dict[str, Any]) -> int:
 class Evaluation:
     """Rewards and sampling of the held-out sets, and the trial of rewards."""
 
-    eval_reward: tuple[str, ...] = ()
+    eval_reward: Annotated[tuple[str, ...], Needs("eval_data")] = ()
     """reward on held-out prompts in place of --reward: FILE.py:FUNCTION, with a weight where there are several, as for
     --reward; NAME=FILE.py:FUNCTION is for the set NAME of --eval-data"""
-    eval_sampling: tuple[str, ...] = ()
+    eval_sampling: Annotated[tuple[str, ...], Needs("eval_data")] = ()
     """sampling on held-out prompts, as temperature:0.6,samples:4 (also top_p, top_k, max_new_tokens); NAME=... is for
     the set NAME of --eval-data"""
     eval_limit: Count = 128
@@ -297,11 +317,10 @@ class Evaluation:
         return found
 
     def check_sets(self, sets: Iterable[str]) -> None:
-        """Refuse settings of a set that `eval_data` does not have, and any without `eval_data`."""
+        """Refuse settings of a set that `eval_data` does not have."""
         known = {*sets}
         for flag in ("eval_reward", "eval_sampling"):
             given = self._by_set(getattr(self, flag))
-            refuse_if(given and not known, f"`{flag}` requires `eval_data`")
             for name in sorted({*given} - known - {""}) if known else ():
                 there = f"has no set {name}; its names are {', '.join(sorted(known - {''}))}"
                 there = there if known - {""} else f"names no set: write `eval_data` {name}=FILE"
@@ -333,13 +352,13 @@ class Lora:
 
     lora_rank: CountOr0 | None = None
     """rank of LoRA adapters, which alone are trained; 0: train all weights. None: 0, and of an --adapter its own"""
-    lora_targets: tuple[str, ...] = ()
+    lora_targets: Annotated[tuple[str, ...], Needs("lora_rank")] = ()
     """names of the layers that get an adapter, e.g. q_proj v_proj; none: all but the head, also experts"""
-    lora_alpha: Positive | None = None
+    lora_alpha: Annotated[Positive | None, Needs("lora_rank")] = None
     """scale of the adapters times their rank: W + (alpha / rank) B A; None: twice the rank"""
-    lora_dropout: Share = 0.0
+    lora_dropout: Annotated[Below1, Needs("lora_rank")] = 0.0
     """share of the adapters' inputs that are dropped in training on fixed data"""
-    lora_base: Literal["int8", "nf4"] | None = None
+    lora_base: Annotated[Literal["int8", "nf4"] | None, Needs("lora_rank")] = None
     """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA), in one process; None: fp32"""
 
     def __post_init__(self) -> None:
@@ -347,14 +366,22 @@ class Lora:
         if joined := next((target for target in self.lora_targets if "," in target), None):
             apart = " ".join(part.strip(" []'\"") for part in joined.split(","))
             refuse_if(True, f"`lora_targets` {joined}: several names are separated by blanks: {apart}")
-        for name in ("lora_targets", "lora_alpha", "lora_dropout", "lora_base"):
-            refuse_if(not is_default(self, name) and not self.lora_rank, f"`{name}` requires `lora_rank`")
-        refuse_if(self.lora_dropout == 1, "`lora_dropout` must be below 1: nothing would train")
         refuse_if(self.lora_rank and not find_spec("peft"), lacks("peft", "lora", "`lora_rank` needs"))
 
     def options(self) -> dict[str, Any]:
         """Arguments of the loaders of `rlkit.model.launch`."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _is_address(text: str) -> bool:
+    """Whether the text is HOST or HOST:PORT, and no address that a server only listens at."""
+    host, _, port = text.rpartition(":")
+    has_port = host not in ("0.0.0.0", "") and port.isdecimal() and int(port) < 1 << 16
+    return has_port or (text.count(":") != 1 and text not in ("0.0.0.0", "::"))
+
+
+_OF_AGENT = Needs("agent")
+_OF_TURNS = Needs("env", "agent", "tools", why="else there is one turn, of at most `max_new_tokens`")
 
 
 @dataclass(frozen=True)
@@ -369,7 +396,7 @@ class Episodes:
     """how several rewards become one (docs/advantages.md): their weighted sum; tchebycheff: minus the largest weighted
     distance to --ideal; normalize_then_sum: z-scores in the group, summed (GDPO); lexicographic: by the first, ties by
     the second, and so on. All but sum log the weighted sum as the score"""
-    ideal: tuple[Finite, ...] = ()
+    ideal: Annotated[tuple[Finite, ...], For("combine", "tchebycheff")] = ()
     """with --combine tchebycheff: the best value of each reward with a weight other than 0, in their order"""
     env: str | tuple[str, ...] | None = None
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
@@ -377,43 +404,47 @@ class Episodes:
     (docs/environments.md). Several as NAME=FILE.py:NAME, chosen by --env-column. None: one question, one answer"""
     env_column: str = "env"
     """column of the rows that names one of several environments"""
-    agent: str | None = None
+    agent: Annotated[str | None, Without("env", "tools", why="an agent is an environment; drop them")] = None
     """a command that is run once per episode and calls the policy as a model over HTTP (OPENAI_BASE_URL,
     ANTHROPIC_BASE_URL), e.g. "python my_agent.py {question}" with columns of the row. Or FILE.py:FUNCTION,
     `def agent(prompt, base_url)` (docs/environments.md)"""
-    agent_timeout: Positive = 600.0
+    agent_timeout: Annotated[Positive, _OF_AGENT] = 600.0
     """seconds after which an agent's episode fails"""
-    agent_memory: Positive | None = None
+    agent_memory: Annotated[Positive | None, _OF_AGENT] = None
     """GiB of memory of a command with all its processes, above which its episode fails; None: no limit"""
-    agent_address: str = "127.0.0.1"
+    agent_address: Annotated[
+        str, Range("HOST or HOST:PORT with a host that agents can reach", _is_address), _OF_AGENT
+    ] = "127.0.0.1"
     """HOST or HOST:PORT at which agents reach the policy: an address of this machine, for agents on others"""
-    agent_certificate: Path | None = None
+    agent_certificate: Annotated[Path | None, _OF_AGENT] = None
     """PEM file of a certificate for the host of --agent-address, with its chain: agents reach the policy by HTTPS"""
-    agent_key: Path | None = None
+    agent_key: Annotated[Path | None, _OF_AGENT, Needs("agent_certificate")] = None
     """PEM file of the key of --agent-certificate; None: in the same file"""
-    agent_sampling: Literal["run", "refuse"] = "run"
+    agent_sampling: Annotated[Literal["run", "refuse"], _OF_AGENT] = "run"
     """requests that ask for a temperature or other sampling parameters: run samples as the flags say, and reports it
     once; refuse answers with status 400"""
     tools: tuple[str, ...] = ()
     """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
-    tool_calls: str | None = None
+    tool_calls: Annotated[
+        str | None, named(*FORMATS), Needs("tools", "agent"), Without("env", why="an environment reads calls itself")
+    ] = None
     """how calls of `tools`, or of those of an `agent`, are read. None: as the chat template itself writes them. Else a
     format (hermes, function, arg_key, json, pythonic, harmony, mistral, deepseek, kimi, xtml, invoke, gemma), or
     FILE.py:FUNCTION of a turn's text that returns a list of (name, arguments), empty for an answer"""
     max_prompt_tokens: Count = 1024
     """drop (and report) prompts with more tokens"""
-    max_turns: Count | None = None
+    max_turns: Annotated[Count | None, _OF_TURNS] = None
     """maximum turns of an episode; None: the environment's own limit"""
     max_total_tokens: Count | None = None
     """maximum context of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
-    max_sampled_tokens: Count | None = None
+    max_sampled_tokens: Annotated[Count | None, _OF_TURNS] = None
     """maximum sampled tokens of an episode, all turns together; None: no limit"""
     reward_timeout: Positive = 30.0
     """seconds that one call of the reward function may take"""
-    reward_max_failed: Share | None = None
+    reward_max_failed: Below1 | None = None
     """share of the last 100 samples whose reward or agent may fail; failed samples do not train. 0: the first ends the
     run. None: 0, and 0.5 with an agent"""
-    eval_kl: bool = False
+    eval_kl: Annotated[bool, Needs("eval_data")] = False
     """measure the KL to the reference model (which is loaded for it) on held-out prompts"""
 
     def __post_init__(self) -> None:
@@ -423,39 +454,6 @@ class Episodes:
             len(self.envs()) < 2 and not is_default(self, "env_column"),
             "`env_column` chooses among several: give `env` more than one",
         )
-        refuse_if(self.reward_max_failed == 1, "`reward_max_failed` must be below 1: some samples have to train")
-        refuse_if(
-            self.max_turns is not None and self.one_turn,
-            "`max_turns` is for `env`, `agent` or `tools`: else there is one turn",
-        )
-        refuse_if(
-            self.max_sampled_tokens is not None and self.one_turn,
-            "`max_sampled_tokens` is for many turns: give `env`, `agent` or `tools`, or use `max_new_tokens`",
-        )
-        unread = (self.env is not None or not self.tools) and self.agent is None
-        refuse_if(
-            unread and not is_default(self, "tool_calls"),
-            "`tool_calls` says how calls of `tools` or of an `agent` are read where there is no `env`",
-        )
-        from rlkit.rollout.envs.calls import FORMATS
-
-        known = self.tool_calls is None or ":" in self.tool_calls or self.tool_calls in FORMATS
-        what = f"a format ({', '.join(FORMATS)}) or FILE.py:FUNCTION, got {self.tool_calls!r}"
-        refuse_if(not known, f"`tool_calls` must be {what}")
-        self._check_agent()
-
-    def _check_agent(self) -> None:
-        names = ("agent_timeout", "agent_memory", "agent_address", "agent_certificate", "agent_key", "agent_sampling")
-        given = next((name for name in names if not is_default(self, name)), None)
-        refuse_if(self.agent is None and given, f"`{given}` is for `agent`")
-        both = self.agent is not None and (self.env is not None or self.tools)
-        refuse_if(both, "`agent` is an environment: drop `env` and `tools`")
-        refuse_if(self.agent_key and not self.agent_certificate, "`agent_key` requires `agent_certificate`")
-        host, _, port = self.agent_address.rpartition(":")
-        fine = host not in ("0.0.0.0", "") and port.isdecimal() and int(port) < 1 << 16
-        fine = fine or (self.agent_address.count(":") != 1 and self.agent_address not in ("0.0.0.0", "::"))
-        what = "must be HOST or HOST:PORT with a host that agents can reach"
-        refuse_if(not fine, f"`agent_address` {what}, got {self.agent_address!r}")
 
     @property
     def one_turn(self) -> bool:
@@ -475,7 +473,6 @@ class Episodes:
             self.combine == "tchebycheff" and len(self.ideal) != len(used),
             f"`ideal` has {len(self.ideal)} numbers: give one for each of the {len(used)} rewards of tchebycheff",
         )
-        refuse_if(self.combine != "tchebycheff" and self.ideal, "`ideal` is for `combine` tchebycheff")
         weighs = self.combine == "lexicographic" and any(weight not in (None, 1) for weight in used.values())
         refuse_if(weighs, "`combine` lexicographic goes by the order of the rewards: drop their weights")
 
@@ -569,13 +566,11 @@ class Correction:
     correction: Literal["tis", "icepop", "none"] = "tis"
     """weight of tokens sampled by older weights or an engine with other numerics: tis caps it at --tis-max-weight.
     icepop drops tokens whose weight is outside [0.5, 5]; none gives all tokens weight 1"""
-    tis_max_weight: Limit = 2.0
+    tis_max_weight: Annotated[Limit, For("correction", "tis")] = 2.0
     """cap of the weight with --correction tis (inf: no cap)"""
 
     def __post_init__(self) -> None:
         check(self)
-        capped = self.correction == "tis" or is_default(self, "tis_max_weight")
-        refuse_if(not capped, "`tis_max_weight` is for `correction` tis")
 
     def function(self) -> Any:
         """The function from log-ratio to weight."""

@@ -32,7 +32,7 @@ from rlkit.scripts.args import Data, Model
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device
-from rlkit.settings import Count, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
+from rlkit.settings import Count, Needs, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
@@ -50,7 +50,7 @@ class Args:
     """run folder (its model/, else its newest checkpoint), folder written by save_pretrained, adapter, or hub id"""
     prompt: str | None = None
     """print the answer to this prompt and end; None: read prompts from the terminal, or lines from a pipe"""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, Needs("chat_template", why="drop it, or --no-chat-template")] = None
     """system message; None: the run's"""
     temperature: NotNegative | None = None
     """sampling temperature (0: greedy); None: the run's, else 1"""
@@ -65,13 +65,11 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self)
-        wrong = self.system_prompt and not self.chat_template
         for name in ("prompt", "system_prompt"):
             text = getattr(self, name) or ""
             locale = sys.getfilesystemencoding()
             why = "" if locale == "utf-8" else f"; the locale is {locale}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
             refuse_if(text != text.encode(errors="replace").decode(), f"`{name}` is not UTF-8 text: {text[:60]!a}{why}")
-        refuse_if(wrong, "`system_prompt` is part of the chat template: drop it, or --no-chat-template")
 
 
 @dataclass

@@ -24,8 +24,10 @@ from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import kl_estimator_of, load_tokenizer, trial_of, tried_function, where
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
+    OWN,
     CountOr0,
     Engines,
+    For,
     LimitOr0,
     NotNegative,
     Optim,
@@ -50,9 +52,9 @@ class Loss:
     """divergence of student q and teacher p at each token: reverse_kl is KL(q, p), forward_kl KL(p, q), jsd has --beta.
     advantage: log p - log q of the sampled token is its advantage, for PPO's clip. uld: of two tokenizers.
     Or FILE.py:FUNCTION, `def loss(log_q, log_p)`, a loss per row of log-probs"""
-    beta: Share = 0.5
+    beta: Annotated[Share, For("loss", "jsd")] = 0.5
     """jsd: weight of the teacher in the mixture (TRL's; its 0 and 1 are forward_kl and reverse_kl)"""
-    teacher_top_k: CountOr0 = 0
+    teacher_top_k: Annotated[CountOr0, For("loss", "reverse_kl", "forward_kl", "jsd", OWN)] = 0
     """use the teacher's k most likely tokens and one for the rest (0: the whole vocabulary, of local teachers)"""
     teacher_coef: NotNegative = 1.0
     """weight of the divergence, or of the advantage, beside that of the reward"""
@@ -72,11 +74,6 @@ class Loss:
     def __post_init__(self) -> None:
         check(self)
         served = next((url for url in self.teachers().values() if is_url(url)), "")
-        refuse_if(self.loss != "jsd" and not is_default(self, "beta"), "`beta` is for `loss` jsd")
-        refuse_if(
-            self.teacher_top_k and self.loss in ("advantage", "uld"),
-            f"`teacher_top_k` is not part of `loss` {self.loss}: drop it",
-        )
         refuse_if(served and self.loss == "uld", f"`loss` uld needs all log-probs of {served}: load that model here")
         refuse_if(
             served and self.loss not in ("advantage", "uld") and not self.teacher_top_k,
@@ -122,7 +119,6 @@ def main(args: Args) -> Path:
         args.rollouts.group_size < 2 and judged,
         "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
     )
-    refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
     served = next((place for place in flags.teachers().values() if is_url(place)), "")
     refuse_if(
         served and args.rollouts.temperature != 1,

@@ -20,11 +20,11 @@ from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import load_policies, offline, own_loss, trial_of, where
 from rlkit.scripts.task import offline_sets
-from rlkit.settings import NotNegative, Optim, Positive, Schedule, Share, check, is_default, named, refuse_if
+from rlkit.settings import OWN, For, NotNegative, Optim, Positive, Schedule, Share, Without, check, named
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")
 NO_REFERENCE = ("simpo", "orpo", "cpo")
-SMOOTHED = ("dpo", "cpo", "simpo", "robust_dpo", "exo_pair")
+_OF_REFERENCE = For("loss", *(x for x in LOSSES if x not in NO_REFERENCE), OWN, why="the others have no reference")
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,17 @@ class Loss:
     loss: Annotated[str, named(*LOSSES)] = "dpo"
     """dpo, ipo, hinge, robust_dpo, exo_pair, apo_zero, nca_pair; without a reference model: simpo, orpo, cpo.
     Or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's log-ratios. See docs/preference.md"""
-    beta: Positive = 0.1
+    beta: Annotated[Positive, For("loss", *LOSSES)] = 0.1
     """dpo: strength of the pull to the reference; simpo: scale of the margin (2 or more); orpo: weight of its term"""
-    label_smoothing: Share = 0.0
+    label_smoothing: Annotated[Share, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
     """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
-    gamma: NotNegative = 0.5
-    """target margin (simpo)"""
+    gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
+    """target margin"""
     sft_coef: NotNegative = 0.0
     """weight of the chosen response's NLL per token (orpo and cpo: 1 in the papers)"""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(
-            self.label_smoothing and self.loss not in SMOOTHED, f"`label_smoothing` is not part of {self.loss}: drop it"
-        )
-        refuse_if(
-            self.loss != "simpo" and not is_default(self, "gamma"),
-            f"`gamma` is the margin of simpo, and not part of {self.loss}: drop it",
-        )
-        refuse_if(":" in self.loss and not is_default(self, "beta"), f"`beta` is not part of {self.loss}: drop it")
 
 
 @dataclass(frozen=True)
@@ -66,10 +58,10 @@ class Args:
     schedule: Flat[Schedule] = Schedule(Path("runs/dpo"), steps=300, eval_steps=50, save_steps=100)
     optim: Flat[Optim] = Optim(lr=1e-6, lr_schedule="linear", warmup_steps=20)
     loss: Flat[Loss] = Loss()
-    reference: str | None = None
+    reference: Annotated[str | None, _OF_REFERENCE] = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
-    precompute_reference: bool = False
+    precompute_reference: Annotated[bool, _OF_REFERENCE, Without("stream", why="it reads all pairs")] = False
     """compute the reference's log-probs once, before training, and free it: less memory, and faster from epoch 2 on"""
     lora: Flat[Lora] = Lora()
 
@@ -81,9 +73,6 @@ def main(args: Args) -> Path:
 
     flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
     own = own_loss(flags.loss, trial_of(lambda trial: trial.try_pair_loss))
-    why = f"`loss` {flags.loss} compares log-probs without a reference"
-    refuse_if(args.reference and not has_reference, f"{why}: drop `reference`")
-    refuse_if(args.precompute_reference and not has_reference, f"{why}: drop `precompute_reference`")
     args, tokenizer, (pairs, parts), held_out, sets = offline(
         args, preference_pairs, PAIR, reference=args.reference, answers=offline_sets
     )

@@ -39,12 +39,6 @@ def check_engine(args: Any) -> None:
         how.engine_release and (args.model.device == "cpu" or args.rollouts.overlap),
         "`engine_release` frees GPU memory while no engine samples: drop it with `device` cpu and with `overlap`",
     )
-    alone = how.weight_sync_lora == "adapter"
-    refuse_if(alone and not args.lora.lora_rank, "`weight_sync_lora` adapter needs `lora_rank`")
-    refuse_if(
-        alone and args.lora.lora_base,
-        f"`weight_sync_lora` adapter needs servers with the weights of `lora_base` {args.lora.lora_base}: drop one",
-    )
     if is_first():
         _check_answers(how)
     if not how.engine_urls:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from rlkit.settings import refuse_if
+from rlkit.settings import refuse_if, relations
 
 _TEMPLATE = (
     "chat template for a model without one, or in place of its own: a Jinja file, a tokenizer_config.json or "
@@ -311,7 +311,25 @@ def _has(words: Sequence[str], text: str) -> bool:
 
 def help_of(flags: Sequence[Flag]) -> dict[str, str]:
     """The help of each flag, by its name."""
-    return {flag.name: flag.text or _documented(flag.kind).get(flag.name.rpartition(".")[2], "") for flag in flags}
+    return {flag.name: flag.text or _documented(flag.kind).get(_field(flag), "") + _needs(flag) for flag in flags}
+
+
+def _field(flag: Flag) -> str:
+    return flag.name.rpartition(".")[2]
+
+
+def _needs(flag: Flag) -> str:
+    """The other flags without which this one has no effect, where neither its help nor their defaults have them."""
+    text = _documented(flag.kind).get(_field(flag), "").replace("-", "_")
+    terms = []
+    for name, relation in relations(flag.kind):
+        first = getattr(flag.kind, relation.names[0], None)
+        holds = first in relation.values if relation.values else first
+        said = all(f"`{other}`" in text or f"__{other}" in text for other in relation.names)
+        short = relation.kind != "without" and not relation.of and len(relation.values) <= 3
+        if name == _field(flag) and short and not (holds or said):
+            terms.append(relation.terms)
+    return f"; with {' and '.join(terms)}" * bool(terms)
 
 
 def grouped(kind: type, flags: list[Flag]) -> Iterator[tuple[str, list[Flag]]]:

@@ -22,22 +22,24 @@ from rlkit.scripts.engines import open_engine
 from rlkit.scripts.start import advantage_of, kl_estimator_of, own_loss
 from rlkit.scripts.task import load_models, open_task
 from rlkit.settings import (
+    OWN,
+    Below1,
     Engines,
     Finite,
+    For,
     Limit,
     LimitOr0,
+    Needs,
     Optim,
     Penalties,
     Range,
     Rollouts,
     Schedule,
     check,
-    is_default,
     named,
     refuse_if,
 )
 
-Decay = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
     "dual_clip": {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 3.0},
@@ -47,6 +49,8 @@ CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
 }
 EPISODE_MEAN = ("gspo", "gmpo", "sapo")
+_ABOVE_1 = Range("above 1, the ratio on-policy", lambda x: x > 1)
+_OF_CLIP = For("loss", *(name for name, constants in CONSTANTS.items() if "clip_low" in constants))
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,15 @@ class Loss:
     loss: Annotated[str, named(*CONSTANTS)] = "ppo_clip"
     """ppo_clip, dual_clip, gspo, gmpo, cispo or sapo; all coincide on-policy (one minibatch, one epoch).
     Or FILE.py:FUNCTION, `def loss(log_ratio, batch)`, which returns a loss per token"""
-    loss_unchecked: bool = False
+    loss_unchecked: Annotated[bool, For("loss", OWN)] = False
     """take a FILE.py:FUNCTION of --loss that is refused before the model is loaded, as one that climbs is"""
-    clip_low: LimitOr0 | None = None
+    clip_low: Annotated[LimitOr0 | None, _OF_CLIP] = None
     """clip the ratio below at 1 - clip_low; None: 0.2 (gspo: 3e-4, per sequence; gmpo: 0.4, on the log-ratio)"""
-    clip_high: LimitOr0 | None = None
+    clip_high: Annotated[LimitOr0 | None, _OF_CLIP] = None
     """clip the ratio above at 1 + clip_high; None: 0.28 (gspo: 4e-4; gmpo: 0.4)"""
-    clip_c: Annotated[float, Range("above 1, the ratio on-policy", lambda x: x > 1)] | None = None
+    clip_c: Annotated[
+        float | None, Range("above 1, the ratio on-policy", lambda x: x > 1), For("loss", "dual_clip")
+    ] = None
     """bound of the ratio in the loss of a negative advantage (dual_clip); None: 3"""
     aggregate: Literal["token", "episode", "prompt", "length"] | None = None
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.
@@ -70,20 +76,23 @@ class Loss:
     None: episode for gspo, gmpo and sapo, else token"""
     max_ratio: Limit | None = None
     """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
-    baseline: Literal[
-        "group_centered",
-        "group_zscore",
-        "leave_one_out",
-        "group_mean_batch_std",
-        "max_rl",
-        "gpg",
-        "role_average",
-        "none",
+    baseline: Annotated[
+        Literal[
+            "group_centered",
+            "group_zscore",
+            "leave_one_out",
+            "group_mean_batch_std",
+            "max_rl",
+            "gpg",
+            "role_average",
+            "none",
+        ],
+        Needs("advantage", of=("none",), why="it compares no rewards; add reinforce_pp, or take another baseline"),
     ] = "group_centered"
     """what a group's rewards are compared with (docs/advantages.md); group_zscore also divides by their standard
     deviation. role_average: the average of earlier steps, of each role of an environment by itself (RAE).
     none, with --advantage only: the rewards as they are"""
-    baseline_decay: Decay = 0.95
+    baseline_decay: Annotated[Below1, For("baseline", "role_average")] = 0.95
     """weight of what `--baseline role_average` was before in each step"""
     advantage: Estimator | None = None
     """estimator per token: returns or reinforce_pp, as in "returns(gamma=0.99)", on the baseline's value as the last
@@ -94,25 +103,7 @@ class Loss:
     def __post_init__(self) -> None:
         check(self)
         low, high = self.success_range or (0, 0)
-        refuse_if(
-            self.baseline == "none" and not self.advantage,
-            "`baseline` none compares no rewards: add `advantage` reinforce_pp, or take another baseline",
-        )
-        refuse_if(
-            self.baseline != "role_average" and not is_default(self, "baseline_decay"),
-            "`baseline_decay` is for `baseline` role_average",
-        )
-        own = ":" in self.loss
-        refuse_if(self.loss_unchecked and not own, "`loss_unchecked` is for a function of your own: drop it, or `loss`")
         refuse_if(low > high, f"`success_range` is from low to high, got {low} {high}")
-        refuse_if(
-            (self.clip_low, self.clip_high) != (None, None) and (self.loss in ("cispo", "sapo") or own),
-            f"`clip_low` and `clip_high` are not part of `loss` {self.loss}: drop them",
-        )
-        refuse_if(
-            self.clip_c is not None and self.loss != "dual_clip",
-            f"`clip_c` is not part of `loss` {self.loss}: drop it, or `loss` dual_clip",
-        )
 
 
 @dataclass(frozen=True)
@@ -143,10 +134,6 @@ def main(args: Args) -> Path:
         args.rollouts.group_size < 2 and args.loss.baseline not in ("none", "role_average"),
         "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
         "`baseline` role_average, which compares with earlier steps)",
-    )
-    refuse_if(
-        args.rollouts.max_dropped is not None and args.loss.success_range is None,
-        "`max_dropped` requires `success_range`",
     )
     refuse_if(
         args.loss.max_ratio and args.rollouts.minibatches * args.rollouts.epochs == 1,

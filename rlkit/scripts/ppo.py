@@ -80,9 +80,6 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    refuse_if(args.rollouts.max_dropped is not None, "`max_dropped` is for grpo, which can replace groups: drop it")
-    if args.bins.value_range:
-        args.values.check_bins()
     name = args.loss.advantage.partition("(")[0]
     refuse_if(
         name == "vtrace" and args.correction.correction != "none",

@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from rlkit.scripts.cli import run
-from rlkit.settings import Range, check, refuse_if
+from rlkit.settings import Range, Without, check
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Args:
     """file to write; None: report.html in the run folder, of several runs in the current folder"""
     force: bool = False
     """replace a file that exists. A run's own report.html needs no force"""
-    serve: bool = False
+    serve: Annotated[bool, Without("out", "force", why="it writes no file")] = False
     """serve the page on --host and --port in place of writing it, with new steps as they come, until Ctrl-C"""
     host: str = "127.0.0.1"
     """address to serve on; whoever reaches it reads the run"""
@@ -40,7 +40,6 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(self.serve and (self.out or self.force), "`serve` writes no file: leave out `out` and `force`")
 
 
 def main(args: Args) -> None:

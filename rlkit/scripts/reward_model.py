@@ -20,7 +20,7 @@ from typing import Annotated
 from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import check_rank, offline, own_loss, report_adapter, trial_of, where
-from rlkit.settings import NotNegative, Optim, Schedule, check, is_default, named, refuse_if
+from rlkit.settings import For, NotNegative, Optim, Schedule, check, named
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,12 @@ class Args:
     optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
     loss: Annotated[str, named("bradley_terry")] = "bradley_terry"
     """bradley_terry, or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's rewards"""
-    center_coef: NotNegative = 0.01
+    center_coef: Annotated[NotNegative, For("loss", "bradley_terry")] = 0.01
     """weight of the penalty that pulls a pair's rewards towards 0"""
     lora: Flat[Lora] = Lora()
 
     def __post_init__(self) -> None:
         check(self)
-        own = self.loss != "bradley_terry" and not is_default(self, "center_coef")
-        refuse_if(own, "`center_coef` is part of bradley_terry: drop it, or `loss`")
 
 
 def main(args: Args) -> Path:
@@ -58,7 +56,7 @@ def main(args: Args) -> Path:
     check_rank(args.model.model, args.lora.lora_rank)
     model = load_judge(args.model.model, **where(args), adapter=args.model.adapter, **args.lora.options())
     report_model(model, dtype=str(args.optim.dtype))
-    report_adapter(args)
+    report_adapter(args.model, args.lora)
     return reward_model(
         model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,
         loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,

@@ -21,9 +21,9 @@ from rlkit.data.vocabulary import check_vocabulary, vocabulary_size
 from rlkit.files import base_of, check_model_path, is_adapter
 from rlkit.ranks import is_first, launched
 from rlkit.run.console import data_progress
-from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, log
+from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import LossError, flags_of
-from rlkit.settings import ParallelArgs, is_default, refuse_if
+from rlkit.settings import Optim, ParallelArgs, check_relations, is_default, refuse_if
 
 STREAM_HEAD = 1000  # rows of each file that are read at the start of a run that streams
 
@@ -181,7 +181,6 @@ def warn_of_steps(args: Any) -> None:
     if best := schedule.keep_best:
         from rlkit.run.meanings import KEYS, meaning_of
 
-        refuse_if(not data.eval_data, "`keep_best` requires `eval_data`")
         near = get_close_matches(best, [name for name in KEYS if name.startswith("eval/")], n=1, cutoff=0)
         refuse_if(meaning_of(best) is None, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")
     if not data.eval_data and schedule.eval_steps not in (0, _default_of(args, "schedule", "eval_steps")):
@@ -264,19 +263,17 @@ def check_resize(args: Any) -> None:
     if not args.model.resize_embeddings:
         return
     engine, rollouts = getattr(args, "engine", None), getattr(args, "rollouts", None)
-    adapter = args.lora.lora_rank or getattr(args, "critic_lora_rank", 0)
-    refuse_if(adapter, "`resize_embeddings` adds rows that adapters do not train: drop `lora_rank`")
     apart = launched() or (engine is not None and engine.engine != "local") or getattr(rollouts, "overlap", False)
     fix = "resize in a run of rlkit sft, and give its model/"
     refuse_if(apart, f"`resize_embeddings` is for one process with the model in it: {fix}")
 
 
-def rows_of(args: Any, tokenizer: Any, *others: str | None) -> int:
+def rows_of(model: Model, tokenizer: Any, *others: str | None) -> int:
     """The rows of the smallest embedding of the model, and of the `others` that read the same tokens."""
     from rlkit.model.pretrained import load_config
 
-    size = min(load_config(path).get_text_config().vocab_size for path in (args.model.model, *others) if path)
-    return max(size, vocabulary_size(tokenizer)) if args.model.resize_embeddings else size
+    size = min(load_config(path).get_text_config().vocab_size for path in (model.model, *others) if path)
+    return max(size, vocabulary_size(tokenizer)) if model.resize_embeddings else size
 
 
 def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
@@ -289,20 +286,20 @@ def load_policies(args: Any, *, has_reference: bool) -> tuple[Any, Any]:
     load: Callable[..., Any] = partial(load_policy, **where(args), train_vision=args.model.train_vision)
     model = load(args.model.model, adapter=adapter, **args.lora.options())
     report_model(model, dtype=args.optim.dtype)
-    report_adapter(args)
+    report_adapter(args.model, args.lora)
     stop_at_template(model, args)
     if not has_reference:
         return model, None
     return model, reference_of(model, args.reference, path=args.model.model, load=load, adapter=adapter)
 
 
-def report_adapter(args: Any) -> None:
+def report_adapter(model: Model, lora: Lora) -> None:
     """Print what becomes of the adapter of the flags, on rank 0."""
     from rlkit.run.console import say
 
-    if args.model.adapter and is_first():
-        what = "trains on" if args.lora.lora_rank else "is merged into the weights, which all train"
-        say(f"adapter: {args.model.adapter} {what}; a reference is the model with the adapter as it is now")
+    if model.adapter and is_first():
+        what = "trains on" if lora.lora_rank else "is merged into the weights, which all train"
+        say(f"adapter: {model.adapter} {what}; a reference is the model with the adapter as it is now")
 
 
 def check_rank(path: str, rank: int | None) -> None:
@@ -373,24 +370,21 @@ def offline(
     and of those of each held-out set, and what `answers` makes of the rows of these sets before torch is loaded."""
     check_ranks(args.model.parallel)
     args = with_adapter(args)
+    check_relations(args)
     check_resize(args)
     if args.examples.stream:
-        check_stream(args, *forms)
+        check_stream(args.examples, args.optim, *forms)
     parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
     of_answers = answers(args, held_out)
     warn_of_warmup(args)
     args = begin(args)
     tokenizer = load_tokenizer(args.model.tokenizer, reference, chat_template=template_file(args))
-    known = {"tokenizer": tokenizer, "num_rows": rows_of(args, tokenizer, reference)}
+    known = {"tokenizer": tokenizer, "num_rows": rows_of(args.model, tokenizer, reference)}
     render: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "max_example_tokens": longest_example(args, args.model.model, reference),
-        "system_prompt": args.data.system_prompt,
-        "apply_chat_template": bool(args.data.chat_template),
-        "template_args": args.data.template() or None,
+        "max_example_tokens": longest_example(args.examples, args.model.model, reference),
         "images": image_reader(args.model.model, tokenizer, chain(*parts, *held_out.values())),
-        "too_long": args.data.too_long,
-        "continue_answer": args.data.continue_answer,
+        **args.data.rendering(),
     }
 
     def make(rows: Any) -> list[Any]:
@@ -402,7 +396,7 @@ def offline(
         of_part = [make(part) for part in parts]
     every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
     if args.examples.stream:
-        every, sizes = _streamed(args, make, *forms, head=every)
+        every, sizes = _streamed(args.data, make, *forms, head=every)
     examples = every, mixture(args.data, sizes)
     note_strings(args.data, parts[0])
     warn_of_repeats("--batch-size", args.examples.batch_size, len(examples[0]))
@@ -410,12 +404,12 @@ def offline(
     return args, tokenizer, examples, examples_of, of_answers
 
 
-def longest_example(args: Any, *paths: str | None) -> int:
+def longest_example(how: Examples, *paths: str | None) -> int:
     """`max_example_tokens`, or the positions of one of the models where it has fewer, which is logged."""
     from rlkit.model.positions import check_positions, positions
     from rlkit.model.pretrained import load_config
 
-    longest = args.examples.max_example_tokens
+    longest = how.max_example_tokens
     for config in (load_config(path) for path in paths if path):
         try:
             check_positions(longest, config, what="--max-example-tokens", fix="longer examples count as too long")
@@ -425,29 +419,27 @@ def longest_example(args: Any, *paths: str | None) -> int:
     return longest
 
 
-def check_stream(args: Any, *forms: Any) -> None:
+def check_stream(how: Examples, optim: Optim, *forms: Any) -> None:
     """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
     from rlkit.data.rows import LABELLED, PAIR
 
-    kto, before = LABELLED in forms, getattr(args, "precompute_reference", False)
-    refuse_if(kto, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
-    refuse_if(before, "`precompute_reference` reads all pairs: not with `stream`")
-    num, most = (2 if PAIR in forms else 1) * args.examples.max_example_tokens, args.optim.max_tokens
+    refuse_if(LABELLED in forms, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
+    num, most = (2 if PAIR in forms else 1) * how.max_example_tokens, optim.max_tokens
     refuse_if(num > most, f"`stream`: an example may have {num} tokens, and `max_tokens` is {most}: raise it")
 
 
-def _streamed(args: Any, make: Callable[[Any], Any], *forms: Any, head: list[Any]) -> tuple[Any, list[int]]:
+def _streamed(data: Data, make: Callable[[Any], Any], *forms: Any, head: list[Any]) -> tuple[Any, list[int]]:
     """The training examples as they stream, and the number of rows of each part of the data."""
     from rlkit.data.load import Rows
     from rlkit.data.streaming import DiskRows, Streamed
 
-    rows = DiskRows(*(files for files, _ in args.data.parts()), rename=args.data.rename)
+    rows = DiskRows(*(files for files, _ in data.parts()), rename=data.rename)
     first = cache(rows.row)  # of a file: it decides the form of the others
 
     def of_row(index: int) -> Any:
         one, row = first(rows.file_of(index).start), rows.row(index)
         both = Rows([*one, *row], source=row.source, places=[*one.places, *row.places])
-        return make(Rows(args.data.read(both, *forms)[1:], source=row.source, places=row.places))
+        return make(Rows(data.read(both, *forms)[1:], source=row.source, places=row.places))
 
     return Streamed(rows, of_row, head=head), rows.sizes
 

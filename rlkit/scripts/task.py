@@ -38,7 +38,7 @@ from rlkit.scripts.start import (
     with_adapter,
 )
 from rlkit.scripts.trial import try_env, try_rewards
-from rlkit.settings import SERVERS, Rollouts, SamplingParams, refuse_if
+from rlkit.settings import SERVERS, Rollouts, SamplingParams, check_relations, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
 _ANSWERS = ("chosen", "rejected", "response", "completion")  # columns of fixed data
@@ -71,10 +71,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     note_strings(args.data, parts[0])
     starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
-    known = {"tokenizer": tokenizer, "num_rows": rows_of(args, tokenizer, *others)}
+    known = {"tokenizer": tokenizer, "num_rows": rows_of(args.model, tokenizer, *others)}
     for some, of in [*zip(rendered, parts), *((one.prompts, held_out[name]) for name, one in sets.items())]:
         check_vocabulary(some, rows=of, **known)
-    note_unknown(args, tokenizer, known["num_rows"])
+    note_unknown(args.episodes, tokenizer, known["num_rows"])
     mixed = mixture(args.data, map(len, rendered))
     config = load_config(args.model.model)
     if any(prompt.images for one in (prompts, *(x.prompts for x in sets.values())) for prompt in one):
@@ -93,10 +93,10 @@ def open_task(args: Any, **options: Any) -> tuple[Any, Any, Any]:
     return args, tokenizer, Task(prompts, score, env=env, eval_sets=sets, parts=mixed, **options)
 
 
-def note_unknown(args: Any, tokenizer: Any, num_rows: int) -> None:
+def note_unknown(how: Episodes, tokenizer: Any, num_rows: int) -> None:
     """Log tokens that the model has no rows for, where an environment's text may have them in some later turn."""
     more = [token for token, i in tokenizer.get_vocab().items() if i >= num_rows]
-    if more and not args.episodes.one_turn:
+    if more and not how.one_turn:
         said = "the tokenizer has %d tokens without a row in the model's embedding (%s): a turn with one would fail; "
         log.warning(said + "--resize-embeddings adds their rows", len(more), ", ".join(sorted(more)[:3]))
 
@@ -175,10 +175,7 @@ def offline_sets(args: Any, held_out: Mapping[str, Any]) -> Callable[[Any, Any],
             samples = sampling.pop("samples", 1)
             prompts = rl_prompts(
                 part, tokenizer=tokenizer, max_prompt_tokens=longest,
-                system_prompt=args.data.system_prompt, apply_chat_template=bool(args.data.chat_template),
-                template_args=args.data.template() or None, too_long=args.data.too_long,
-                continue_answer=args.data.continue_answer,
-                images=image_reader(args.model.model, tokenizer, part),
+                images=image_reader(args.model.model, tokenizer, part), **args.data.rendering(),
             )[0]  # fmt: skip
             params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
             found[name] = EvalSet(prompts, own[name](tokenizer), params, samples)
@@ -220,6 +217,7 @@ def check_judged(how: Episodes) -> None:
 def check_rl(args: Any) -> None:
     """Refuse combinations of flags of several settings that have no effect or fail late (ValueError)."""
     check_ranks(args.model.parallel)
+    check_relations(args)
     check_resize(args)
     penalties, rollouts = args.penalties, args.rollouts
     moves, has_reference, how = penalties.ref_sync_steps, needs_reference(args), args.episodes
@@ -229,12 +227,6 @@ def check_rl(args: Any) -> None:
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     fix = "the tokens that train are those that were sampled without it: drop it"
     refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
-    refuse_if(moves and args.lora.lora_rank, "`ref_sync_steps` copies whole weights: not with `lora_rank`")
-    refuse_if(args.episodes.eval_kl and not args.data.eval_data, "`eval_kl` requires `eval_data`")
-    refuse_if(rollouts.eval_samples > 1 and not args.data.eval_data, "`eval_samples` requires `eval_data`")
-    refuse_if(
-        args.engine.has_own_threads and not rollouts.overlap, "`engine_threads` and `engine_cpus` are for `overlap`"
-    )
     args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args)
     warn_of_warmup(args)
@@ -507,11 +499,8 @@ def render(args: Any, tokenizer: Any, rows: list[Any]) -> list[Any]:
     longest, total = args.episodes.max_prompt_tokens, args.episodes.max_len(args.rollouts) - 1  # room for one token
     try:
         return rl_prompts(
-            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), system_prompt=args.data.system_prompt,
-            apply_chat_template=bool(args.data.chat_template), tools=load_tools(args.episodes) or None,
-            template_args=args.data.template() or None, too_long=args.data.too_long,
-            continue_answer=args.data.continue_answer,
-            images=image_reader(args.model.model, tokenizer, rows),
+            rows, tokenizer=tokenizer, max_prompt_tokens=min(longest, total), tools=load_tools(args.episodes) or None,
+            images=image_reader(args.model.model, tokenizer, rows), **args.data.rendering(),
         )[0]  # fmt: skip
     except ValueError as error:
         if total >= longest:

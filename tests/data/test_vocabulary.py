@@ -95,7 +95,7 @@ def test_new_rows_are_the_mean_of_the_others_and_are_exported(command, folder, c
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--lora-rank", "2"], "adds rows that adapters do not train: drop --lora-rank"),
+        (["--lora-rank", "2"], "excludes --lora-rank: it adds rows that adapters do not train"),
         (["--overlap"], "is for one process with the model in it"),
         (["--engine", "sglang"], "is for one process with the model in it"),
     ],

@@ -136,7 +136,7 @@ def test_the_table_has_every_field():
         ({"max_dropped": 3}, "`max_dropped` requires `task.keep_group`"),
         ({"eval_samples": 3}, "`eval_samples` requires `task.eval_prompts`"),
         ({"group_size": 1}, "`group_size` 1: the baseline compares the samples of a group"),
-        ({"lr_at": AT, "lr": 0.1, "warmup_steps": 2}, "`lr_at` replaces `lr`, `warmup_steps`"),
+        ({"lr_at": AT, "lr": 0.1, "warmup_steps": 2}, "`lr_at` excludes `lr` and `warmup_steps`: it replaces"),
         ({"kl_coef": 0.1, "kl_controller": "decay", "controllers": {"kl": None}}, "a rule kl, and so do"),
         ({"entropy_limit": 0.1, "controllers": {"entropy_limit": None}}, "a rule entropy_limit, and so do"),
         ({"kl_coef": 0.1}, "need a reference model"),
@@ -151,7 +151,7 @@ def test_a_setting_that_could_not_act_is_refused(changes, message, tmp_path):
 
 
 def test_a_critic_has_one_learning_rate():
-    with pytest.raises(ValueError, match="`critic_lr_at` replaces `critic_lr`"):
+    with pytest.raises(ValueError, match="`critic_lr_at` excludes `critic_lr`: drop one"):
         Critic(critic_lr=0.1, critic_lr_at=AT)
 
 

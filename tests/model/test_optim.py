@@ -102,7 +102,7 @@ def test_what_is_no_optimizer_of_the_model_is_refused(make, message):
 
 
 def test_muon_and_a_function_exclude_each_other():
-    with pytest.raises(ValueError, match="`make_optimizer` replaces `optimizer` muon"):
+    with pytest.raises(ValueError, match=r"`make_optimizer` is for `optimizer` adamw or FILE.py:FUNCTION, not muon"):
         replace(Optim(optimizer="muon"), make_optimizer=sgd)
 
 

@@ -184,7 +184,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert error(capsys, run, "--out", "no/page.html") == "--out no/page.html: there is no folder no"
     assert error(capsys, run, "--out", "empty").startswith("--out empty is a folder: give a file")
     assert error(capsys, run, "--serve", "--port", "99999") == "--port must be from 0 to 65535, got 99999"
-    assert error(capsys, run, "--serve", "--force") == "--serve writes no file: leave out --out and --force"
+    assert error(capsys, run, "--serve", "--force") == "--serve excludes --force: it writes no file"
     (run / "args.json").write_text('{"format": 9}')
     assert (
         error(capsys, run)

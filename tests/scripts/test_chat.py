@@ -209,7 +209,10 @@ def test_mistakes_end_in_one_line(model, tmp_path, capsys, monkeypatch):
         ([model, "--template-args", "[1]"], "--template-args must be a JSON object like"),
         ([model, "--prompt", ""], "--prompt is empty: give a value, or leave it out"),
         ([model, "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
-        ([model, "--system-prompt", "x", "--no-chat-template"], "--system-prompt is part of the chat template"),
+        (
+            [model, "--system-prompt", "x", "--no-chat-template"],
+            "--system-prompt requires --chat-template: drop it, or --no-",
+        ),
         ([model, "--device", "no"], "--device no: torch 2"),
         ([model, "--prompt", "x" * 200], "the prompt has 208 tokens, and the model 160 positions: shorten it"),
     ]

@@ -68,7 +68,7 @@ WRONG = [
     ("critic_lr: 4\nlr: x", "2 keys are wrong {f}:1: critic_lr is for rlkit ppo {f}:2: lr must be a number, got 'x'"),
     ("lr_at: f", "{f}:1: lr_at is set in Python only"),
     ("lr: 3", "--lr must be from 0 to 1, got 3.0 ({f}:1)"),
-    ("\ntop_p: 0.5\ntop_k: 3", "--top-p and --top-k: engines combine them differently; use one of them ({f}:2, {f}:3)"),
+    ("\ntop_p: 0.5\ntop_k: 3", "--top-k excludes --top-p: engines combine them differently; use one ({f}:3, {f}:2)"),
     ("lr: 1\nlr: 0.5", "{f}:2: lr is given twice: also in {f}:1"),
     ("steps: null", "{f}:1: steps needs a whole number"),
     ("overlap: 1", "{f}:1: overlap must be true or false, got 1"),

@@ -108,7 +108,7 @@ def test_dropout_changes_what_a_step_trains(script, command, tmp_path):
     [
         ("sft", "--data pairs.jsonl --lora-alpha 4", "--lora-alpha requires --lora-rank"),
         ("sft", "--data pairs.jsonl --lora-base nf4", "--lora-base requires --lora-rank"),
-        ("dpo", "--data pairs.jsonl --lora-rank 4 --lora-dropout 1", "--lora-dropout must be below 1"),
+        ("dpo", "--data pairs.jsonl --lora-rank 4 --lora-dropout 1", "--lora-dropout must be at least 0 and below 1"),
         (
             "grpo",
             "--data prompts.jsonl --reward reward.py:score --lora-rank 4 --lora-dropout 0.1",

@@ -47,4 +47,4 @@ def test_what_is_no_engine_is_refused(task, tmp_path):
     said = screens.refused(lambda: train(task, tmp_path / "c", "--engine", "vlm"))
     assert said == "error: --engine must be one of local, sglang, vllm or FILE.py:FUNCTION, got vlm"
     said = screens.refused(lambda: train(task, tmp_path / "d", "--engine", f"{given}:make", "--max-batch", "8"))
-    assert said == "error: --compile and --max-batch are for --engine local"
+    assert said == f"error: --max-batch is for --engine local, not {given}:make"

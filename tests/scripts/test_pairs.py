@@ -92,13 +92,13 @@ def test_names_of_papers_are_losses(loss, formula, free):
 
 def test_conflicting_flags_are_refused(task, tmp_path, capsys):
     for flags, message in [
-        (["--loss", "ipo", "--label-smoothing", "0.1"], "--label-smoothing is not part of ipo"),
-        (["--loss", "orpo", "--reference", str(task / "model")], "drop --reference"),
+        (["--loss", "ipo", "--label-smoothing", "0.1"], "exo_pair, not ipo"),
+        (["--loss", "orpo", "--reference", str(task / "model")], "not orpo: the others have no reference"),
         (
             ["--loss", "cpo", "--precompute-reference"],
-            "cpo compares log-probs without a reference: drop --precompute-reference",
+            "not cpo: the others have no reference",
         ),
-        (["--loss", "hinge", "--gamma", "2"], "--gamma is the margin of simpo, and not part of hinge: drop it"),
+        (["--loss", "hinge", "--gamma", "2"], "--gamma is for --loss simpo, not hinge"),
         (["--reference", str(task / "nothing")], f"error: --reference '{task / 'nothing'}': no folder; give a"),
     ]:
         with pytest.raises(SystemExit) as ended:

@@ -52,7 +52,12 @@ def test_pairs_stream_too(task, tmp_path, command):
     ("command", "data", "flags", "message"),
     [
         ("kto", "pairs.jsonl", [], "--stream is for sft, dpo and reward_model: kto counts the labels of"),
-        ("dpo", "pairs.jsonl", ["--precompute-reference"], "--precompute-reference reads all pairs: not with"),
+        (
+            "dpo",
+            "pairs.jsonl",
+            ["--precompute-reference"],
+            "--precompute-reference excludes --stream: it reads all pairs",
+        ),
         ("sft", "sft.jsonl", ["--max-tokens", "99"], "--stream: an example may have 2048 tokens, and --max"),
         ("sft", "a.csv", [], "{task}/a.csv: only files of JSONL and Parquet that are not"),
         ("sft", "bad.jsonl", [], "{task}/bad.jsonl, line 12: malformed JSON at column 1"),

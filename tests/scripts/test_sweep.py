@@ -250,7 +250,7 @@ WRONG = [
     (
         "--choice loss ppo_clip,sapo --range clip-low 0.1 0.3",
         "grpo --model m --data d --reward r.py:f --eval-data d",
-        "rlkit grpo: --clip-low and --clip-high are not part of --loss sapo: drop them",
+        "rlkit grpo: --clip-low is for --loss ppo_clip, dual_clip, gspo or gmpo, not",
     ),
     (
         "--range label-smoothing 0.1 2",
