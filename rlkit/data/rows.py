@@ -462,8 +462,8 @@ def _numbered(row: Converted, name: str, value: Any, place: str) -> list[tuple[s
     found = [(f"{place}: {own_name(row, name)}[{number}]", message) for number, message in enumerate(messages, start)]
     for at, message in found:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            bare = isinstance(message, Mapping) and message.get("role", message.get("from")) is None
-            more = " or {'from': 'human', 'value': '...'}" if bare else ""
+            bare = isinstance(message, Mapping) and message.get("role") is None
+            more = " or {'from': 'human', 'value': '...'}" if bare and isinstance(message.get("from", ""), str) else ""
             raise ValueError(
                 f"{at} must be an object like {{'role': 'user', 'content': '...'}}{more}, got {repr(message)[:80]}"
             )
