@@ -186,22 +186,26 @@ def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
     new = _with_prompt(row, source, place)
     messages = mappings(new.get("messages"))
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
-        others = {name: value for name, value in row.items() if name != "messages"}
-        asked = _with_prompt(others, source_of(others, place), place).get("prompt")
+        asked = _asked_elsewhere(row, place).get("prompt")
         known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *IN_SFT) if row.get(name)]
         if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
             return {**new, "messages": messages[:-1]}
     return new
 
 
+def _asked_elsewhere(row: Row, place: str) -> Row:
+    """The row without its `messages`, with the prompt of its other columns."""
+    others = {name: value for name, value in row.items() if name != "messages"}
+    return _with_prompt(others, source_of(others, place), place)
+
+
 def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:
     """ValueError for `messages` that end with an answer, in a row that has a prompt in other columns too."""
     messages = mappings(new.get("messages", row.get("messages")))
-    if "messages" in row and messages and messages[-1].get("role") == "assistant":
-        others = {name: value for name, value in row.items() if name != "messages"}
-        if any(name in _with_prompt(others, source_of(others, place), place) for name in PROMPTS):
-            fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
-            raise ends_with_answer(place, fix)
+    answered = "messages" in row and messages and messages[-1].get("role") == "assistant"
+    if answered and {*PROMPTS} & {*_asked_elsewhere(row, place)}:
+        fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
+        raise ends_with_answer(place, fix)
 
 
 def _likeness(form: Form, row: Row) -> tuple[int, int]:
@@ -244,14 +248,14 @@ def _instead(row: Row, form: Form) -> str:
         return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
     every = set[str]().union(*(known.names for known in (*_OWN, *(other.form for other in FOREIGN))))
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
-    if form is PAIR and {"messages", "rejected_messages"} <= {*own}:  # of ms-swift
-        pairs |= {"messages": "chosen", "rejected_messages": "rejected"}
-    if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
-        swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
-        pairs |= {old: new for old, new in swift.items() if old in own}
-    for asked, answered in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
-        if {asked, answered} <= {*own}:
-            pairs |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
+    for one, two in ("messages", "rejected_messages"), ("response", "rejected_response"):  # of ms-swift
+        if form is PAIR and {one, two} <= {*own}:
+            pairs |= {one: "chosen", two: "rejected"} | (
+                {"query": "prompt"} if one != "messages" and "query" in own else {}
+            )
+    for one, two in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
+        if {one, two} <= {*own}:
+            pairs |= {one: "prompt"} | ({} if form is PROMPT else {two: "response"})
     fix = ""
     read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
     theirs = [known.form for known in FOREIGN if known.form.names & {*read} and len(known.form.missing(own)) == 1]

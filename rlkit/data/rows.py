@@ -280,8 +280,13 @@ def checked(
         for name, value in cells:
             _numbered(row, name, value, place)
         _check_content(row, form, cells[0], place, plain=plain)
-        _refuse_two(row, form, place)
-        _check_values(row, form, place, plain)
+        if form not in (PROMPT, TEXT, PAIR):
+            _refuse_two(row, form, place)
+        columns.refuse_media(row.own, place)
+        if form is not PROMPT:
+            columns.refuse_flags(row.own, place)
+        for name in _used(row, form, plain=plain) & {*row.own}:
+            columns.refuse_surrogates(row.own[name], place, name)
         first = first or f"{place} is {(row.source or form).title}"
         yield form, row
 
@@ -351,16 +356,6 @@ def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
     return asked, answers
 
 
-def _check_values(row: Converted, form: Form, place: str, plain: bool) -> None:
-    """ValueError for a row with audio or video, or with text that cannot be tokenized."""
-    own = row.own
-    columns.refuse_media(own, place)
-    if form is not PROMPT:
-        columns.refuse_flags(own, place)
-    for name in _used(row, form, plain=plain) & {*own}:
-        columns.refuse_surrogates(own[name], place, name)
-
-
 def is_text(row: Row) -> bool:
     """Whether a row is a text without a prompt."""
     return not TEXT.missing(row) and not any(row.get(name) is not None for name in PROMPTS)
@@ -396,8 +391,6 @@ def _without_conflict(row: Converted, form: Form, forms: Sequence[Form], place: 
 
 def _refuse_two(row: Converted, form: Form, place: str) -> None:
     """ValueError for a row with two responses, or two labels, that differ."""
-    if form in (PROMPT, TEXT, PAIR):
-        return
     own = row.own
     given = {name: own[name] for name in RESPONSES if not columns.is_empty(own.get(name))}
     given = {**given, **decoded(given)}
@@ -764,15 +757,13 @@ def _answered(messages: list[dict[str, Any]], response: str, place: str, templat
     return turn if same and as_said else None
 
 
-def _response(
-    row: Converted, place: str, template: Template, *, names: Sequence[str] = RESPONSES, label: bool | None = None
-) -> list[Turn]:
+def _response(row: Converted, place: str, template: Template, *, names: Sequence[str] = RESPONSES) -> list[Turn]:
     """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages.
 
     Of a `completion` in sft, every assistant message is a turn.
     """
     column, response = cell(row, names, place, form=RESPONSE, plain=not template.apply)
-    name = own_name(row, column)
+    name, label = own_name(row, column), columns.truth(row["label"]) if names is _LABELLED else None
     if not template.apply:
         prompt, _ = _context(row, place, template)
         return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
@@ -912,10 +903,6 @@ def _answers_twice(row: Row) -> bool:
     return any(a and b for a, b in pairwise(text))
 
 
-def _labelled(row: Converted, place: str, template: Template) -> list[Turn]:
-    return _response(row, place, template, names=_LABELLED, label=columns.truth(row["label"]))
-
-
 def _text(row: Converted, place: str, _template: Template) -> list[Turn]:
     """A text whose tokens all train."""
     return [Turn(place, "", row["text"], empty=not row["text"].strip())]
@@ -926,6 +913,8 @@ PROMPT = Form("prompt", (PROMPTS,), _prompt, (), "rlkit grpo and ppo read it")
 CONVERSATION = Form("conversation", (PROMPTS,), _conversation, (), _SFT)
 RESPONSE = Form("prompt with a response", (PROMPTS, RESPONSES), _response, (), _SFT)
 PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, PROMPTS, _PAIRS)
-LABELLED = Form("labelled response", (_LABELLED, ("label",)), _labelled, PROMPTS, "rlkit kto reads it")
+LABELLED = Form(
+    "labelled response", (_LABELLED, ("label",)), partial(_response, names=_LABELLED), PROMPTS, "rlkit kto reads it"
+)
 TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)

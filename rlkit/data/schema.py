@@ -30,15 +30,8 @@ TABLE = (
     Column("rejected", "pair"),
     Column("text", "text", (STRING,)),
     # of other systems: the prompt, and the response
-    Column("problem", "question"),
-    Column("question", "question"),
-    Column("instruction", "question"),
-    Column("query", "question"),
-    Column("input", "question"),
-    Column("context", "question"),
-    Column("conversations", "question", (MESSAGES,)),
-    Column("conversation", "question", (MESSAGES,)),
-    Column("context_messages", "question", (MESSAGES,)),
+    *(Column(name, "question") for name in ("problem", "question", "instruction", "query", "input", "context")),
+    *(Column(name, "question", (MESSAGES,)) for name in ("conversations", "conversation", "context_messages")),
     Column("output", "answer"),
     # the gold answer, in the order in which rewards look for it; `label` is also that of a labelled response
     Column("answer", "answer", gold=True),
@@ -48,12 +41,8 @@ TABLE = (
     Column("gt_answer", "gold", gold=True),
     Column("reward_model", "gold", gold=True),
     Column("kto_tag", "label", (LABEL,)),
-    Column("system", "template", (STRING,)),
-    Column("system_prompt", "template", (STRING,)),
-    Column("tools", "template"),
-    Column("functions", "template"),
-    Column("chat_template_kwargs", "template"),
-    Column("enable_thinking", "template"),
+    *(Column(name, "template") for name in ("system", "system_prompt", "tools", "functions")),
+    *(Column(name, "template") for name in ("chat_template_kwargs", "enable_thinking")),
 )
 HOLDS = {column.name: column.holds for column in TABLE}
 
