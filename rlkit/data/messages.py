@@ -57,7 +57,7 @@ def _answer(text: str) -> Any:
 def messages_of(value: Any) -> Any:
     """Messages from a list of turns, one message, or their JSON text (a CSV file has no lists); else the value."""
     value = as_messages(turns_of_text(value, any_role=True))
-    return [value] if isinstance(value, Mapping) and {"role", "from"} & {*value} else value
+    return as_messages([value]) if isinstance(value, Mapping) and {"role", "from"} & {*value} else value
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

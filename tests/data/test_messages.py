@@ -29,6 +29,8 @@ from chat_rows import (
     write,
 )
 
+from rlkit.data.messages import decoded
+
 
 @pytest.mark.parametrize(
     ("script", "row", "expected"),
@@ -91,3 +93,10 @@ def test_a_template_that_joins_arguments_to_text_gets_their_json_text(tmp_path):
         CALLS.replace("c.function.arguments | tojson", "c.function.arguments"),
     ):  # fmt: skip
         assert read(path, "sft", tokenizer_of(template)) == [(WEATHER_TEXT, WEATHER_PARTS)]
+
+
+def test_one_turn_of_from_and_value_is_a_message():
+    assert decoded({"chosen": {"from": "gpt", "value": "yo"}, "rejected": {"role": "assistant", "content": "no"}}) == {
+        "chosen": [{"role": "assistant", "content": "yo"}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
