@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.compat.flags import VALUES
+from rlkit.data.schema import GOLD
 
 Given = Mapping[str, list[str]]  # the row of each option, and its values
 OFFLINE = ("sft", "dpo", "kto", "reward_model")
@@ -22,7 +23,6 @@ OFF = {"", "0", "false", "no", "none", "null", "off", "disable"}
 _PROMPTS = {"prompt", "messages", "question", "problem", "instruction", "conversations", "context_messages"}
 _RESPONSES = {"response", "completion", "answer", "output", "solution"}
 _NOT_DUAL = {"gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "vespo", "clip_cov", "kl_cov"}
-_ANSWERS = {"answer", "ground_truth", "solution", "label", "gt_answer", "reward_model"}
 
 
 class Size(NamedTuple):
@@ -306,7 +306,7 @@ def _data(system: str, given: Given) -> dict[str, list[str]]:
     if files:
         found["data"] = files
     renamed = [(given[key][0], ours) for key, ours, usual in (
-        ("input_key", "prompt", _PROMPTS), ("prompt_key", "prompt", _PROMPTS), ("label_key", "answer", _ANSWERS),
+        ("input_key", "prompt", _PROMPTS), ("prompt_key", "prompt", _PROMPTS), ("label_key", "answer", {*GOLD}),
         ("response_key", "response", _RESPONSES),
     ) if given.get(key) and given[key][0] not in usual]  # fmt: skip
     return found | ({"rename": [word for pair in renamed for word in pair]} if renamed else {})

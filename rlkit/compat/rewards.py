@@ -21,6 +21,7 @@ from rlkit._numbers import show
 from rlkit.data.markup import opened_by
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.data.rows import begins_answer
+from rlkit.data.schema import GOLD
 from rlkit.rewards.call import Need, WrongResult, check_signature
 from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.source import (
@@ -32,7 +33,7 @@ from rlkit.rewards.source import (
     names_of_kwargs,
     uses,
 )
-from rlkit.rewards.text import GOLD_COLUMNS, first_value, last_boxed, no_gold_answer
+from rlkit.rewards.text import first_value, last_boxed, no_gold_answer
 from rlkit.rollout.calling import Watched, is_async, report_absent
 
 _log = logging.getLogger("rlkit.rewards")
@@ -314,7 +315,7 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
         return _logged({**result, "reward": result["score"]} if has_score else result)
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
-    reward = _as(compute_score, call_batched if batched else call, foreign, [GOLD_COLUMNS, *columns])
+    reward = _as(compute_score, call_batched if batched else call, foreign, [GOLD, *columns])
     if any(column == "data_source" and uses(compute_score, name) for name, column in names.items()):
         reward.check_rows = partial(_check_source, compute_score)
     return reward
@@ -383,7 +384,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         logs = {name: _only(values) for name, values in (result.get("extra_logs") or {}).items()}
         return {**_logged(logs), "reward": reward, "score": reward if scores is None else _only(scores)}
 
-    return _as(reward_func, call, _required(reward_func)[3:], [GOLD_COLUMNS])
+    return _as(reward_func, call, _required(reward_func)[3:], [GOLD])
 
 
 _OF_BATCHES = {"mean", "std", "fmean", "stdev", "pstdev", "median", "argsort", "unique", "Counter", "most_common"}
@@ -429,7 +430,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     objects = _Objects(custom_rm, "metadata", "sample.metadata")
 
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, prompt = first_value(row, "label", *GOLD_COLUMNS), row.get("prompt", row.get("messages"))
+        label, prompt = first_value(row, "label", *GOLD), row.get("prompt", row.get("messages"))
         return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=objects.of(row))
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
@@ -466,7 +467,7 @@ def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
     def read(result: Any) -> Any:
         return {k: v for k, v in result.items() if k in ("reward", "score")} if isinstance(result, dict) else result
 
-    return _as(step, call, _required(step)[3:], [GOLD_COLUMNS] if with_answer else (), always_async=True)
+    return _as(step, call, _required(step)[3:], [GOLD] if with_answer else (), always_async=True)
 
 
 def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
@@ -480,7 +481,7 @@ def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Call
         conversation = messages or [*question_messages(row), {"role": "assistant", "content": completion}]
         return reward_fn(conversation, _gold(row)), _unchanged
 
-    return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD_COLUMNS])
+    return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -499,7 +500,7 @@ def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
     found = first_value(row, *first)
     if found is None:
-        found = _final(first_value(row, *GOLD_COLUMNS))
+        found = _final(first_value(row, *GOLD))
     if found is None:
         raise no_gold_answer(row)
     return found

@@ -9,7 +9,9 @@ A form is a row of `FOREIGN`: the columns that it needs, and the function that g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlkit.data import columns
@@ -17,29 +19,26 @@ from rlkit.data.columns import is_copied, is_empty
 from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
 from rlkit.data.rows import (
-    ALL_ANSWERS,
-    ANSWERS,
     CONVERSATION,
     LABELLED,
     PAIR,
-    PAIR_COLUMNS,
     PROMPT,
-    PROMPT_COLUMNS,
     RENAME,
     RESPONSE,
     SFT,
     TEXT,
     Form,
     LacksColumn,
-    check_columns,
     check_dicts,
+    checked,
     ends_with_answer,
 )
+from rlkit.data.schema import ANSWERS, IN_SFT, LABELS, PAIRED, PROMPTS
 
 _ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _QUESTIONS = ("question", "problem", "instruction")
-_NOT_IN_SFT = {*PAIR_COLUMNS, "label", "kto_tag", "input", "history"}  # of rows that lack a column
+_NOT_IN_SFT = {*PAIRED, *LABELS, "input", "history"}  # of rows that lack a column
 _CHOICE = re.compile(r"(response|answer|completion|output|human_ref)_?(\d|[ab])", re.IGNORECASE)
 _UNREAD = {
     "input_ids": "tokens, which are not read: give the text or the messages, and rlkit tokenizes them",
@@ -72,23 +71,19 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) ->
     Raises ValueError, with the row (see `place_of`), for a row in two forms of different content, for one in another
     form than the first, and for one that cannot be converted.
     """
-    source, found = None, list[Row]()
-
-    def convert(index: int, row: Row) -> Row:
-        nonlocal source
-        if index == 0:
-            source = source_of(_without_null_columns(row, rows), place_of(rows, 0))
-        if source:
-            _check_form(row, source, place_of(rows, index), place_of(rows, 0))
-        found.append(_converted(row, source, forms, place_of(rows, index), plain=not apply_chat_template))
-        return found[-1]
-
     check_dicts(rows)
+    source = source_of(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) else None
+    found, place, plain = list[Row](), partial(place_of, rows), not apply_chat_template
+
+    def each() -> Iterator[Row]:
+        for index, row in enumerate(rows):
+            if source:
+                _check_form(row, source, place(index), place(0))
+            found.append(_converted(row, source, forms, place(index), plain=plain))
+            yield found[-1]
+
     try:
-        if forms:
-            check_columns(rows, *forms, apply_chat_template=apply_chat_template, convert=convert)
-        for index, row in () if forms else enumerate(rows):
-            convert(index, row)
+        deque(checked(each(), place, forms, plain=plain) if forms else each(), maxlen=0)
     except LacksColumn as error:
         raise column_error(error.place, error.problem, error.row, _hint(error)) from None
     if not isinstance(rows, Rows):
@@ -118,9 +113,9 @@ def source_of(row: Row, place: str) -> Foreign | None:
 def _source_of(row: Row, place: str) -> Foreign | None:
     there = {name: value for name, value in row.items() if value is not None}
     fits = [known for known in FOREIGN if not known.form.missing(there) and known.fits(there)]
-    if there.keys() & {*PROMPT_COLUMNS}:
+    if there.keys() & {*PROMPTS}:
         return next((known for known in fits if known.form.columns[0][0] == "prompt"), None)
-    names = {id(known): _known(known.form, there) for known in fits}
+    names = {id(known): known.form.names & {*there} for known in fits}
     fits = [known for known in fits if not any(names[id(known)] < names[id(other)] for other in fits)]
     said = [str(turn.get("content")) for turn in mappings(messages_of(row.get("conversations")))]
     if said:  # a question that is also a turn of the conversation
@@ -137,11 +132,11 @@ def _check_form(row: Row, source: Foreign, place: str, start: str) -> None:
     form, there = source.form, {name: value for name, value in row.items() if value is not None}
     absent = [" or ".join(map(repr, names)) for names in form.columns if not any(name in row for name in names)]
     wider = (
-        _known(form, there) < _known(other.form, there) and other.fits(there)
+        form.names & {*there} < other.form.names & {*there} and other.fits(there)
         for other in FOREIGN
         if not other.form.missing(there)
     )
-    if absent or any(row.get(name) is not None for name in {*PROMPT_COLUMNS} - {*form.columns[0]}) or any(wider):
+    if absent or any(row.get(name) is not None for name in {*PROMPTS} - {*form.columns[0]}) or any(wider):
         fix = "; write all rows in one form"
         if absent and {*form.columns[0]} & {*row}:
             fix += f"; {' and '.join(absent)} may be null or empty, but must be there"
@@ -152,7 +147,7 @@ def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: s
     """The row with rlkit's columns beside its own; the row itself if they are the same."""
     if PROMPT in forms:
         asked = _without_answer(row, source, place)
-        new = {name: asked[name] for name in PROMPT_COLUMNS if name in asked and asked[name] is not row.get(name)}
+        new = {name: asked[name] for name in PROMPTS if name in asked and asked[name] is not row.get(name)}
         if not plain:
             _refuse_two_prompts(row, new, place)
     else:
@@ -162,20 +157,14 @@ def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: s
             found = f"{' and '.join(map(repr, more))} beside 'prompt' make a conversation, which needs a chat template"
             fix = "; drop --no-chat-template, give --chat-template FILE, or write all of it into 'prompt'"
             raise column_error(place, found, row, fix)
-    if source is None:
-        return Converted(row, new) if new else row
-    form = source.form
-    return Converted(
-        row, new, form=form.title, used=form.used(row), replaced=ANSWERS if _names(form) & ANSWERS else set(),
-        made_of=("history", *(form.optional if form.read is PAIR.read else form.columns[0])),
-    )  # fmt: skip
+    return Converted(row, new, source.form if source else None) if new or source else row
 
 
 def _columns(row: Row, source: Foreign | None, place: str) -> Row:
     """rlkit's columns of a row in the form `source`, and those that are encoded otherwise."""
     try:
         new = decoded(row)
-        answers = {name: new[name] for name in ALL_ANSWERS if name in new}
+        answers = {name: new[name] for name in ANSWERS if name in new}
         return new | (source.convert({**row, **answers}) if source else {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"cannot be read{f' as {source.form.title}' if source else ''}: {error}"
@@ -186,7 +175,7 @@ def _with_prompt(row: Row, source: Foreign | None, place: str) -> Row:
     """The row unchanged, with its prompt as `prompt` or `messages` where it has neither, or has JSON text there."""
     texts = {name: value for name, value in row.items() if isinstance(value, str)}
     new = _columns(row if source else texts, source, place)
-    return {**row, **{name: new[name] for name in PROMPT_COLUMNS if name in new}} if new else row
+    return {**row, **{name: new[name] for name in PROMPTS if name in new}} if new else row
 
 
 def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
@@ -197,37 +186,31 @@ def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
     new = _with_prompt(row, source, place)
     messages = mappings(new.get("messages"))
     if len(messages) > 1 and messages[-1].get("role") == "assistant":
-        others = {name: value for name, value in row.items() if name != "messages"}
-        asked = _with_prompt(others, source_of(others, place), place).get("prompt")
-        known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *ANSWERS) if row.get(name)]
+        asked = _asked_elsewhere(row, place).get("prompt")
+        known = messages[-1].get("content") in [row[name] for name in (*_OUTPUT, *IN_SFT) if row.get(name)]
         if known or [asked] == [message.get("content") for message in messages if message.get("role") == "user"]:
             return {**new, "messages": messages[:-1]}
     return new
 
 
+def _asked_elsewhere(row: Row, place: str) -> Row:
+    """The row without its `messages`, with the prompt of its other columns."""
+    others = {name: value for name, value in row.items() if name != "messages"}
+    return _with_prompt(others, source_of(others, place), place)
+
+
 def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:
     """ValueError for `messages` that end with an answer, in a row that has a prompt in other columns too."""
     messages = mappings(new.get("messages", row.get("messages")))
-    if "messages" in row and messages and messages[-1].get("role") == "assistant":
-        others = {name: value for name, value in row.items() if name != "messages"}
-        if any(name in _with_prompt(others, source_of(others, place), place) for name in PROMPT_COLUMNS):
-            fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
-            raise ends_with_answer(place, fix)
-
-
-def _known(form: Form, row: Row) -> set[str]:
-    """The columns of the row that are the form's."""
-    return _names(form) & {*row}
-
-
-def _names(form: Form) -> set[str]:
-    """All columns of a form."""
-    return {name for names in (form.optional, *form.columns) for name in names}
+    answered = "messages" in row and messages and messages[-1].get("role") == "assistant"
+    if answered and {*PROMPTS} & {*_asked_elsewhere(row, place)}:
+        fix = "drop that message, or read the prompt from the other columns with --rename messages OTHER"
+        raise ends_with_answer(place, fix)
 
 
 def _likeness(form: Form, row: Row) -> tuple[int, int]:
     """How many columns of the row are the form's, and, among equals, how few of the form's are missing."""
-    return len(_known(form, row)), -len(form.missing(row))
+    return len(form.names & {*row}), -len(form.missing(row))
 
 
 def _hint(error: LacksColumn) -> str:
@@ -242,7 +225,7 @@ def _hint(error: LacksColumn) -> str:
 def _looks(row: Row, form: Form, first: str = "") -> str:
     """What a row looks like that is not in the `form`, and what reads it; of a form only with all of its columns."""
     own = getattr(row, "own", row)
-    half = {*PAIR_COLUMNS} if not {*PAIR_COLUMNS} <= {*own} else {}
+    half = {*PAIRED} if not {*PAIRED} <= {*own} else {}
     rest = {name: value for name, value in own.items() if name not in half}
     answered = [m.get("role") for m in mappings(rest.get("messages"))][-1:] == ["assistant"]
     whole = [known for known in _OWN if not known.missing(rest) and not (known is PROMPT and answered)]
@@ -263,26 +246,24 @@ def _instead(row: Row, form: Form) -> str:
             return f"; column {name!r} holds {fix}"
     if form is PAIR and {"messages", "rejected_response"} <= {*own}:  # of ms-swift
         return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
-    every = set[str]().union(*(_names(known) for known in (*_OWN, *(other.form for other in FOREIGN))))
+    every = set[str]().union(*(known.names for known in (*_OWN, *(other.form for other in FOREIGN))))
     pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
-    if form is PAIR and {"messages", "rejected_messages"} <= {*own}:  # of ms-swift
-        pairs |= {"messages": "chosen", "rejected_messages": "rejected"}
-    if form is PAIR and {"response", "rejected_response"} <= {*own}:  # of ms-swift
-        swift = {"response": "chosen", "rejected_response": "rejected", "query": "prompt"}
-        pairs |= {old: new for old, new in swift.items() if old in own}
-    for asked, answered in (
-        () if form is PAIR or {*PROMPT_COLUMNS} & {*own} else (("user", "assistant"), ("source", "target"))
-    ):
-        if {asked, answered} <= {*own}:
-            pairs |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
+    for one, two in ("messages", "rejected_messages"), ("response", "rejected_response"):  # of ms-swift
+        if form is PAIR and {one, two} <= {*own}:
+            pairs |= {one: "chosen", two: "rejected"} | (
+                {"query": "prompt"} if one != "messages" and "query" in own else {}
+            )
+    for one, two in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
+        if {one, two} <= {*own}:
+            pairs |= {one: "prompt"} | ({} if form is PROMPT else {two: "response"})
     fix = ""
     read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
-    theirs = [known.form for known in FOREIGN if _known(known.form, read) and len(known.form.missing(own)) == 1]
+    theirs = [known.form for known in FOREIGN if known.form.names & {*read} and len(known.form.missing(own)) == 1]
     near = max(theirs, key=lambda known: _likeness(known, read), default=None)
-    sft = form in SFT and form.missing(own)[:1] == [PROMPT_COLUMNS] and not (pairs or _looks(row, form))
+    sft = form in SFT and form.missing(own)[:1] == [PROMPTS] and not (pairs or _looks(row, form))
     part, lacks = near if sft else None, []
     if part:
-        has, lacks = sorted(_known(part, read)), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
+        has, lacks = sorted(part.names & {*read}), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
         fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{RENAME}"
     wanted = [*(name for names in form.missing(own) for name in names), *lacks]
     labels = [name for name in own if columns.truth(own[name]) is not None]
@@ -294,7 +275,7 @@ def _instead(row: Row, form: Form) -> str:
     questions = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
     if "prompt" in wanted and questions and not pairs:
         pairs[questions[0]] = "prompt"
-    answers = [name for name in own if name in ANSWERS and own[name] is not None]
+    answers = [name for name in own if name in IN_SFT and own[name] is not None]
     if "response" in wanted and answers and not pairs:
         pairs[answers[0]] = "response"
     choices = [name for name in own if _CHOICE.fullmatch(name)]
@@ -419,7 +400,7 @@ _OUTPUT = ("output", "response", "completion", "chosen")
 _MORE = ("system", "kto_tag", "label", "history", "rejected")
 _ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
 _STEPWISE = Form(
-    "row of stepwise supervision", (PROMPT_COLUMNS, ("completions",), ("labels",)), PROMPT.read, (),
+    "row of stepwise supervision", (PROMPTS, ("completions",), ("labels",)), PROMPT.read, (),
     "no rlkit script trains on labels of steps, and reward_model learns one reward per response",
 )  # fmt: skip
 _OWN = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE)

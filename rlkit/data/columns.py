@@ -12,17 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlkit.data.load import Row, Rows, column_error, place_of
+from rlkit.data.schema import ASKED, FOR_REWARDS, OF_MESSAGES, RESPONSES
 
 MEDIA = (
     "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values", "multi_modal_data",
     "multi_modal_inputs",
 )  # fmt: skip
 FLAGS = ("step_loss_mask", "weight", "train", "training", "loss", "loss_mask")  # slime, OpenAI, axolotl, ms-swift
-ROW_ARGS = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "enable_thinking")
-FOR_REWARDS = (
-    "answer", "ground_truth", "solution", "label", "gt_answer", "reward_model", "response", "completion", "output",
-    "chosen", "rejected",
-)  # fmt: skip
 _IDENTITY = re.compile(
     r"(.*_)?(id|idx|index|uuid|guid|hash|source|split|license)|(source_|page_)?url|dataset(_name)?|extra_info|"
     r"|__index_level_\d+__|Unnamed: 0|"  # the index of pandas, in its own files without a name
@@ -33,8 +29,7 @@ _MEDIA_FILE = re.compile(
     r"\S+\.(jpe?g|png|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|pdf)", re.IGNORECASE
 )
 _COPY = 12  # characters: a shorter value stands in many texts by chance
-_INPUTS = ("prompt", "problem", "question", "instruction", "query", "input", "context")
-_TEXTS = (*_INPUTS[:-1], "output", "response", "completion")
+_TEXTS = {*ASKED, "output", *RESPONSES} - {"context"}
 _KNOWN = (
     "role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "train_detail",
     "reasoning_content", "reasoning", "thinking",
@@ -164,7 +159,7 @@ class Unused:
                 self._note_text(file, name, value)
                 continue
             shortest = 1 if name in _TEXTS else _COPY
-            same = name not in _INPUTS and len(str(value)) >= _COPY and str(value).strip() in map(str.strip, answers)
+            same = name not in ASKED and len(str(value)) >= _COPY and str(value).strip() in map(str.strip, answers)
             answered = name in FOR_REWARDS and is_copied(value, answers, 1)
             if not (same or answered or is_copied(value, asked, shortest)):
                 columns["column", name] = None
@@ -249,7 +244,7 @@ def is_copied(value: Any, texts: Sequence[str], shortest: int = _COPY) -> bool:
 
 
 def _messages(row: Row) -> Iterator[Mapping[str, Any]]:
-    for name in ("messages", "prompt", "completion", "response", "chosen", "rejected"):
+    for name in OF_MESSAGES:
         value = row.get(name)
         yield from (m for m in value if isinstance(m, Mapping)) if isinstance(value, list | tuple) else ()
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlkit._extras import lacks, optional
+from rlkit.data import schema
 
 Row = dict[str, Any]
 Placed = Iterator[tuple[str, Any]]  # rows with the place of each, e.g. "line 3"
@@ -32,10 +33,6 @@ _POINTER = b"version https://git-lfs"
 _MAGIC = {
     b"\x1f\x8b": ".gz", b"BZh91AY": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1\x15": ".parquet",
     b"ARROW1\0": ".arrow",
-}  # fmt: skip
-_OF_A_ROW = {
-    "messages", "prompt", "conversations", "conversation", "instruction", "question", "problem", "input", "text",
-    "context", "context_messages", "query", "chosen", "response", "completion",
 }  # fmt: skip
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -131,7 +128,7 @@ def _refuse_one_object(path: Path) -> None:
         whole = json.loads(data.removeprefix(_BOM))
     except (ValueError, RecursionError):
         return
-    if not isinstance(whole, dict) or _OF_A_ROW & {*whole}:
+    if not isinstance(whole, dict) or {*schema.columns_of("prompt", "question", "text", "response", "pair")} & {*whole}:
         return
     lists = [name for name, value in whole.items() if _is_rows(value)]
     if lists:

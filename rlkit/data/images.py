@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.columns import is_empty
 from rlkit.data.load import Row, Rows, column_error
+from rlkit.data.schema import PAIRED, PROMPTS
 from rlkit.files import base_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ MARK = "<image>"
 PLACE = "\ue000image\ue001"  # of an image that a row has: a text may hold the mark itself
 COLUMNS = ("images", "image")
 PARTS = ("image", "image_url", "input_image")
-_TEXTS = ("messages", "prompt", "chosen", "rejected")
+_TEXTS = (*PROMPTS, *PAIRED)
 _KEPT = 256  # images whose pixels a process keeps
 
 
@@ -245,7 +246,7 @@ def gathered(row: Row, place: str) -> Row:
     """
     given = [x for name in COLUMNS for x in _several(row.get(name))]
     found = {name: (text, sources) for name, text, sources in _asked(row) if sources}
-    pair = [found[name][1] for name in ("chosen", "rejected") if name in found]
+    pair = [found[name][1] for name in PAIRED if name in found]
     if pair[1:] and pair[0] != pair[1]:
         raise column_error(place, "'chosen' and 'rejected' show different images", row)
     sources = next((sources for _, sources in found.values()), [])
@@ -257,7 +258,7 @@ def gathered(row: Row, place: str) -> Row:
     new = {name: text for name, (text, _) in found.items()}
     if not sources:
         first = next((column for column in _TEXTS if row.get(column)), None)
-        for column in ("chosen", "rejected") if first == "chosen" else (first,) if first else ():
+        for column in PAIRED if first == "chosen" else (first,) if first else ():
             new[column] = _before(row.get(column), PLACE * len(given))
         sources = [None] * len(given)
     left = iter(given)
@@ -277,7 +278,7 @@ def _asked(row: Row) -> Iterator[tuple[str, Any, list[Any]]]:
     """`_placed` of each column that is asked; a string `chosen` or `rejected` is an answer."""
     for name in _TEXTS:
         value = row.get(name)
-        if not (isinstance(value, str) and name in ("chosen", "rejected")):
+        if not (isinstance(value, str) and name in PAIRED):
             yield name, *_placed(value)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.files import Row, format_of
+from rlkit.data.schema import ANSWERS
 from rlkit.data.sources import Source, expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "function", "function_call", "tool_call"}
-_ANSWERS = ("completion", "response", "chosen", "rejected")
 _JSON_TURNS = re.compile(r"\s*\[\s*\{")
 _PYTHON_TURNS = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
 _PROGRESS = 1000  # rows between two log lines
@@ -211,7 +211,7 @@ def checked_row(
     row = {rename.get(column, column): as_messages(value) for column, value in row.items()}
     if cells:
         try:
-            row |= {name: turns_of_text(row[name]) for name in _ANSWERS if name in row}
+            row |= {name: turns_of_text(row[name]) for name in ANSWERS if name in row}
         except ValueError as error:
             raise column_error(where, f"cannot be read: {error}", row) from None
     for column in columns:

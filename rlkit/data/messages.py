@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
 from rlkit.data.columns import is_empty, truth, without_nulls
 from rlkit.data.load import Row, as_messages, column_error, turns_of_text
+from rlkit.data.schema import OF_MESSAGES, PROMPTS
 
-_NONE: Set[str] = frozenset()
-_MESSAGES = ("messages", "prompt", "completion", "response", "chosen", "rejected")
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
 
 
@@ -21,21 +20,12 @@ class Converted(dict[str, Any]):
     """A row in rlkit's columns, and how it stands in the file.
 
     own: the row as it is there.
-    form: the name of the form that it is in there, "" if the columns are rlkit's.
-    made_of: the columns there that its prompt is made of.
-    used: all columns there that it is made of.
-    replaced: columns there that are not read, since it has their names for others.
+    source: the `Form` of another system that it is in there; None if the columns are rlkit's.
     """
 
-    def __init__(
-        self, own: Row, columns: Row, *, form: str = "", made_of: Sequence[str] = (), used: Set[str] = _NONE,
-        replaced: Set[str] = _NONE,
-    ) -> None:  # fmt: skip
-        super().__init__(own)
-        self.update(columns)
-        self.own, self.form = getattr(own, "own", own), getattr(own, "form", form)
-        self.made_of, self.used = getattr(own, "made_of", made_of), getattr(own, "used", used)
-        self.replaced = getattr(own, "replaced", replaced)
+    def __init__(self, own: Row, columns: Row, source: Any = None) -> None:
+        super().__init__({**own, **columns})
+        self.own, self.source = getattr(own, "own", own), getattr(own, "source", source)
 
 
 def decoded(row: Row) -> Row:
@@ -43,10 +33,10 @@ def decoded(row: Row) -> Row:
 
     An answer that is JSON text is read if all its objects are messages: a role that is known, and content.
     """
-    given = {name: row[name] for name in _MESSAGES if isinstance(row.get(name), Mapping | str | list)}
+    given = {name: row[name] for name in OF_MESSAGES if isinstance(row.get(name), Mapping | str | list)}
     new = {}
     for name, value in given.items():
-        if isinstance(value, str) and name in ("messages", "prompt"):
+        if isinstance(value, str) and name in PROMPTS:
             new[name] = turns_of_text(value, any_role=name == "messages")
         elif isinstance(value, str):
             new[name] = _answer(value)
@@ -67,7 +57,7 @@ def _answer(text: str) -> Any:
 def messages_of(value: Any) -> Any:
     """Messages from a list of turns, one message, or their JSON text (a CSV file has no lists); else the value."""
     value = as_messages(turns_of_text(value, any_role=True))
-    return [value] if isinstance(value, Mapping) and {"role", "from"} & {*value} else value
+    return as_messages([value]) if isinstance(value, Mapping) and {"role", "from"} & {*value} else value
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from rlkit.data.load import place_of
 from rlkit.data.messages import decoded
 from rlkit.data.rows import (
     PROMPT,
-    PROMPT_COLUMNS,
     Template,
     TooLong,
     check_begun,
@@ -27,6 +26,7 @@ from rlkit.data.rows import (
     read_rows,
     shorten,
 )
+from rlkit.data.schema import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,7 +132,7 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     row = prompt.row
     if prompt.images:
         return None
-    column = next(name for name in PROMPT_COLUMNS if row.get(name) is not None)
+    column = next(name for name in PROMPTS if row.get(name) is not None)
     if isinstance(row[column], str):
         text, with_text = row[column], lambda text: {column: text}
     else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,27 +30,32 @@ from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.markup import REASONING, markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
+from rlkit.data.schema import (
+    ANSWERS,
+    FOR_REWARDS,
+    HOLDS,
+    IN_SFT,
+    LABEL,
+    LABELS,
+    MESSAGES,
+    OF_TEMPLATE,
+    PAIRED,
+    PROMPTS,
+    RESPONSES,
+    STRING,
+)
 from rlkit.data.template import ROLES, Template, role_fix
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
 _SYSTEM = ("system", "developer")
-_STRING, _MESSAGES, _LABEL = "a string", "a list of at least one message", "true or false"
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    _STRING: lambda value: isinstance(value, str),
-    _MESSAGES: lambda value: isinstance(value, list | tuple) and len(value) > 0,
-    _LABEL: lambda value: columns.truth(value) is not None,
+    STRING: lambda value: isinstance(value, str),
+    MESSAGES: lambda value: isinstance(value, list | tuple) and len(value) > 0,
+    LABEL: lambda value: columns.truth(value) is not None,
 }
-_COLUMNS = {"messages": (_MESSAGES,), "label": (_LABEL,)}  # what a column may hold; other columns: a string or messages
-PROMPT_COLUMNS, _RESPONSE, _LABELLED = (
-    ("messages", "prompt"),
-    ("response", "completion"),
-    ("response", "completion", "messages"),
-)
-PAIR_COLUMNS = ("chosen", "rejected")
-ALL_ANSWERS = (*_RESPONSE, *PAIR_COLUMNS)
+_LABELLED = (*RESPONSES, "messages")
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-ANSWERS = {"output", "response", "completion", "answer", "solution"}
 _READ = "rlkit.compat.rows.read(rows) reads rows of other systems"
 RENAME = "; a column under another name is renamed with --rename"
 FINISHED = "drop that message (a known answer belongs in a column of its own)"
@@ -83,16 +88,14 @@ class Turn(NamedTuple):
 class Form(NamedTuple):
     """A form of row. An entry of `columns` holds the names that one required column may have; `read` renders a row.
 
-    `optional` names columns that `read` may need too. `hint` says which script reads the form. `check` raises for a
-    row whose columns are there and do not fit.
+    `optional` names columns that `read` may need too. `hint` says which script reads the form.
     """
 
     name: str
     columns: tuple[tuple[str, ...], ...]
-    read: Callable[[Row, str, Template], list[Turn]]
+    read: Callable[[Converted, str, Template], list[Turn]]
     optional: tuple[str, ...] = ()
     hint: str = ""
-    check: Callable[[Row, str, bool], None] | None = None
 
     @property
     def title(self) -> str:
@@ -106,6 +109,16 @@ class Form(NamedTuple):
     def missing(self, row: Row) -> list[tuple[str, ...]]:
         """The columns that a row lacks. Null is absent: a table fills the columns of other rows with it."""
         return [names for names in self.columns if all(row.get(name) is None for name in names)]
+
+    @property
+    def names(self) -> set[str]:
+        """All of its columns."""
+        return {name for names in (self.optional, *self.columns) for name in names}
+
+    @property
+    def of_prompt(self) -> tuple[str, ...]:
+        """The columns of a form of another system that may be part of the prompt."""
+        return ("history", *(self.optional if self.read is _pair else self.columns[0]))
 
     def used(self, row: Row) -> set[str]:
         """The columns of the row that are read: of several names of one column the first that is not null."""
@@ -156,7 +169,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         used = _used(row, form, plain=not template.apply)
         used |= {*IMAGE_COLUMNS} if row.get("images") else set()
         if form is PROMPT:
-            used |= {*columns.FOR_REWARDS}
+            used |= {*FOR_REWARDS}
         unused.add(index, row, used, *_said(row, form), own.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
@@ -190,7 +203,7 @@ def _opened_once(turn: Turn, template: Template) -> Turn:
     return turn._replace(whole=turn.prompt + answer)
 
 
-def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:
+def _with_images(turns: list[Turn], row: Converted, rows: Sequence[Row], template: Template, place: str) -> list[Turn]:
     """The turns of a row with its images in the places that `gathered` found."""
     if columns.is_empty(row.get("images")):
         if template.images is not None and template.images.marked and (num := marks(row)):
@@ -198,8 +211,7 @@ def _with_images(turns: list[Turn], row: Row, rows: Sequence[Row], template: Tem
         return [t if template.images is None else _placed(t, (), template.images, place) for t in turns]
     reader = template.images
     if reader is None:
-        own: Row = getattr(row, "own", row)
-        column = next((name for name in IMAGE_COLUMNS if not columns.is_empty(own.get(name))), None)
+        column = next((name for name in IMAGE_COLUMNS if not columns.is_empty(row.own.get(name))), None)
         found = "its messages show images" if column is None else f"column {column!r} holds images"
         fix = "drop the row" if column is None else f"train on its text with --rename {column} OTHER"
         fix = f"; take a model that reads images (docs/models.md), or {fix}"
@@ -218,66 +230,68 @@ def _placed(turn: Turn, images: tuple[Image, ...], reader: ImageReader, place: s
     return turn._replace(prompt=prompt, whole=whole, images=shown, blocks=None if shown else turn.blocks)
 
 
-def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Row]]) -> None:
+def _name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]]) -> None:
     """Log, in a line each, what is trained as it is and seldom meant."""
-    twice = "so that it stands twice"
+    again = "repeat the prompt at the beginning of"
     for forms, what, bad, why in (
-        ((PAIR,), "pairs", _repeats_prompt, f"repeat the prompt at the beginning of both responses, {twice}"),
         (
-            (RESPONSE, LABELLED), "rows", _response_repeats_prompt,
-            f"repeat the prompt at the beginning of the response, {twice}",
+            (PAIR,),
+            "pairs",
+            lambda row: _repeats_prompt(row, *PAIRED),
+            f"{again} both responses, so that it stands twice",
         ),
+        ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice"),
         ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
         ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
-    ):  # fmt: skip
-        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms]
+        ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents"),
+    ):
+        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms or not forms]
         drop(rows, items, bad, what=what, why=why, keep=True)
-    read = [(index, row) for index, (_, row) in enumerate(found) if any(map(partial(_was_text, row), ALL_ANSWERS))]
-    why = "have a response that is the JSON text of messages, and train on their contents"
-    drop(rows, read, bool, what="rows", why=why, keep=True)
     texts = [(index, _missing_values(form, row)) for index, (form, row) in enumerate(found)]
     why = "have a text that is a missing value, as pandas writes it"
     drop(rows, texts, bool, what="rows", why=why, keep=True, note=lambda found: f" ({', '.join(found)})")
 
 
-def check_columns(
-    rows: Sequence[Row],
-    *forms: Form,
-    apply_chat_template: bool = True,
-    convert: Callable[[int, Row], Row] = lambda _, row: row,
-) -> list[tuple[Form, Row]]:
-    """The form of each row, the first of `forms` whose columns it has, and the row with its messages decoded.
-
-    Needs no tokenizer. `convert` is called with the index and the row before a row is checked.
+def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[tuple[Form, Converted]]:
+    """The form of each row, the first of `forms` whose columns it has, and the row decoded; needs no tokenizer.
 
     Raises ValueError, with the row (see `place_of`), for a row in another form than the first, for one that lacks a
     column of the last form (`LacksColumn`), or holds a value of the wrong type in one, and for one that is in two forms
     with different content.
     """
-    found: list[tuple[Form, Row]] = []
-    plain = not apply_chat_template
     check_dicts(rows)
+    return [*checked(rows, partial(place_of, rows), forms, plain=not apply_chat_template)]
+
+
+def checked(
+    rows: Iterable[Row], place_at: Callable[[int], str], forms: Sequence[Form], *, plain: bool
+) -> Iterator[tuple[Form, Converted]]:
+    """`check_columns`, row by row. `plain`: without a chat template."""
+    first = ""
     for index, given in enumerate(rows):
-        place = place_of(rows, index)
-        row = _decoded(convert(index, given), place)
+        place = place_at(index)
+        row = _decoded(given, place)
         row = _in_plain_text(row, forms, place) if plain else row
         if index == 0:
             forms = _of_one_file(forms, row, plain)
         form = next((form for form in forms if not form.missing(row)), forms[-1])
         form = _without_conflict(row, form, forms, place)
-        start = getattr(found[0][1], "form", "") or found[0][0].title if found else ""
-        first = f"{place_of(rows, 0)} is {start}" if found else ""
-        for names in form.columns:
-            cell(row, names, place, form=form, plain=plain, first=first)
-        if form.check:
-            form.check(row, place, plain)
-        _refuse_two(row, form, place)
-        _check_values(row, form, place, plain)
-        found.append((form, row))
-    return found
+        cells = [cell(row, names, place, form=form, plain=plain, first=first) for names in form.columns]
+        for name, value in cells:
+            _numbered(row, name, value, place)
+        _check_content(row, form, cells[0], place, plain=plain)
+        if form not in (PROMPT, TEXT, PAIR):
+            _refuse_two(row, form, place)
+        columns.refuse_media(row.own, place)
+        if form is not PROMPT:
+            columns.refuse_flags(row.own, place)
+        for name in _used(row, form, plain=plain) & {*row.own}:
+            columns.refuse_surrogates(row.own[name], place, name)
+        first = first or f"{place} is {(row.source or form).title}"
+        yield form, row
 
 
-def _decoded(row: Row, place: str) -> Row:
+def _decoded(row: Row, place: str) -> Converted:
     """The row with lists of messages for their JSON text, for one message, and for turns of `from` and `value`."""
     try:
         new = decoded(row)
@@ -286,21 +300,13 @@ def _decoded(row: Row, place: str) -> Row:
         if str(error).startswith(place):
             raise
         raise column_error(place, f"cannot be read: {error}", row) from None
-    row = Converted(row, new)
-    for name in (*PROMPT_COLUMNS, *_RESPONSE, *PAIR_COLUMNS):
-        for number, message in enumerate(mappings(row.get(name))):
-            if isinstance(message.get("role", message.get("from")), list | tuple | Mapping):
-                raise ValueError(
-                    f"{place}: {own_name(row, name)}[{number}] must be an object like {{'role': 'user', 'content': "
-                    f"'...'}}, got {repr(message)[:80]}"
-                )
-    return row
+    return Converted(row, new)
 
 
-def _in_plain_text(row: Row, forms: Sequence[Form], place: str) -> Row:
+def _in_plain_text(row: Converted, forms: Sequence[Form], place: str) -> Converted:
     """The row with its prompt as one text: the contents of its messages, joined, or the common beginning of a pair."""
     new: Row = {}
-    made = None if row.get("messages") is getattr(row, "own", row).get("messages") else row["messages"]
+    made = None if row.get("messages") is row.own.get("messages") else row["messages"]
     messages = made or row.get("prompt") or row.get("messages")
     if PROMPT in forms and messages and isinstance(messages, list | tuple):
         turns = prompt_messages({"messages": messages}, place=place)
@@ -323,23 +329,23 @@ def check_dicts(rows: Any) -> None:
         raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
 
 
-def _used(row: Row, form: Form, *, plain: bool) -> set[str]:
+def _used(row: Converted, form: Form, *, plain: bool) -> set[str]:
     """The columns of the file of which a row's text is made, and its label."""
-    own: Row = getattr(row, "own", row)
-    read, replaced = getattr(row, "used", set[str]()), getattr(row, "replaced", set[str]())
-    used = (form.used(own) - replaced) | read
-    used -= ({*ANSWERS} if form is PAIR else {*PAIR_COLUMNS}) | {"label", "kto_tag"}
+    own, used = row.own, form.used(row.own)
+    if row.source:
+        used = (used - IN_SFT if row.source.names & IN_SFT else used) | row.source.used(own)
+    used -= ({*IN_SFT} if form is PAIR else {*PAIRED}) | {*LABELS}
     if form is LABELLED:
-        used |= {name for name in ("label", "kto_tag") if columns.truth(own.get(name)) is not None}
-    return used | ({*columns.ROW_ARGS, *PROMPT_COLUMNS} if not plain and form is not TEXT else set())
+        used |= {name for name in LABELS if columns.truth(own.get(name)) is not None}
+    return used | ({*OF_TEMPLATE, *PROMPTS} if not plain and form is not TEXT else set())
 
 
 def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
     """The texts of a row that are context, and those that are answers."""
     asked, answers = list[str](), list[str]()
-    names = {TEXT: ("text",), PROMPT: (), PAIR: PAIR_COLUMNS}.get(form, _RESPONSE)
-    for name in names if form is TEXT else (*PROMPT_COLUMNS, *names):
-        value, is_answer = row.get(name), name not in (*PROMPT_COLUMNS, "text")
+    names = {TEXT: ("text",), PROMPT: (), PAIR: PAIRED}.get(form, RESPONSES)
+    for name in names if form is TEXT else (*PROMPTS, *names):
+        value, is_answer = row.get(name), name not in (*PROMPTS, "text")
         turns = mappings(value) if not isinstance(value, str) else [{"content": value}]
         for number, turn in enumerate(turns, 1):
             content = turn.get("content")
@@ -350,19 +356,9 @@ def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
     return asked, answers
 
 
-def _check_values(row: Row, form: Form, place: str, plain: bool) -> None:
-    """ValueError for a row with audio or video, or with text that cannot be tokenized."""
-    own = getattr(row, "own", row)
-    columns.refuse_media(own, place)
-    if form is not PROMPT:
-        columns.refuse_flags(own, place)
-    for name in _used(row, form, plain=plain) & {*own}:
-        columns.refuse_surrogates(own[name], place, name)
-
-
 def is_text(row: Row) -> bool:
     """Whether a row is a text without a prompt."""
-    return not TEXT.missing(row) and not any(row.get(name) is not None for name in PROMPT_COLUMNS)
+    return not TEXT.missing(row) and not any(row.get(name) is not None for name in PROMPTS)
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:
@@ -375,7 +371,7 @@ def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ..
     return tuple(form for form in forms if form not in others) or tuple(forms)
 
 
-def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -> Form:
+def _without_conflict(row: Converted, form: Form, forms: Sequence[Form], place: str) -> Form:
     """The form, or `CONVERSATION` where that holds the response too; ValueError for two forms of different content."""
     prompt, messages = row.get("prompt"), mappings(row.get("messages"))
     said = [str(message.get("content")) for message in messages]
@@ -384,7 +380,7 @@ def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -
     if not said or all(text.strip() in "".join(said) for text in asked):
         if form is not RESPONSE or CONVERSATION not in forms or not said or messages[-1].get("role") != "assistant":
             return form
-        name, response = cell(row, _RESPONSE, place, form=RESPONSE)
+        name, response = cell(row, RESPONSES, place, form=RESPONSE)
         if response in (said[-1], [messages[-1]]):
             return CONVERSATION
     name = own_name(row, name)
@@ -393,16 +389,14 @@ def _without_conflict(row: Row, form: Form, forms: Sequence[Form], place: str) -
     raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
 
 
-def _refuse_two(row: Row, form: Form, place: str) -> None:
+def _refuse_two(row: Converted, form: Form, place: str) -> None:
     """ValueError for a row with two responses, or two labels, that differ."""
-    own: Row = getattr(row, "own", row)
-    if form in (PROMPT, TEXT, PAIR):
-        return
-    given = {name: own[name] for name in _RESPONSE if not columns.is_empty(own.get(name))}
+    own = row.own
+    given = {name: own[name] for name in RESPONSES if not columns.is_empty(own.get(name))}
     given = {**given, **decoded(given)}
-    made = {name: row[name] for name in _RESPONSE if row.get(name) is not None} if getattr(row, "form", "") else {}
+    made = {name: row[name] for name in RESPONSES if row.get(name) is not None} if row.source else {}
     read = [(next((name for name in own if own[name] is value), made), value) for made, value in made.items()]
-    labels = [(name, columns.truth(own.get(name))) for name in ("label", "kto_tag") if form is LABELLED]
+    labels = [(name, columns.truth(own.get(name))) for name in LABELS if form is LABELLED]
     for what, values in (
         ("texts", [(name, _answer_text(value)) for name, value in [*read, *given.items()]]),
         ("labels", [(name, value) for name, value in labels if value is not None]),
@@ -420,7 +414,7 @@ def _answer_text(value: Any) -> str:
 
 
 def cell(
-    row: Row, names: Sequence[str], place: str, *, form: Form, plain: bool = False, first: str = ""
+    row: Converted, names: Sequence[str], place: str, *, form: Form, plain: bool = False, first: str = ""
 ) -> tuple[str, Any]:
     """(name, value) of the first column of `names` that a row has, the empty ones and then the null ones last.
 
@@ -438,25 +432,44 @@ def cell(
         raise LacksColumn(place, lacks, row, form, near=form, fix=f"; {form}{RENAME}", first=first)
     name = min(there, key=lambda name: (row[name] is None, columns.is_empty(row[name])))
     value = row[name]
-    kinds = [kind for kind in _COLUMNS.get(name, (_STRING, _MESSAGES)) if not (plain and kind == _MESSAGES)]
+    kinds = [kind for kind in HOLDS.get(name, (STRING, MESSAGES)) if not (plain and kind == MESSAGES)]
     if not any(_KINDS[kind](value) for kind in kinds):
         note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
         found = f"column {own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
         raise column_error(place, found, row)
     texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    if texts and name in ("prompt", *_RESPONSE, *PAIR_COLUMNS):
+    if texts and name in ("prompt", *RESPONSES, *PAIRED):
         found = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
         raise column_error(place, found, row, "; write one row for each of them")
     return name, value
 
 
-def own_name(row: Row, name: str) -> str:
+def _numbered(row: Converted, name: str, value: Any, place: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The messages in a column, each with its place: "messages[0]". ValueError for one without a role.
+
+    A system message that a column `system` gave has the number -1.
+    """
+    messages = value if isinstance(value, list | tuple) else []
+    system = row.get("system") if row.source else None
+    start = -1 if system and [m.get("content") is system for m in mappings(messages[:1])] == [True] else 0
+    found = [(f"{place}: {own_name(row, name)}[{number}]", message) for number, message in enumerate(messages, start)]
+    for at, message in found:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            bare = isinstance(message, Mapping) and message.get("role") is None
+            more = " or {'from': 'human', 'value': '...'}" if bare and isinstance(message.get("from", ""), str) else ""
+            raise ValueError(
+                f"{at} must be an object like {{'role': 'user', 'content': '...'}}{more}, got {repr(message)[:80]}"
+            )
+    return found
+
+
+def own_name(row: Converted, name: str) -> str:
     """The name in the file of a column of the converted row: of a prompt that of the first column it is made of."""
-    own = getattr(row, "own", row)
+    own = row.own
     if row.get(name) is None or row[name] is own.get(name):
         return name
     same = [column for column in own if own[column] is row[name]]
-    made_of = getattr(row, "made_of", ()) if name in PROMPT_COLUMNS else ()
+    made_of = row.source.of_prompt if row.source and name in PROMPTS else ()
     same += [column for column in made_of if not columns.is_empty(own.get(column))]
     return same[0] if same and name not in own else name
 
@@ -473,33 +486,24 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     Raises ValueError for a row without `messages` and `prompt`, for a malformed message, and for any other content:
     null, a number, or a part that is not text, such as an image.
     """
-    given = row
-    if not isinstance(row, Converted):  # as `check_columns` gives them
-        row = Converted(row, decoded(row))
-    column, value = cell(row, PROMPT_COLUMNS, place, form=PROMPT)
-    column = own_name(given, column)
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value)
-    system = given.get("system") if isinstance(given, Converted) else None  # stands before them in the converted row
-    start = -1 if system and mappings(messages[:1]) and messages[0].get("content") is system else 0
-    for number, message in enumerate(messages, start):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"{place}: {column}[{number}] must be an object like {{'role': 'user', 'content': '...'}}, "
-                f"got {repr(message)[:80]}"
-            )
+    row = row if isinstance(row, Converted) else Converted(row, decoded(row))
+    name, value = cell(row, PROMPTS, place, form=PROMPT)
+    value = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value)
+    given = _numbered(row, name, value, place)
+    for at, message in given:
         texts = {message.get(key) for key in ("content", "value") if isinstance(message.get(key), str)} - {""}
         if len(texts) > 1:
-            raise ValueError(f"{place}: {column}[{number}] has two texts, under 'content' and under 'value': drop one")
+            raise ValueError(f"{at} has two texts, under 'content' and under 'value': drop one")
         if "content" not in message and isinstance(message.get("value"), str):
             raise ValueError(
-                f"{place}: {column}[{number}] has its text under the key 'value': beside 'role' the key is 'content', "
-                "and 'value' goes with 'from'"
+                f"{at} has its text under the key 'value': beside 'role' the key is 'content', and 'value' goes with "
+                "'from'"
             )
     try:
-        messages = of_row.turns(messages)
+        turns = of_row.turns([message for _, message in given])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages, start)]
+    messages = [_with_text(message, at) for message, (at, _) in zip(turns, given)]
     own, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
         found = "the messages begin with another system message than that of column 'system'"
@@ -600,26 +604,21 @@ def _is_empty(message: Message) -> bool:
     return not message.get("tool_calls") and not any(str(message.get(key) or "").strip() for key in TURN_TEXTS)
 
 
-def _context(row: Row, place: str, template: Template) -> tuple[str, list[dict[str, Any]]]:
+def _context(row: Converted, place: str, template: Template, *, check: bool = True) -> tuple[str, list[dict[str, Any]]]:
     """A row's prompt as text, up to the generation prompt, and its messages (none without a chat template)."""
     if not template.apply:
         return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1], []
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
     begun = template.continue_answer and begins_answer(messages)
-    template.refuse_unwritten(messages[:-1] if begun else messages, place)
-    text = template.begun_text(messages, place) if begun else template.text(messages, place, opened=True)
-    return text, messages
+    if check:
+        template.refuse_unwritten(messages[:-1] if begun else messages, place)
+    return template.begun_text(messages, place) if begun else template.text(messages, place, opened=True), messages
 
 
 def prompt_text(row: Row, place: str, template: Template) -> str:
     """The text of a row that was read, up to where the answer goes on, without its checks."""
-    if not template.apply:
-        return cell(row, ("prompt",), place, form=PROMPT, plain=True)[1]
-    template = template.of_row(row, place)
-    messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
-    if begins_answer(messages):
-        return template.begun_text(messages, place)
-    return template.text(messages, place, opened=True)
+    template = replace(template.of_row(row, place) if template.apply else template, continue_answer=True)
+    return _context(Converted(row, decoded(row)), place, template, check=False)[0]
 
 
 def begins_answer(messages: Sequence[Message]) -> bool:
@@ -627,7 +626,7 @@ def begins_answer(messages: Sequence[Message]) -> bool:
     return len(messages) > 1 and messages[-1].get("role") == "assistant"
 
 
-def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
+def _prompt(row: Converted, place: str, template: Template) -> list[Turn]:
     text, messages = _context(row, place, replace(template, continue_answer=True))
     if messages and messages[-1]["role"] == "assistant" and len(messages) == 1:
         raise ends_with_answer(place, FINISHED)
@@ -660,7 +659,7 @@ def question_messages(row: Row) -> list[dict[str, Any]]:
     return messages[:-1] if begins_answer(messages) else messages
 
 
-def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
+def _no_answer(row: Converted, place: str, roles: Sequence[Any]) -> ValueError:
     if "assistant" in roles:
         return column_error(place, f"needs an assistant message with a message before it, got roles {roles}", row)
     if unknown := [role for role in roles if role not in (*ROLES, *_SYSTEM)]:
@@ -669,33 +668,41 @@ def _no_answer(row: Row, place: str, roles: Sequence[Any]) -> ValueError:
             f"{place}: unknown role {unknown[0]!r}, and no message of the role 'assistant' to train on{fix}"
         )
     lacks = "no response to train on: needs the column 'completion' or 'response', or an assistant message"
-    lacks += "".join(f" (column {name!r} is null)" for name in _RESPONSE if name in row and row[name] is None)
+    lacks += "".join(f" (column {name!r} is null)" for name in RESPONSES if name in row and row[name] is None)
     return LacksColumn(place, lacks, row, RESPONSE, near=CONVERSATION, fix=RENAME)
 
 
-def _check_conversation(row: Row, place: str, _plain: bool) -> None:
-    _, value = cell(row, PROMPT_COLUMNS, place, form=CONVERSATION)
-    messages = [] if isinstance(value, str) else mappings(value)
-    roles = ["user"] if isinstance(value, str) else [m.get("role") for m in messages]
-    for number, message in enumerate(messages):
-        if message.get("role") is None:
-            shown = f"{place}: {own_name(row, 'messages')}[{number}]"
-            forms = "{'role': 'user', 'content': '...'} or {'from': 'human', 'value': '...'}"
-            raise ValueError(f"{shown} must be an object like {forms}, got {repr(message)[:80]}")
-    if roles and not {"assistant", *of_row.CALLS} & {*roles}:
-        raise _no_answer(row, place, roles)
-    _refuse_label(row, place, "a conversation with a label")
+def _check_content(row: Converted, form: Form, first: tuple[str, Any], place: str, *, plain: bool) -> None:
+    """ValueError for a row that has the columns of its form, and content that the form cannot have.
+
+    `first`: the name and the value of the first column of the form.
+    """
+    name, value = first
+    if form is CONVERSATION:
+        roles = ["user"] if isinstance(value, str) else [message["role"] for message in value]
+        if not {"assistant", *of_row.CALLS} & {*roles}:
+            raise _no_answer(row, place, roles)
+    for label in LABELS[::-1] if form in (CONVERSATION, RESPONSE) else ():
+        if columns.truth(row.get(label)) is not None:
+            what = "a conversation with a label" if form is CONVERSATION else "a labelled response"
+            found = f"is {what} (column {label!r} is {row[label]}), and sft trains on every row"
+            raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {label} OTHER trains all of them")
+    for side in PAIRED if form is PAIR else ():
+        if isinstance(row[side], str) and row[side] in {*row.own} - {*PAIRED}:
+            found = f"column {own_name(row, side)!r} holds {row[side]!r}, the name of another column"
+            raise column_error(place, found, row, "; write the text of that column there")
+    if form is PAIR and isinstance(value, str) and not any(name in row for name in PROMPTS):
+        lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
+        fix = (
+            "; give the prompt as 'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where "
+            "their common beginning is the prompt"
+        )
+        raise column_error(place, lacks, row, "; chosen and rejected share no beginning" if plain else fix)
+    if form is LABELLED and name != "messages" and isinstance(value, str):
+        cell(row, PROMPTS, place, form=LABELLED, plain=plain)
 
 
-def _refuse_label(row: Row, place: str, what: str) -> None:
-    """ValueError for a row with a label of KTO: true or false, 1 or 0, or their text."""
-    for name in ("kto_tag", "label"):
-        if columns.truth(row.get(name)) is not None:
-            found = f"is {what} (column {name!r} is {row[name]}), and sft trains on every row"
-            raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {name} OTHER trains all of them")
-
-
-def _conversation(row: Row, place: str, template: Template) -> list[Turn]:
+def _conversation(row: Converted, place: str, template: Template) -> list[Turn]:
     """One turn per assistant message, but for those that the row excludes from the loss."""
     messages = prompt_messages(row, system_prompt=template.system_prompt, place=place)
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant" and end > 0]
@@ -750,28 +757,21 @@ def _answered(messages: list[dict[str, Any]], response: str, place: str, templat
     return turn if same and as_said else None
 
 
-def _check_response(row: Row, place: str, _plain: bool) -> None:
-    _refuse_label(row, place, "a labelled response")
-
-
-def _response(
-    row: Row, place: str, template: Template, *, names: Sequence[str] = _RESPONSE, label: bool | None = None
-) -> list[Turn]:
+def _response(row: Converted, place: str, template: Template, *, names: Sequence[str] = RESPONSES) -> list[Turn]:
     """A response (a string, or the last of a list of messages) after the row's prompt or its own earlier messages.
 
     Of a `completion` in sft, every assistant message is a turn.
     """
     column, response = cell(row, names, place, form=RESPONSE, plain=not template.apply)
-    text = isinstance(response, str)
-    if text and not template.apply:
+    name, label = own_name(row, column), columns.truth(row["label"]) if names is _LABELLED else None
+    if not template.apply:
         prompt, _ = _context(row, place, template)
         return [Turn(place, prompt, prompt + response, empty=not response.strip(), label=label)]
     messages = [{"role": "assistant", "content": response}]
-    name = own_name(row, column)
-    if not text:
+    if not isinstance(response, str):
         messages = prompt_messages(Converted({name: response}, {"messages": response}), place=place)
     ends = [end for end, message in enumerate(messages) if message["role"] == "assistant"]
-    several = names is _RESPONSE and len(ends) > 1
+    several = names is RESPONSES and len(ends) > 1
     response = "" if several else _last(messages, name, place)["content"]
     before = [] if column == "messages" else _before(row, column, messages, place, template.continue_answer)
     row = Converted(row, {"prompt": None, "messages": before + messages})
@@ -787,7 +787,7 @@ def _response(
     markup = markup_of(template.tokenizer)
     turn = turn or Turn(place, prompt, prompt + markup.stopped(response))
     empty = not markup.without_stop(response).strip()
-    blocks = turn.blocks if names is _RESPONSE else None  # of a pair and a label all after the prompt is the response
+    blocks = turn.blocks if names is RESPONSES else None  # of a pair and a label all after the prompt is the response
     more = names is _LABELLED and any(columns.is_trained(messages[end], place) for end in ends[:-1])
     return [turn._replace(empty=empty, label=label, untrained=more, blocks=blocks)]
 
@@ -811,7 +811,7 @@ def _last(messages: Sequence[Message], column: str, place: str) -> Message:
 
 
 def _before(
-    row: Row, column: str, response: Sequence[Message], place: str, continue_answer: bool
+    row: Converted, column: str, response: Sequence[Message], place: str, continue_answer: bool
 ) -> list[dict[str, Any]]:
     """The messages of the row's prompt that stand before a response; none where the response repeats them.
 
@@ -819,7 +819,7 @@ def _before(
     that ends otherwise than with a user's message is continued by a response that begins with one, as in TRL. With
     `continue_answer` the response goes on after an assistant message that ends the prompt.
     """
-    name = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "")
+    name = next((name for name in PROMPTS if row.get(name) is not None), "")
     begins = response[0]["role"] in (*_SYSTEM, "user")
     if begins and not name:
         return []
@@ -852,7 +852,7 @@ def _before(
     )
 
 
-def _pair(row: Row, place: str, template: Template) -> list[Turn]:
+def _pair(row: Converted, place: str, template: Template) -> list[Turn]:
     """The chosen and the rejected response."""
     chosen, rejected = (_response(row, place, template, names=[name])[0] for name in ("chosen", "rejected"))
     if chosen.prompt != rejected.prompt:
@@ -862,24 +862,20 @@ def _pair(row: Row, place: str, template: Template) -> list[Turn]:
     return [chosen, rejected]
 
 
-def _response_repeats_prompt(row: Row) -> bool:
-    """Whether the response begins with the words of a prompt of some length, both as text."""
-    name = next((name for name in _RESPONSE[::-1] if row.get(name) is not None), "")
-    return len(str(row.get("prompt")).strip()) >= _REPEATED and _repeats_prompt(row, (name,))
+def _was_text(row: Converted) -> bool:
+    """Whether the messages of a response stand in the file as JSON text, beside a prompt that is text."""
+    read = [name for name in ANSWERS if isinstance(row.own.get(name), str) and isinstance(row.get(name), list)]
+    return bool(read) and isinstance(row.get("prompt"), str)
 
 
-def _was_text(row: Row, name: str) -> bool:
-    """Whether the messages of a column stand in the file as JSON text, beside a prompt that is text."""
-    own = getattr(row, "own", row)
-    return isinstance(own.get(name), str) and isinstance(row.get(name), list) and isinstance(row.get("prompt"), str)
-
-
-def _repeats_prompt(row: Row, names: Sequence[str] = PAIR_COLUMNS) -> bool:
-    """Whether all responses, by default of a pair, begin with the words of the prompt, all of them as text."""
-    texts = [row.get(name) for name in ("prompt", *names)]
+def _repeats_prompt(row: Converted, *names: str) -> bool:
+    """Whether the columns `names`, all of them text, begin with the prompt; by default a response, a longer one."""
+    of_row = names or [name for name in RESPONSES[::-1] if row.get(name) is not None][:1]
+    texts = [row.get(name) for name in ("prompt", *of_row)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
     end = r"\b" if prompt[-1:].isalnum() else ""
-    return bool(prompt) and all(re.match(re.escape(prompt) + end, response) for response in responses)
+    begins = [bool(re.match(re.escape(prompt) + end, response)) for response in responses]
+    return len(prompt) >= (1 if names else _REPEATED) and all(begins) and bool(begins)
 
 
 def _missing_values(form: Form, row: Row) -> list[str]:
@@ -907,43 +903,18 @@ def _answers_twice(row: Row) -> bool:
     return any(a and b for a, b in pairwise(text))
 
 
-def _check_pair(row: Row, place: str, plain: bool) -> None:
-    own = getattr(row, "own", row)
-    for name in PAIR_COLUMNS:
-        if isinstance(row[name], str) and row[name] in {*own} - {*PAIR_COLUMNS}:
-            found = f"column {own_name(row, name)!r} holds {row[name]!r}, the name of another column"
-            raise column_error(place, found, row, "; write the text of that column there")
-    if isinstance(row["chosen"], str) and not any(name in row for name in PROMPT_COLUMNS):
-        lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
-        fix = (
-            "; give the prompt as 'prompt', or train on the two as plain text, as TRL does: --no-chat-template, where "
-            "their common beginning is the prompt"
-        )
-        raise column_error(place, lacks, row, "; chosen and rejected share no beginning" if plain else fix)
-
-
-def _check_labelled(row: Row, place: str, plain: bool) -> None:
-    name, value = cell(row, _LABELLED, place, form=LABELLED, plain=plain)
-    if name != "messages" and isinstance(value, str):
-        cell(row, PROMPT_COLUMNS, place, form=LABELLED, plain=plain)
-
-
-def _labelled(row: Row, place: str, template: Template) -> list[Turn]:
-    return _response(row, place, template, names=_LABELLED, label=columns.truth(row["label"]))
-
-
-def _text(row: Row, place: str, _template: Template) -> list[Turn]:
+def _text(row: Converted, place: str, _template: Template) -> list[Turn]:
     """A text whose tokens all train."""
     return [Turn(place, "", row["text"], empty=not row["text"].strip())]
 
 
 _SFT, _PAIRS = "rlkit sft reads it", "rlkit dpo, kto and reward_model read it"
-PROMPT = Form("prompt", (PROMPT_COLUMNS,), _prompt, (), "rlkit grpo and ppo read it")
-CONVERSATION = Form("conversation", (PROMPT_COLUMNS,), _conversation, (), _SFT, _check_conversation)
-RESPONSE = Form("prompt with a response", (PROMPT_COLUMNS, _RESPONSE), _response, (), _SFT, _check_response)
-PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, PROMPT_COLUMNS, _PAIRS, _check_pair)
+PROMPT = Form("prompt", (PROMPTS,), _prompt, (), "rlkit grpo and ppo read it")
+CONVERSATION = Form("conversation", (PROMPTS,), _conversation, (), _SFT)
+RESPONSE = Form("prompt with a response", (PROMPTS, RESPONSES), _response, (), _SFT)
+PAIR = Form("preference pair", (("chosen",), ("rejected",)), _pair, PROMPTS, _PAIRS)
 LABELLED = Form(
-    "labelled response", (_LABELLED, ("label",)), _labelled, PROMPT_COLUMNS, "rlkit kto reads it", _check_labelled
+    "labelled response", (_LABELLED, ("label",)), partial(_response, names=_LABELLED), PROMPTS, "rlkit kto reads it"
 )
 TEXT = Form("text", (("text",),), _text, (), _SFT)
 SFT = (RESPONSE, CONVERSATION, TEXT)

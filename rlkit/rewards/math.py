@@ -26,8 +26,9 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from rlkit._extras import missing, optional
+from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
-from rlkit.rewards.text import GOLD_COLUMNS, gold_answer, last_boxed, last_tag, no_gold_answer
+from rlkit.rewards.text import gold_answer, last_boxed, last_tag, no_gold_answer
 from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
 
 _WHY = "rewards for mathematics need"
@@ -44,7 +45,7 @@ _BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that 
 
 
 def _columns(column: str | None) -> tuple[str, ...]:
-    return (column,) if column else GOLD_COLUMNS
+    return (column,) if column else GOLD
 
 
 class Verdict(NamedTuple):

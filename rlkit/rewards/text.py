@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
 
 _BOX = re.compile(r"\\f?boxed\s*")
@@ -296,7 +297,6 @@ def _positive(**numbers: float) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
-GOLD_COLUMNS = ("answer", "ground_truth", "solution", "label", "gt_answer", "reward_model")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -309,7 +309,7 @@ def gold_answer(row: Mapping[str, Any]) -> Any | None:
     >>> gold_answer({"answer": None, "reward_model": {"ground_truth": "72"}})
     '72'
     """
-    return first_value(row, *GOLD_COLUMNS)
+    return first_value(row, *GOLD)
 
 
 def first_value(row: Mapping[str, Any], *names: str) -> Any | None:
@@ -320,7 +320,7 @@ def first_value(row: Mapping[str, Any], *names: str) -> Any | None:
 
 def no_gold_answer(row: Mapping[str, Any], column: str | None = None) -> ValueError:
     """The error for a row without a value in `column`, or without a gold answer."""
-    what = repr(column) if column else f"gold answer ({', '.join(GOLD_COLUMNS)}.ground_truth)"
+    what = repr(column) if column else f"gold answer ({', '.join(GOLD)}.ground_truth)"
     return ValueError(f"the row has no {what}; columns found: {sorted(row)}")
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, row_given
+from rlkit.data.schema import GOLD
 from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, needs_of, run_reward_each
 from rlkit.rewards.failures import name_of, unwrapped
-from rlkit.rewards.text import GOLD_COLUMNS, final_answer, first_value, gold_answer
+from rlkit.rewards.text import final_answer, first_value, gold_answer
 
 _SHOWN = 60  # characters of an answer
 _LONGEST = 1000  # characters of an answer that is tried in other forms
@@ -180,7 +181,7 @@ def _article(kind: str) -> str:
 def _reads_gold(function: Callable[..., Any], seen: set[str]) -> bool:
     """Whether the function reads a gold answer: of the row, or as an argument (of another system)."""
     named = {name for need in needs_of(function) for name in ((need,) if isinstance(need, str) else need)}
-    return bool((seen | named | {*inspect.signature(unwrapped(function)).parameters}) & {*GOLD_COLUMNS})
+    return bool((seen | named | {*inspect.signature(unwrapped(function)).parameters}) & {*GOLD})
 
 
 def _has_more(function: Callable[..., Any], known: set[str]) -> bool:
@@ -213,7 +214,7 @@ def _text(gold: Any) -> str | None:
 def _other(rows: Sequence[dict[str, Any]], index: int) -> str | None:
     """The gold answer of the first row that has another one."""
     own = _text(gold_answer(rows[index]))
-    return next((text for row in rows if (text := _text(first_value(row, *GOLD_COLUMNS))) not in (None, own, "")), None)
+    return next((text for row in rows if (text := _text(first_value(row, *GOLD))) not in (None, own, "")), None)
 
 
 def _shown(text: str) -> str:

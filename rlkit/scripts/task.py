@@ -41,7 +41,6 @@ from rlkit.scripts.trial import try_env, try_rewards
 from rlkit.settings import SERVERS, Rollouts, SamplingParams, check_relations, refuse_if
 
 _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
-_ANSWERS = ("chosen", "rejected", "response", "completion")  # columns of fixed data
 OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once there is a tokenizer
 
 

@@ -109,7 +109,7 @@ CASES = [
      ("--rename", "label", "kind")),
     ("text", "TRL", ("sft",), {"text": "hi yo"}, [(f"hi {YO}", f"hi {YO}")], ()),
     ("text", "TRL, no template", ("sft",), {"text": "hi yo"}, [(f"hi {YO}", f"hi {YO}")], PLAIN),
-    ("text", "a rendered chat", ("sft",), {"text": HI + YO + "\n"}, [(HI + YO + f"\n{END}",) * 2], ()),
+    ("text", "a rendered chat", ("sft",), {"text": HI + YO + "\n"}, [(HI + YO,) * 2], ()),
     ("pair", "TRL", PAIRS, {"prompt": "hi", "chosen": "yo", "rejected": "no"}, [(HI, YO, NO)], ()),
     ("pair", "TRL, no template", PAIRS, {"prompt": "hi", "chosen": " yo", "rejected": " no"},
      [("hi", f" {YO}", f" {NO}")], PLAIN),
