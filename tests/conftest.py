@@ -86,10 +86,7 @@ def slowly(completion, row):
 @pytest.fixture(scope="module")
 def task(make_task):
     """A tiny model, rows that every script can read (kto: labelled), and two rewards."""
-    rows = [
-        {"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x", "completion": "y"}
-        for i in range(16)
-    ]
+    rows = [{"prompt": f"{i}+1", "response": f"{i + 1}", "chosen": f"{i + 1}", "rejected": "x"} for i in range(16)]
     labelled = [row | {"label": i % 2 == 0} for i, row in enumerate(rows)]
     return make_task(rows=rows, labelled=labelled, reward=REWARD)
 

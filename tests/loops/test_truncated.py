@@ -126,9 +126,9 @@ def test_grpo_on_a_nucleus_logs_what_was_kept_and_learns(tmp_path):
 
 def test_what_cannot_be_corrected_for_is_refused():
     for settings, match in (
-        ({"top_p": 0.9, "staleness": 0.5}, "need on-policy samples"),
-        ({"top_k": 5, "overlap": True}, "need on-policy samples"),
-        ({"top_k": 5, "top_p": 0.9}, "use one of them"),
+        ({"top_p": 0.9, "staleness": 0.5}, "`top_p` excludes `staleness`: the kept probability mass"),
+        ({"top_k": 5, "overlap": True}, "`top_k` excludes `overlap`: the kept probability mass"),
+        ({"top_k": 5, "top_p": 0.9}, "use one$"),
     ):
         with pytest.raises(ValueError, match=match):
             Rollouts(**settings)
