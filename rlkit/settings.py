@@ -51,6 +51,7 @@ Limit = Annotated[float, Range("above 0 (inf: no limit)", lambda x: x > 0)]
 LimitOr0 = Annotated[float, Range("at least 0 (inf: no limit)", lambda x: x >= 0)]
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
 Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
+BelowHalf = Annotated[float, Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5)]
 Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
 OWN = "FILE.py:FUNCTION"  # among the values of `For`: any function of the user
 
@@ -306,7 +307,7 @@ class Rollouts:
     """exclude truncated answers from the loss"""
     overlap: bool = False
     """asynchronous: the engine, with its own copy of the weights, samples while the step trains"""
-    staleness: NotNegative | None = None
+    staleness: Annotated[float, Range("from 0 to 100", lambda x: 0 <= x <= 100)] | None = None
     """with --overlap: steps by which a group may be older than the weights it trains (None: 1).
     Without: each step starts f * prompts_per_step extra groups and pauses them until the next (None: 0)"""
     drop_off_policy: Annotated[bool, Needs("overlap", "staleness", why="else every sample is on-policy")] = False

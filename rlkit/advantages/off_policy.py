@@ -53,6 +53,7 @@ def vtrace(
     The trace x is cut by its *own* token's c. `targets'` after the last action is `bootstrap`. `pg_rho_max` defaults to
     `rho_max`. The advantages include the ratio: use them with `reinforce`, not with a surrogate that has a ratio.
 
+    Gradient: flows into `values` and `log_ratio`, unless under `torch.no_grad`.
     Limits:   at ratio 1 and caps >= 1 the targets are `td_lambda`, and at lam = 1 the advantages those of `gae`; with
               lam = 0 the targets are one truncated TD step; rho_max = 0 leaves the values unchanged; without
               truncation and at lam = 1 it is per-decision importance sampling.
@@ -97,6 +98,7 @@ def retrace(
     `q_values` are Q(s_t, a_t) of the sampled tokens, `values` V(s_t) = E_a Q(s_t, a) under the learned policy. The
     trace is cut by the *next* action's c; the target does not contain action t's own ratio. The advantage is G - V.
 
+    Gradient: flows into all streams, unless under `torch.no_grad`.
     Limits:   lam = 0 gives r + gamma V'; ratio = 1, lam = 1, Q = V gives `discounted_returns`; a large ratio is
               capped, a ratio of 0 cuts the trace.
     Reference: Munos et al. 2016, https://arxiv.org/abs/1606.02647, section 3
@@ -124,6 +126,7 @@ def q_lambda(
 
     Converges if the two policies are close: lam < (1 - gamma) / (gamma d), d their largest L1 distance over states.
 
+    Gradient: flows into all streams, unless under `torch.no_grad`.
     Limits:   lam = 0 gives r + gamma V'; Q = V gives `td_lambda` with a constant lam.
     Reference: Harutyunyan et al. 2016, https://arxiv.org/abs/1602.04951
     """
@@ -150,6 +153,7 @@ def clipped_is_returns(
     a variance that grows exponentially with length; with a cap it is biased low (for rewards >= 0). To weight the loss
     of each token by one ratio instead, use `rlkit.losses.tis`.
 
+    Gradient: flows into `log_ratio`, unless under `torch.no_grad`.
     Limits:   ratio = 1 is `discounted_returns`; equal to `vtrace` targets at V = 0, lam = 1 and both caps rho_max.
     Reference: Precup, Sutton & Singh 2000, Eligibility traces for off-policy policy evaluation, section 4; the cap
                as in https://arxiv.org/abs/1802.01561

@@ -9,8 +9,11 @@ NaN, also in `values`, `gamma` and `lam`) affect neither results nor gradients; 
 masked position is ignored: put it on the action that earned it.
 
 `gamma` and `lam` are floats or `[T]` tensors in [-1, 1]; gamma_t and lam_t scale what *follows* token t. `cu_seqlens`
-is int32 or int64; sequences may be empty. All functions are differentiable; call them under `torch.no_grad` for
-targets. bf16 and fp16 are computed and returned in fp32; fp64 stays fp64.
+is int32 or int64; sequences may be empty. bf16 and fp16 are computed and returned in fp32; fp64 stays fp64.
+
+All functions are differentiable and detach nothing. Call them under `torch.no_grad` for targets and advantages: with
+values that require a gradient, the policy loss, which multiplies by the advantages, would train the critic, too. (The
+value losses of `rlkit.losses` detach `returns`; the loops of rlkit read values without a gradient.)
 
 All are the recurrence x_t = a_t x_{t+1} + b_t, computed backwards inside each sequence. A masked token is its identity,
 (a, b) = (1, 0), so the scan's value *at* a masked token is the value at the next action (or the end value after the
@@ -184,6 +187,7 @@ def td_lambda(
 
         G_t = r_t + gamma_t ((1 - lam_t) V' + lam_t G')          G' after the last action: bootstrap
 
+    Gradient: flows into `values`, unless under `torch.no_grad`.
     Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; for every lam it is V + the advantages of `gae`.
     Reference: Sutton & Barto, chapter 12; https://github.com/google-deepmind/rlax (multistep.py)
     """
@@ -217,6 +221,7 @@ def gae(
         out = gae(r, v, mask=m, cu_seqlens=cu_seqlens)
         advantages, returns = to_padded(*out, padding_mask=padding_mask)
 
+    Gradient: flows into `values`, unless under `torch.no_grad`.
     Limits:   lam = 1 gives `discounted_returns` - V; lam = 0 gives delta; returns are `td_lambda`.
     Differs:  from verl (`gae`) and OpenRLHF: advantages are not whitened (call `whiten`), and truncated episodes have a
               `bootstrap`.
@@ -243,6 +248,7 @@ def gae_decoupled(
 
     VAPO uses lam_value = 1 (unbiased targets at any length) and `lam_policy = length_adaptive_lam(mask, ..)`.
 
+    Gradient: flows into `values`, unless under `torch.no_grad`.
     Limits:   lam_policy = lam_value is `gae`.
     Differs:  from NeMo-RL (`gae_lambda_policy`, `gae_lambda_value`): advantages are not whitened.
     Reference: Yuan et al. 2025, https://arxiv.org/abs/2503.01491; Yue et al. 2025, https://arxiv.org/abs/2504.05118
@@ -310,6 +316,7 @@ def n_step(
 
     One step is the map x -> gamma_t x + r_t; n of them compose along the next-action index in log2(n) doublings.
 
+    Gradient: flows into `values`, unless under `torch.no_grad`.
     Limits:   n = 1 is r + gamma V'; n >= the number of actions is `discounted_returns`.
     Reference: Sutton & Barto, eq. 7.1
     """

@@ -49,7 +49,7 @@ def is_ours(function: Any) -> bool:
 def toy_batch(*, masked: bool = True, values: bool = True, sign: float = 1.0) -> Batch:
     """Seven sequences in four groups, with every stream. Without `masked`, only the tokens that the policy sampled.
 
-    Terminal rewards and advantages are multiplied by `sign`.
+    Terminal rewards, which are 1/2 above the advantages, are multiplied by `sign`.
     """
     token, groups, advantages = 10, [], []
     for sequences in _GROUPS:
@@ -61,10 +61,9 @@ def toy_batch(*, masked: bool = True, values: bool = True, sign: float = 1.0) ->
             kept = [i for i, on in enumerate(mask) if on or masked]
             logp = [-0.5 - 0.1 * (ids[i] % 7) if mask[i] else 0.0 for i in kept]
             rewards = [0.1 * (ids[i] % 3) if mask[i] else 0.0 for i in kept]
-            advantage *= sign
             group.append(
                 Trajectory([1, 2], [ids[i] for i in kept], [mask[i] for i in kept], logp, [0] * len(kept),
-                           advantage, rewards)
+                           sign * (advantage + 0.5), rewards)
             )  # fmt: skip
             advantages.append(advantage)
         groups.append(group)
@@ -84,16 +83,17 @@ def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Bat
 
         shape            a loss per token, with a gradient
         mask_isolation   tokens that the policy did not sample (streams 0) change no other token, and are finite
-        on_policy        at ratio 1 the gradient is -A
-        descends         no token's gradient has the sign of its advantage
+        on_policy        at ratio 1 the gradient is -A, and changes with A
+        descends         no token's gradient has the sign of its advantage near ratio 1, or where the ratio moved
+                         against the advantage; where A is 0, it does not push the ratio away from 1 on both sides
         clipped          a gradient that is 0 where the ratio moved against the advantage, for either sign of A, is also
-                         0 where it moved as far with it
+                         0 where it moved as far with it, and the loss is 0, too
         additive         the losses of two micro-batches are those of the batch
 
     Raises ValueError where one of the first two is broken, or where the gradient at ratio 1 is along the advantages
     rather than against them. Any other broken law is logged: sequence ratios, statistics of the batch and penalties
-    break some of them. A surrogate that drops tokens by their ratio alone obeys `clipped`, and so does the dual clip:
-    at one of the two signs its gradient vanishes in neither direction, or in both.
+    break some of them. A surrogate that drops tokens by their ratio alone obeys `clipped` (its loss is 0 there), and so
+    does the dual clip: at one of the two signs its gradient vanishes in neither direction, or in both.
     """
     name = name_of(function)
     try:
@@ -129,12 +129,12 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken
     if not _near(g, -a):
         climbs = bool((g * a > _TOLERANCE).any()) and bool((g * a).sum() > _TOLERANCE)
         if climbs or not random:
-            yield Broken("on_policy", f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
-    pushed = batch.mask & (gradient * batch.advantages > _TOLERANCE)
-    for t in pushed.nonzero().flatten().tolist()[:1]:
-        x, how = log_ratio(batch)[t].exp(), "has the sign of its advantage"
-        slope, advantage = gradient[t], batch.advantages[t]
-        yield Broken("descends", f"at ratio {x:.3g} the gradient {slope:.3g} {how} {advantage:g}")
+            how = "" if random or climbs else _independent(surrogate, batch)
+            yield Broken("on_policy", how or f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
+            if how:
+                return
+    if how := _pushed(batch, log_ratio(batch), gradient) or ("" if random else _far(surrogate, batch)):
+        yield Broken("descends", how)
     if not random and (how := _wrong_side(surrogate, batch)):
         yield Broken("clipped(clip_low=.., clip_high=..)", how)
     if not random and (how := _additivity(surrogate, batch, loss)):
@@ -204,17 +204,61 @@ def _isolation(surrogate: Any, batch: Batch, whole: tuple[Tensor, Tensor]) -> st
     return ""
 
 
+def _independent(surrogate: Any, batch: Batch) -> str:
+    """Whether a gradient at ratio 1 stays as it is under other advantages, in words; empty if it does not."""
+    zeros = torch.zeros_like(batch.advantages)
+    given = [replace(batch, advantages=x) for x in (batch.advantages, 1 - 2 * batch.advantages)]
+    slopes = [_loss(surrogate, some, zeros.clone())[0][1][batch.mask] for some in given]
+    same = bool(slopes[0].any()) and torch.equal(*slopes)
+    return "the gradient does not depend on `batch.advantages`" if same else ""
+
+
+def _pushed(batch: Batch, x: Tensor, gradient: Tensor) -> str:
+    """The first token whose gradient has the sign of its advantage at log-ratio `x`; empty for none."""
+    for t in (batch.mask & (gradient * batch.advantages > _TOLERANCE)).nonzero().flatten().tolist()[:1]:
+        slope, how = f"the gradient {gradient[t]:.3g}", "has the sign of its advantage"
+        return f"at ratio {x[t].exp():.3g} {slope} {how} {batch.advantages[t]:g}"
+    return ""
+
+
+def _uniform(surrogate: Any, batch: Batch, advantage: float, x: float) -> tuple[Tensor, Tensor]:
+    """The loss and the gradient where all tokens have the same advantage and log-ratio."""
+    given = replace(batch, advantages=advantage * batch.mask.float())
+    return _loss(surrogate, given, x * batch.mask.float())[0]
+
+
+def _far(surrogate: Any, batch: Batch) -> str:
+    """How the gradient pushes a ratio further away from 1, by 1 and 3 nats; empty if it does not.
+
+    Where the ratio moved with the advantage, a penalty pulls it back, so only the other side is checked. Where A is 0,
+    an entropy bonus or the KL estimator k1 pushes in one direction, so both are.
+    """
+    for size in (1.0, 3.0):
+        drifts = [x * _uniform(surrogate, batch, 0.0, x)[1][batch.mask] < -_TOLERANCE for x in (size, -size)]
+        if bool((drifts[0] & drifts[1]).any()):
+            return (
+                f"where the advantage is 0, the gradient at ratios {math.exp(-size):.2g} and {math.exp(size):.2g} "
+                "pushes the ratio further away from 1"
+            )
+        x = -size * batch.advantages.sign()
+        if how := _pushed(batch, x, _loss(surrogate, batch, x.clone())[0][1]):
+            return how
+    return ""
+
+
 def _wrong_side(surrogate: Any, batch: Batch) -> str:
     """How the gradient vanishes on the wrong side of a clip only; empty if it does not."""
-
-    def vanishes(advantage: float, x: float) -> Tensor:
-        given = replace(batch, advantages=advantage * batch.mask.float())
-        return _loss(surrogate, given, x * batch.mask.float())[0][1] == 0
-
     for x in (1.0, 3.0):
-        against, along = (vanishes(1.0, -x), vanishes(-1.0, x)), (vanishes(1.0, x), vanishes(-1.0, -x))
-        if bool((batch.mask & against[0] & against[1] & ~(along[0] | along[1])).any()):
-            low, high = math.exp(-x), math.exp(x)
+        places = ((1.0, -x), (-1.0, x), (1.0, x), (-1.0, -x))
+        losses, slopes = zip(*(_uniform(surrogate, batch, *place) for place in places), strict=True)
+        against, along = [slope == 0 for slope in slopes[:2]], [slope == 0 for slope in slopes[2:]]
+        stuck, low, high = batch.mask & against[0] & against[1], math.exp(-x), math.exp(x)
+        if bool((stuck & along[0] & along[1] & (losses[0] != 0) & (losses[1] != 0)).any()):
+            return (
+                "a clip without max(-A r, -A clip(r)): the loss is constant, and its gradient 0, also where the ratio "
+                f"moved against the advantage ({low:.2g} for A > 0, {high:.2g} for A < 0)"
+            )
+        if bool((stuck & ~(along[0] | along[1])).any()):
             return (
                 f"the clip is on the wrong side: the gradient is 0 where the ratio moved against the advantage "
                 f"({low:.2g} for A > 0, {high:.2g} for A < 0), and not where it moved with it ({high:.2g}, {low:.2g}); "
@@ -256,22 +300,57 @@ def try_pair_loss(function: Callable[..., Any]) -> None:
     """Call a loss of pairs, `function(chosen, rejected)`, of log-ratios or scores `[N]`.
 
     ValueError for one that fails or gives no finite loss per pair with a gradient, or that names the two the other way
-    round. One that rises with the margin is logged.
+    round. Logged: one that rises with the margin, or does not fall with it; that has no gradient for one of the two; or
+    that falls as the rejected response becomes likelier. A loss may do so where margins are small or large, but not at
+    both: discopop rises around 0.
     """
     _refuse_swapped(function, "chosen", "rejected")
-    chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (0.3, -0.3))
-    loss = _called(function, chosen, rejected)
-    up, down = _slopes(loss, chosen, rejected)
-    if float((up - down).sum()) > _TOLERANCE:
-        _log.warning("%s rises with the log-ratio of the chosen response less that of the rejected", name_of(function))
+    found: list[str] = []
+    for size in (0.3, 15.0):
+        chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (size, -size))
+        loss = function(chosen, rejected) if found else _called(function, chosen, rejected)
+        found.append(_of_pairs(*_slopes(loss, chosen, rejected)))
+    if all(found):
+        _log.warning("%s %s", name_of(function), found[0])
+
+
+def _of_pairs(up: Tensor, down: Tensor) -> str:
+    """What is wrong with the slopes of a pair loss, of chosen and rejected responses; empty if nothing is."""
+    margin = "the log-ratio of the chosen response less that of the rejected"
+    flat = [name for name, x in (("chosen", up), ("rejected", down)) if not x.any()]
+    fall, least = (down - up).sum(), 1e-3 * (up.abs() + down.abs()).sum()
+    if fall < -least:
+        return f"rises with {margin}"
+    if len(flat) == 1:
+        return f"has no gradient with respect to the log-ratio of the {flat[0]} response"
+    if bool((down < 0).all()):
+        return "falls as the log-ratio of the rejected response rises"
+    return f"does not fall with {margin}" if fall <= least else ""
 
 
 def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
-    """Check a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, as `try_pair_loss` does."""
+    """Check a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, as `try_pair_loss` does.
+
+    Logged: one that rises with the log-ratio of desirable responses, compared with the others; whose gradient does not
+    depend on the labels; or that falls as responses that are not desirable become likelier.
+    """
     x, desirable = torch.linspace(-0.3, 0.3, 6).requires_grad_(), torch.tensor([True, False] * 3)
-    (slope,) = _slopes(_called(function, x, desirable, kl=torch.tensor(0.0), **options), x)
-    if float(slope[desirable].sum() - slope[~desirable].sum()) > _TOLERANCE:
-        _log.warning("%s rises with the log-ratio of desirable responses", name_of(function))
+    slope, flipped = (
+        _slopes(_called(function, x, labels, kl=torch.tensor(0.0), **options), x)[0]
+        for labels in (desirable, ~desirable)
+    )
+    up, down, least = slope[desirable].sum(), slope[~desirable].sum(), 1e-3 * slope.abs().sum()
+    for broken, how in (
+        (
+            torch.equal(slope, flipped),
+            "has the same gradient for desirable and other responses: it ignores `desirable`",
+        ),
+        (up - down > least, "rises with the log-ratio of desirable responses"),
+        (down < -least, "falls as the log-ratio of responses that are not desirable rises"),
+    ):
+        if broken:
+            _log.warning("%s %s", name_of(function), how)
+            return
 
 
 def try_divergence(function: Callable[..., Any]) -> None:
@@ -334,12 +413,12 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
     ValueError for one that fails, or whose advantages (and with `values` its returns) are no finite number per token,
     also for a group of one. These are logged: a result that depends on the order of the groups; advantages that are all
     0 although the rewards differ; advantages that are lower for terminal rewards R than for -R where R > 0, and higher
-    where R < 0, summed over the tokens.
+    where R < 0, summed over the tokens; advantages that are never negative and the same for R and -R, but not for 0.
     """
     name = name_of(function)
-    batch, opposite = (
+    batch, opposite, without = (
         replace(toy_batch(values=values, sign=sign), advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
-        for sign in (1.0, -1.0)
+        for sign in (1.0, -1.0, 0.0)
     )
 
     def estimated(of: Batch) -> list[Tensor]:
@@ -362,19 +441,27 @@ def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
                 raise ValueError(f"{name}: its {key} of a batch with a group of one are NaN or infinite")
         return [x[of.mask].detach() for x in streams if x is not None]
 
-    order = torch.arange(batch.num_seqs).flip(0)
-    turned = select(batch, order)
-    place = turned.targets[turned.mask].argsort()
-    for x, y in zip(estimated(batch), estimated(turned), strict=True):
-        if not _near(x, y[place]):
+    order = torch.arange(batch.num_seqs)
+    for turned in (select(batch, order.flip(0)), select(batch, order.roll(1))):  # a roll moves even places to odd ones
+        place = turned.targets[turned.mask].argsort()
+        if not all(_near(x, y[place]) for x, y in zip(estimated(batch), estimated(turned), strict=True)):
             _log.warning("%s: the result depends on the order of the groups in the batch (law permutation)", name)
             return
+    if how := _of_rewards(lambda given: estimated(given)[0], batch, opposite, without):
+        _log.warning("%s: %s", name, how)
+
+
+def _of_rewards(advantages: Callable[[Batch], Tensor], batch: Batch, opposite: Batch, without: Batch) -> str:
+    """How the advantages of sampled tokens do not follow the rewards R, -R and 0 of three batches; empty if they do."""
     rewards = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens)[batch.mask]
     found = []
     for ids in (batch.group_ids, torch.zeros_like(batch.group_ids)):  # groups of two, and one of seven
-        up, down = (estimated(replace(x, group_ids=ids))[0] for x in (batch, opposite))
-        found.append((bool(up.any()), float(((up - down) * rewards).sum())))
-    if not any(some for some, _ in found):
-        _log.warning("%s: all its advantages are 0 on a batch of unequal rewards, so that nothing would train", name)
-    elif all(follows < -_TOLERANCE for _, follows in found):
-        _log.warning("%s: its advantages fall where the rewards rise (law rewards_raise): is its sign right?", name)
+        up, down, zero = (advantages(replace(x, group_ids=ids)) for x in (batch, opposite, without))
+        even = _near(up, down) and not _near(up, zero) and not bool((up < 0).any())
+        found.append((bool(up.any()), even, float(((up - down) * rewards).sum())))
+    if not any(some for some, *_ in found):
+        return "all its advantages are 0 on a batch of unequal rewards, so that nothing would train"
+    if any(even for _, even, _ in found):
+        return "its advantages are the same for rewards R and -R, and never negative (law rewards_raise)"
+    falls = all(follows < -_TOLERANCE for *_, follows in found)
+    return "its advantages fall where the rewards rise (law rewards_raise): is its sign right?" if falls else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_given, check_mask, check_same_shape, masked, upcast
+from rlkit._tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, upcast
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -37,6 +37,13 @@ def check_between(low: float, high: float, **values: float) -> None:
     for name, x in values.items():
         if x is None or not low <= x <= high:
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {x}")
+
+
+def check_log_probs(**values: Tensor) -> None:
+    """Each is at most 0, up to rounding, where it is read for free (on the CPU)."""
+    for name, x in values.items():
+        if readable(x) and bool((x > 0.01).any()):
+            raise ValueError(f"{name} must be log-probs, at most 0, got {x.max():.3g}: are they log-ratios?")
 
 
 def check_one_number(**values: object) -> None:

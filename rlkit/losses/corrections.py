@@ -82,10 +82,13 @@ def keep_ratio(log_ratio: Tokens, *, low: float, high: float, mask: Mask = None)
 
     With `seq_log_ratio` it keeps or drops whole sequences by their geometric mean, with `seq_log_ratio_sum` by their
     exact ratio.
+    Errors: ValueError unless 0 <= low <= 1 <= high: bounds of the log-ratio would drop every token.
     Differs: verl `token_k1`, `seq_mean_k1`, `seq_sum_k1` bound 1 / r instead of r.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
-    check_at_least(low, high=high)
+    if not 0 <= low <= 1 <= high:
+        logs = f": for bounds of the log-ratio give low=exp({low:g}), high=exp({high:g})" * (low < 0)
+        raise ValueError(f"low and high bound the ratio, 0 <= low <= 1 <= high, got low={low:g}, high={high:g}{logs}")
     (log_ratio,) = prepared(mask, log_ratio=log_ratio.detach())
     ratio = bounded_exp(log_ratio)
     return masked(carry_nan(((ratio >= low) & (ratio <= high)).to(ratio.dtype), ratio), mask)

@@ -48,7 +48,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
-from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_between, check_log_probs, check_positive, prepared
 from rlkit.segments import broadcast_to_tokens, cumulative, mean_per_seq, sum_per_seq
 
 __all__ = [
@@ -421,10 +421,12 @@ def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMas
 
     beta is the paper's lambda (0.1). The whole ORPO objective is `orpo(...) - chosen_logp`. 1 - p is clamped to at
     least machine epsilon, so that a response of probability 1 (logp = 0) gives a finite loss.
+    Errors: ValueError for a log-prob above 0.01 on the CPU, e.g. a log-ratio to a reference model.
     Reference: arXiv:2403.07691, equations 4 and 7; TRL experimental/orpo, `odds_ratio_loss`.
     """
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    check_log_probs(chosen_logp=chosen, rejected_logp=rejected)
     return masked(-beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected)), mask)
 
 

@@ -20,7 +20,7 @@ from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import load_policies, offline, own_loss, trial_of, where
 from rlkit.scripts.task import offline_sets
-from rlkit.settings import OWN, For, NotNegative, Optim, Positive, Schedule, Share, Without, check, named
+from rlkit.settings import OWN, BelowHalf, For, Needs, NotNegative, Optim, Positive, Schedule, Without, check, named
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")
 NO_REFERENCE = ("simpo", "orpo", "cpo")
@@ -31,12 +31,12 @@ _OF_REFERENCE = For("loss", *(x for x in LOSSES if x not in NO_REFERENCE), OWN, 
 class Loss:
     """The loss of a pair."""
 
-    loss: Annotated[str, named(*LOSSES)] = "dpo"
+    loss: Annotated[str, named(*LOSSES), Needs("label_smoothing", of=("robust_dpo",), why="at 0 it is dpo")] = "dpo"
     """dpo, ipo, hinge, robust_dpo, exo_pair, apo_zero, nca_pair; without a reference model: simpo, orpo, cpo.
     Or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's log-ratios. See docs/preference.md"""
     beta: Annotated[Positive, For("loss", *LOSSES)] = 0.1
     """dpo: strength of the pull to the reference; simpo: scale of the margin (2 or more); orpo: weight of its term"""
-    label_smoothing: Annotated[Share, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
+    label_smoothing: Annotated[BelowHalf, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
     """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
     gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
     """target margin"""

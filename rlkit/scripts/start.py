@@ -176,7 +176,7 @@ def check_ranks(parallel: ParallelArgs) -> None:
 
 
 def warn_of_steps(args: Any) -> None:
-    """Warn of a run without steps or evaluation, and of held-out data, or steps to evaluate at, that are not used."""
+    """Warn of a run without steps, learning rate or evaluation, and of held-out data or `eval_steps` without use."""
     schedule, data = args.schedule, args.data
     if best := schedule.keep_best:
         from rlkit.run.meanings import KEYS, meaning_of
@@ -189,6 +189,8 @@ def warn_of_steps(args: Any) -> None:
         log.warning("--steps 0 without --eval-data: nothing is trained or measured")
     if data.eval_data and schedule.eval_steps == 0:
         log.warning("--eval-data is not used with --eval-steps 0")
+    if schedule.steps and args.optim.lr == 0:
+        log.warning("--lr 0: no step changes the weights of `model`")
 
 
 def warn_of_clip(args: Any) -> None:

@@ -12,9 +12,9 @@ import rows_surrogates
 import torch
 
 from rlkit import losses as L
-from rlkit.advantages import Gae, group_centered
+from rlkit.advantages import Gae, group_centered, max_rl
 from rlkit.loops import estimators
-from rlkit.loops.trial import broken_laws, try_advantage
+from rlkit.loops.trial import broken_laws, try_advantage, try_label_loss, try_pair_loss
 from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 from rlkit.testing import Case, laws
@@ -82,6 +82,7 @@ WRONG = {
     "a mean of all": (
         lambda x, batch: -(x - x.mean()).exp() * batch.advantages, "mask_isolation", "change the loss of those"),
 }  # fmt: skip
+BARE = "clipped(clip_low=.., clip_high=..)"
 NAMED = {
     "half": (lambda x, batch: right(x, batch) / 2, {"on_policy": "is -0.5 A, expected -A"}),
     "nothing": (lambda x, batch: 0 * right(x, batch), {"on_policy": "is 0, expected -A"}),
@@ -90,7 +91,47 @@ NAMED = {
         lambda x, batch: -x.exp() * (batch.advantages - batch.advantages[batch.mask].mean() + 0.1),
         {"on_policy": "", "additive": "what else is in its micro-batch"}),
     "pulled": (lambda x, batch: right(x, batch) + 5 * x**2, {"descends": "has the sign of its advantage"}),
+    "CISPO without detach": (  # -A w (1 + x), in which the weight should have been detached
+        lambda x, batch: -x.exp().clamp(max=5) * batch.advantages * x,
+        {"descends": "at ratio 0.0498 the gradient 0.0996 has the sign of its advantage 1"}),
+    "a bare clip": (
+        lambda x, batch: -x.exp().clamp(0.8, 1.2) * batch.advantages, {BARE: "a clip without max(-A r, -A clip(r))"}),
+    "a bare clip of the log-ratio": (
+        lambda x, batch: -x.clamp(-0.2, 0.2) * batch.advantages, {BARE: "(0.37 for A > 0, 2.7 for A < 0)"}),
+    "rewards": (
+        lambda x, batch: -x.exp() * broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens) * batch.mask,
+        {"on_policy": "the gradient does not depend on `batch.advantages`"}),
+    "rewards and advantages": (
+        lambda x, batch: right(x, batch) * broadcast_to_tokens(batch.rewards.abs(), cu_seqlens=batch.cu_seqlens),
+        {"on_policy": "-1.5 where A = 1"}),
+    "likelihood": (lambda x, batch: -x * batch.mask, {"on_policy": "does not depend on `batch.advantages`"}),
+    "drifts": (
+        lambda x, batch: right(x, batch) - 0.01 * x**2,
+        {"descends": "where the advantage is 0, the gradient at ratios 0.37 and 2.7 pushes the ratio further away"}),
 }  # fmt: skip
+
+
+def to_reference(x, batch):
+    return batch.old_logp + x, batch.ref_logp
+
+
+SILENT = {
+    "CISPO": lambda x, batch: -x.exp().clamp(max=5).detach() * batch.advantages * x,
+    "weights clipped on both sides": lambda x, batch: -x.exp().clamp(0.5, 2).detach() * batch.advantages * x,
+    "a penalty": lambda x, batch: right(x, batch) + 0.05 * x**2,
+    "k3 to the reference": lambda x, batch: right(x, batch) + 1e-3 * L.k3(*to_reference(x, batch), mask=batch.mask),
+    "the unbiased KL": lambda x, batch: (
+        right(x, batch) + 1e-3 * x.exp() * L.k1(*to_reference(x, batch), mask=batch.mask)),
+    "dropped on both sides": lambda x, batch: right(x, batch) * (x.detach().abs() < 0.5),
+    "DRO": lambda x, batch: -x * batch.advantages + 0.05 * x**2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_legitimate_loss_is_silent(name):
+    broken = [*broken_laws(SILENT[name])]
+    assert [x for x in broken if x.law != "on_policy"] == []
+    assert bool(broken) == ("KL" in name or "k3" in name)  # their gradient at ratio 1 is not 0
 
 
 OPEN = {  # what others clip, mask and bound: none has its clip on the wrong side
@@ -99,7 +140,6 @@ OPEN = {  # what others clip, mask and bound: none has its clip on the wrong sid
     "dropped above 2": lambda r, a: -a * r * (r.detach() < 2),
     "dropped below 1/2": lambda r, a: -a * r * (r.detach() > 0.5),
     "dropped on both sides": lambda r, a: -a * r * ((r.detach() - 1).abs() < 0.5),
-    "a clamp without the minimum": lambda r, a: -a * r.clamp(0.8, 1.2),
     "clamped from below": lambda r, a: -a * r.clamp(min=0.8),
     "clamped from above": lambda r, a: -a * r.clamp(max=1.28),
     "DeepSeek's mask of A < 0": lambda r, a: -a * r * ~((a < 0) & (r.detach() < 0.5)),
@@ -203,8 +243,7 @@ def test_a_random_loss_is_not_compared_with_itself(caplog):
 
 MUTANTS = [m for m in mutants_losses.MUTANTS if m.original == "losses.ppo_clip"]
 NOT_AT_ONCE = {  # in one batch of 18 tokens, and in streams that are 0 where the mask is False
-    "clips in both directions, without the minimum", "coefficient", "mask_isolation", "masked_is_zero", "pure",
-    "dtypes", "finite",
+    "coefficient", "mask_isolation", "masked_is_zero", "pure", "dtypes", "finite",
 }  # fmt: skip
 
 
@@ -253,8 +292,24 @@ def centred(batch, bootstrap):
     return Gae(own.where(batch.mask, 0.0), own)
 
 
+def at_even_places(batch, bootstrap):  # .mean(0) instead of .mean(1, keepdim=True)
+    n = len(batch.rewards)
+    r = torch.nn.functional.pad(batch.rewards, (0, n % 2)).view(-1, 2)
+    own = broadcast_to_tokens((r - r.mean(0)).flatten()[:n], cu_seqlens=batch.cu_seqlens)
+    return Gae(own, own)
+
+
+def relative(batch, bootstrap):  # the same for R and -R, where rewards are not 0 or 1
+    own = broadcast_to_tokens(max_rl(batch.rewards, group_ids=batch.group_ids), cu_seqlens=batch.cu_seqlens)
+    return Gae(own, own)
+
+
 SIGNS = {
     "centred": (centred, ""),
+    "relative": (relative, ""),
+    "a mean over the wrong axis": (at_even_places, "depends on the order of the groups in the batch (law permutation)"),
+    "squares": (lambda *x: Gae(centred(*x)[0] ** 2, centred(*x)[1]), "the same for rewards R and -R, and never neg"),
+    "sizes": (lambda *x: Gae(centred(*x)[0].abs(), centred(*x)[1]), "the same for rewards R and -R, and never neg"),
     "a positive part": (lambda *x: Gae(centred(*x)[0].clamp(min=0), centred(*x)[1]), ""),
     "large groups alone": (lambda batch, _: Gae(centred(batch, _)[0] * (batch.group_ids == 0).all(), batch.values), ""),
     "the teacher's log-probs": (lambda batch, _: Gae(batch.ref_logp - batch.old_logp, batch.ref_logp * 1), ""),
@@ -299,3 +354,66 @@ def test_a_function_that_changes_what_it_is_given_is_refused(change):
 def test_advantages_are_floats():
     with pytest.raises(ValueError, match=r"a float per token \[18\] each, got \[18\] of torch.int64"):
         try_advantage(lambda batch, _: Gae(batch.targets * 1, batch.targets * 1), values=True)
+
+
+PAIRS = {
+    "dpo": L.dpo, "ipo": L.ipo, "hinge": L.hinge, "exo_pair": L.exo_pair, "kto": L.kto, "bco_pair": L.bco_pair,
+    "nca_pair": L.nca_pair, "sppo_hard": L.sppo_hard, "apo_down": L.apo_down, "simpo": L.simpo, "aot": L.aot,
+    "discopop": L.discopop, "smoothed": partial(L.dpo, label_smoothing=0.3),
+    "robust_dpo": partial(L.robust_dpo, label_smoothing=0.3),
+    "DPO-positive": lambda c, r, *, beta: L.dpo(c - 5 * torch.relu(-c), r, beta=beta),
+    "Jensen-Shannon": lambda c, r, *, beta: L.dpo(L.js_score(c), L.js_score(r), beta=beta),
+    "bradley_terry": lambda c, r, *, beta: L.bradley_terry(c, r, center_coef=beta),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("beta", [0.01, 0.1, 1.0, 10.0])
+def test_no_pair_loss_of_the_library_is_named(name, beta, caplog):
+    try_pair_loss(partial(PAIRS[name], beta=beta))
+    assert not caplog.records or (name, beta) == ("discopop", 0.01)  # whose bump is 5 nats wide then
+
+
+def test_pair_losses_that_do_not_fall_with_the_margin_are_named(caplog):
+    logistic = torch.nn.functional.logsigmoid
+    for loss, expected in (
+        (lambda chosen, rejected: logistic(chosen - rejected), "rises with the log-ratio of the chosen response less"),
+        (
+            lambda chosen, rejected: -logistic(chosen.detach() - rejected),
+            "no gradient with respect to the log-ratio of t",
+        ),
+        (lambda chosen, rejected: -logistic(chosen - rejected.detach()), "log-ratio of the rejected response"),
+        (lambda chosen, rejected: -chosen - rejected, "falls as the log-ratio of the rejected response rises"),
+        (lambda chosen, rejected: (chosen - rejected).abs(), "does not fall with the log-ratio of the chosen"),
+        (lambda chosen, rejected: 0 * (chosen - rejected), "does not fall with the log-ratio of the chosen"),
+    ):
+        try_pair_loss(loss)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert expected in said
+        caplog.clear()
+
+
+def test_losses_of_labels_that_ignore_the_label_are_named(caplog):
+    def bco(x, d, *, kl, beta, desirable_weight, undesirable_weight):
+        return -torch.nn.functional.logsigmoid(torch.where(d, beta * x - kl, kl - beta * x))
+
+    options = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+    for beta in (0.01, 0.1, 1.0, 10.0):
+        for loss in (L.kto_unpaired, bco):
+            try_label_loss(loss, beta=beta, **options)
+        try_label_loss(L.kto_unpaired, beta=beta, desirable_weight=1.0, undesirable_weight=0.0)
+    assert not caplog.records
+    for given, expected in (
+        (lambda x, d, **_: -x, "it ignores `desirable`"),
+        (lambda x, d, *, beta, kl, **_: 1 - torch.sigmoid(beta * (x - kl)), "it ignores `desirable`"),
+        (lambda x, d, **_: torch.where(d, -x, -2 * x), "rises with the log-ratio of desirable responses"),
+        (
+            lambda x, d, **_: torch.where(d, -2 * x, -x),
+            "falls as the log-ratio of responses that are not desirable rises",
+        ),
+        (lambda x, d, **_: torch.where(d, x, -x), "rises with the log-ratio of desirable responses"),
+    ):
+        try_label_loss(given, beta=0.1, **options)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert expected in said
+        caplog.clear()

@@ -197,8 +197,12 @@ def test_truncated_sampling_is_corrected_in_expectation() -> None:
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="max_weight must be positive"):
         tis(torch.zeros(2), max_weight=0.0)
-    with pytest.raises(ValueError, match="high must be at least 2"):
-        icepop(torch.zeros(2), low=2.0, high=1.0)
+    for low, high in ((2.0, 1.0), (1.1, 3.0), (0.2, 0.8), (float("nan"), 2.0), (0.5, float("nan"))):
+        for f in (icepop, keep_ratio):
+            with pytest.raises(ValueError, match=f"0 <= low <= 1 <= high, got low={low:g}, high={high:g}$"):
+                f(torch.zeros(2), low=low, high=high)
+    with pytest.raises(ValueError, match=r"log-ratio give low=exp\(-0.2\), high=exp\(0.2\)$"):
+        icepop(torch.zeros(2), low=-0.2, high=0.2)
     with pytest.raises(ValueError, match="top_p must be in"):
         log_kept_mass(torch.zeros(2, 3), top_p=0.0)
     with pytest.raises(TypeError, match="mask must be bool"):

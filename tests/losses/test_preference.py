@@ -221,6 +221,10 @@ def test_any_shape_and_dtypes(name: str) -> None:
         (lambda c, r: L.kto(c, r, beta=0.1, desirable_weight=-1.0), "desirable_weight"),
         (lambda c, r: L.dpo(c, r[:2], beta=0.1), "rejected_log_ratio must have the shape of chosen_log_ratio"),
         (lambda c, r: L.orpo(c, r[:2], beta=0.1), "rejected_logp must have the shape of chosen_logp"),
+        (
+            lambda c, r: L.orpo(0 * c, 0 * r + 0.5, beta=0.1),
+            "rejected_logp must be log-probs, at most 0, got 0.5: are",
+        ),
         (lambda c, r: L.sppo_hard(c, r[:2], beta=0.1), "rejected_log_ratio"),
         (lambda c, r: L.xpo(c, r, r, beta=0.1, alpha=-1.0), "alpha"),
     ],

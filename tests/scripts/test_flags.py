@@ -409,6 +409,13 @@ def test_all_wrong_flags_are_answered_at_once():
 WRONG = [
     ("grpo --model m --data no.jsonl --reward a:b --lr -1", "--lr must be from 0 to 1, got -1.0"),
     ("sft --model m --data no.jsonl --lr 1e6", "--lr must be from 0 to 1, got 1000000.0"),
+    ("grpo --model m --data no.jsonl --reward a:b --staleness 1e30", "--staleness must be from 0 to 100, got 1e+30"),
+    ("dpo --model m --data no.jsonl --label-smoothing 0.9", "--label-smoothing must be at least 0 and below 0.5, got"),
+    ("dpo --model m --data no.jsonl --loss robust_dpo --label-smoothing 0.5", "--label-smoothing must be at least 0"),
+    (
+        "dpo --model m --data no.jsonl --loss robust_dpo",
+        "--loss robust_dpo requires --label-smoothing above 0: at 0 it",
+    ),
     ("grpo --model m --data no.jsonl --reward a:b --kl-target 0.1", "--kl-target requires --kl-coef"),
     ("grpo --model m --data no.jsonl --reward a:b --group-size 1", "--group-size must be at least 2"),
     ("grpo --model m --data no.jsonl --reward a:b --max-dropped 3", "--max-dropped requires --success-range"),

@@ -14,7 +14,10 @@ import warm
 
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import cli, dpo
+from rlkit.scripts.args import Data, Model
+from rlkit.scripts.start import warn_of_steps
 from rlkit.segments import sum_per_seq
+from rlkit.settings import Optim
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -105,6 +108,16 @@ def test_conflicting_flags_are_refused(task, tmp_path, capsys):
             cli.run(dpo.main, dpo.Args, None, argv=command(task, "dpo", tmp_path / "run", *flags))
         assert ended.value.code == 2
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_learning_rate_of_0_is_named_once(caplog):
+    said = {}
+    for lr in (0.0, 1e-6):
+        args = dpo.Args(Model("m"), Data("d.jsonl", eval_data="d.jsonl"), optim=Optim(lr=lr))
+        warn_of_steps(args)
+        said[lr] = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+    assert said == {0.0: ["--lr 0: no step changes the weights of `model`"], 1e-6: []}
 
 
 @pytest.mark.slow

@@ -255,7 +255,7 @@ WRONG = [
     (
         "--range label-smoothing 0.1 2",
         "dpo --model m --data d --eval-data d",
-        "rlkit dpo: --label-smoothing must be from 0 to 1, got 2.0",
+        "rlkit dpo: --label-smoothing must be at least 0 and below 0.5, got 2.0",
     ),
     (
         "--choice lr 1",
