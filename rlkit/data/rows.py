@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlkit.data import columns
@@ -892,11 +892,13 @@ def _missing_values(form: Form, row: Row) -> list[str]:
 
 def _scored_less(row: Row) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
-    for what in ("score", "rating", "reward"):
-        for names in ((f"chosen_{what}", f"rejected_{what}"), (f"{what}_chosen", f"{what}_rejected")):
-            with suppress(TypeError, ValueError):
-                chosen, rejected = (float(str(row.get(name))) for name in names)
-                return chosen < rejected
+    whats, forms = ("score", "rating", "reward", "avg_rating"), ("{}_{}", "{}-{}", "{1}_{0}")
+    for form, what in product(forms, whats):
+        with suppress(ValueError):
+            chosen, rejected = (float(str(row.get(form.format(side, what)))) for side in PAIR_COLUMNS)
+            return chosen < rejected
+    with suppress(ValueError):
+        return float(str(row.get("margin"))) < 0
     return False
 
 
