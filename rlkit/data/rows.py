@@ -317,6 +317,10 @@ def check_dicts(rows: Any) -> None:
     """TypeError for what is no sequence of dicts, such as a path, one row or a list of strings."""
     if isinstance(rows, Mapping):
         raise TypeError(f"rows must be a list of dicts, got one dict: give [row]; its keys are {sorted(rows)[:8]}")
+    if not isinstance(rows, str) and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise TypeError(f"rows must be a list of dicts, got {repr(rows)[:80]}: of a generator give list(rows)")
+    if hasattr(rows, "columns") and hasattr(rows, "dtypes"):
+        raise TypeError("rows must be a list of dicts, got a DataFrame: give rows.to_dict('records')")
     if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
         wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
         fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
@@ -457,7 +461,7 @@ def own_name(row: Row, name: str) -> str:
         return name
     same = [column for column in own if own[column] is row[name]]
     made_of = getattr(row, "made_of", ()) if name in PROMPT_COLUMNS else ()
-    same += [column for column in made_of if not columns.is_empty(own.get(column))]
+    same += sorted((c for c in made_of if c in own), key=lambda column: columns.is_empty(own[column]))
     return same[0] if same and name not in own else name
 
 
@@ -502,8 +506,9 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     messages = [_with_text(message, f"{place}: {column}[{number}]") for number, message in enumerate(messages, start)]
     own, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
-        found = "the messages begin with another system message than that of column 'system'"
-        raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
+        name = "system" if row.get("system") == own else "system_prompt"
+        found = f"the messages begin with another system message than that of column {name!r}"
+        raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
     if not first and (system_prompt if own is None else own) is not None:
         return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
     return messages

@@ -67,6 +67,16 @@ class Template:
     """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.tokenizer, "decode"):
+            fix = "rlkit.model.pretrained.load_tokenizer(path) loads one"
+            raise TypeError(f"`tokenizer` must be a tokenizer, got {repr(self.tokenizer)[:80]}: {fix}")
+        for name, value, kinds, what in (
+            ("system_prompt", self.system_prompt, str, "a string"),
+            ("template_args", self.args, Mapping, "a dict like {'enable_thinking': False}"),
+            ("tools", self.tools, list | tuple, "a list of functions or JSON schemas"),
+        ):
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"`{name}` must be {what}, got {repr(value)[:80]}")
         options = {"system_prompt": self.system_prompt, "tools": self.tools, "template_args": self.args}
         given = [name for name, value in options.items() if value is not None]
         if given and not self.apply:
@@ -110,7 +120,12 @@ class Template:
                 self.tokenizer, messages, add_generation_prompt=opened, tools=self.tools, template_args=self.args
             )
         except Exception as error:
-            raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}") from error
+            fix, null = "", re.search("content|None", str(error))
+            if null and any(message.get("tool_calls") and message.get("content") is None for message in messages):
+                fix = '; write "content": "" beside \'tool_calls\''
+                if "tool_calls" not in self.source:
+                    fix = "; the chat template has no tool calls: write them into 'content' as the model would"
+            raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}{fix}") from error
 
     def begun_text(self, messages: Sequence[Message], place: str) -> str:
         """The conversation up to the end of its last message, which begins the answer: see `beginning`.
