@@ -30,7 +30,7 @@ from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, Rows, column_error, place_of
 from rlkit.data.markup import REASONING, markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
-from rlkit.data.template import ROLES, Template, role_fix
+from rlkit.data.template import NO_PROMPT, ROLES, Template, role_fix
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
@@ -637,7 +637,9 @@ def _prompt(row: Row, place: str, template: Template) -> list[Turn]:
     if messages and messages[-1]["role"] == "assistant" and len(messages) == 1:
         raise ends_with_answer(place, FINISHED)
     begun = str(messages[-1].get("content") or "") if begins_answer(messages) else ""
-    return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip(), begun=begun)]
+    empty = all(map(_is_empty, messages)) if messages else not text.strip()
+    template.lost.pop(NO_PROMPT if empty else None, None)  # it is dropped
+    return [Turn(place, text, empty=empty, begun=begun)]
 
 
 def check_begun(rows: Sequence[Row], turns: Sequence[Turn], *, continue_answer: bool) -> None:

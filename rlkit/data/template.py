@@ -14,7 +14,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import markup_of, reasoned
+from rlkit.data.markup import markup_of, mentioned_end, opened_by, reasoned
 from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -38,6 +38,21 @@ _WRITTEN = (
     "--no-chat-template)"
 )
 _PLAIN = "in messages that are not the assistant's it is read as text, no token"
+_STOP_OF_OTHERS = (
+    "at the end of an answer, the stop token of another model, which trains as letters: remove it (the chat template "
+    "writes the end)"
+)
+_TURN_OF_OTHERS = (
+    "around a text, markup of ready-made prompts (of another model or data set) that is read as letters inside this "
+    "chat template: give the bare texts, as messages if there are several"
+)
+_MENTIONED = (
+    "inside a line of an answer that opens no reasoning: the chat template takes the text before it for reasoning"
+)
+NO_PROMPT = (
+    "markup", "",
+    "as the text of a user, and train the answer without a prompt (kept: drop them if that is not meant)",
+)  # fmt: skip
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
 
@@ -157,7 +172,13 @@ class Template:
             _check_calls(message, place)
             what = f"{place}: the text of the {message['role']}"
             text = str(message.get("content") or "")
-            self.refuse_markup(text, what, plain=message["role"] != "assistant")
+            self.refuse_markup(text, what, role=message["role"])
+            if message["role"] == "user" and not text.strip():
+                self.lost[NO_PROMPT] = None
+            if number and message["role"] == "assistant" and (tag := mentioned_end(text)):
+                opened, whole = self.turn(messages, number, place)
+                if text.strip() not in whole and not opened_by(opened):
+                    self.lost["markup", tag, _MENTIONED] = None
             if self.images is not None:
                 self.images.refuse_placeholders(text, place)
             for key in ("tool_calls", *TURN_TEXTS[1:]):
@@ -179,13 +200,17 @@ class Template:
             )
         self._find_lost(messages, place)
 
-    def refuse_markup(self, text: str, what: str, *, plain: bool = False) -> None:
+    def refuse_markup(self, text: str, what: str, *, role: str = "assistant") -> None:
         """ValueError for a text that begins with markup that the template writes; elsewhere it goes into `lost`.
 
-        A response may end with the end of its turn. `plain`: the text is another's than the policy's, so that control
-        tokens are read as text in it.
+        A response may end with the end of its turn. The text of another `role` than the policy's is plain: control
+        tokens are read as text in it. Markup of other families of models goes into `lost` too, but for that of a tool.
         """
-        markup = markup_of(self.tokenizer)
+        markup, plain = markup_of(self.tokenizer), role != "assistant"
+        if not plain and (stop := markup.foreign_stop(text)):
+            self.lost["markup", stop, _STOP_OF_OTHERS] = None
+        if role in ROLES[:3] and (turn := markup.foreign_turn(text)):
+            self.lost["markup", turn, _TURN_OF_OTHERS] = None
         found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
         end = markup.end_text
         if found is not None and not (found == end and text.strip() == end):
