@@ -188,9 +188,10 @@ class Unused:
         for (file, how), found in self._marked.items():
             places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(found)][:5])
             source = f"{file}: " if isinstance(self._rows, Rows) and self._rows.source else ""
+            tokens = _short([*dict.fromkeys(repr(token) for _, token in found)])
             _log.warning(
                 "%s%d of the rows hold %s %s: %s%s",
-                source, len(dict(found)), repr(found[0][1]), how, places, ", ..." * (len(dict(found)) > 5),
+                source, len(dict(found)), tokens, how, places, ", ..." * (len(dict(found)) > 5),
             )  # fmt: skip
 
     def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, where: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data.chat import encode_all
 from rlkit.data.images import ImageReader
-from rlkit.data.markup import encode, markup_of
+from rlkit.data.markup import encode, markup_of, opened_by, unfinished
 from rlkit.data.rows import (
     LABELLED,
     PAIR,
@@ -104,6 +104,8 @@ def sft_examples(
     drop(rows, turns, lambda ts: ts[0].untrained, what="rows", why=why, keep=True)
     why = "go on after the last assistant turn: what follows it is left out"
     drop(rows, left, lambda ts: ts[-1].unanswered, what="rows", why=why, keep=True)
+    if not text:
+        _name_unfinished(rows, left, template, what="rows")
     tokens = _tokenized([of_row for _, of_row in left], template)
     _note_split(rows, left, tokens)
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
@@ -128,6 +130,28 @@ def _note_split(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]]
         num = sum(n for _, n in split if n > 1)
         why = f"become {num} examples, since {why}"
         drop(rows, split, lambda n: n > 1, what="conversations", why=why, keep=True)
+
+
+def _name_unfinished(
+    rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], template: Template, *, what: str
+) -> None:
+    """Log how many rows train an answer that never closes its reasoning, or that is nothing else."""
+    markup = markup_of(template.tokenizer)
+
+    def kind(turn: Turn) -> str:
+        opened, answer = opened_by(turn.prompt), turn.whole[len(turn.prompt) :]
+        if turn.empty or not turn.whole.startswith(turn.prompt):
+            return ""
+        answer = answer.removesuffix(markup.closing) if template.apply and not turn.literal else answer
+        found = unfinished(opened + markup.without_stop(answer))
+        return "" if opened and found == "open" else found  # named as what the template opens
+
+    found = [(i, {*map(kind, of_row)}) for i, of_row in turns]
+    for name, why in (
+        ("open", "never close the reasoning that begins an answer (cut off?): the end of turn trains inside it"),
+        ("alone", "have reasoning without an answer after it: the end of turn trains there"),
+    ):  # fmt: skip
+        drop(rows, [(i, name in kinds) for i, kinds in found], bool, what=what, why=why, keep=True)
 
 
 @dataclass(frozen=True)
@@ -180,6 +204,7 @@ def preference_pairs(
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
     """
+    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     template = replace(template, continue_answer=continue_answer)
     return _pairs(rows, template, max_example_tokens, too_long)
@@ -190,6 +215,7 @@ def _pairs(
 ) -> tuple[list[Pair], int]:
     turns = read_rows(rows, template, PAIR, max_example_tokens=max_example_tokens)
     tokens = _tokenized([[turn] for of_row in turns for turn in of_row], template)
+    _name_unfinished(rows, [*enumerate(turns)], template, what="pairs")
     pairs = [
         (i, (Pair(*_split(a), _split(b)[1], images=chosen.images), chosen.empty, rejected.empty))
         for i, ((chosen, rejected), (a,), (b,)) in enumerate(zip(turns, tokens[::2], tokens[1::2], strict=True))
@@ -260,12 +286,26 @@ def labelled_examples(
     drop(rows, turns, lambda t: t.empty and not t.label, what="examples", why=f"{why} and are undesirable", keep=True)
     why = "hold several assistant messages, of which only the last is trained"
     drop(rows, left, lambda t: t.untrained, what="examples", why=why, keep=True)
+    _name_unfinished(rows, [(i, [turn]) for i, turn in left], template, what="examples")
     tokens = _tokenized([[turn] for _, turn in left], template)
     made = zip(left, tokens, strict=True)
     examples = [(i, Labelled(*_split(e), bool(turn.label), turn.images)) for (i, turn), (e,) in made]
+    _name_both_labels(rows, examples)
     how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
     examples = shorten(rows, examples, _length, _cut_response, what="examples", **how)
     return [example for _, example in examples], len(rows) - len(examples)
+
+
+def _name_both_labels(rows: Sequence[Any], examples: Sequence[tuple[int, Labelled]]) -> None:
+    """Log how many examples have a response that is labelled true and false after the same prompt."""
+
+    def key(example: Labelled) -> int:
+        return hash((*example.prompt, -1, *example.response))
+
+    good, bad = ({key(e) for _, e in examples if e.desirable is is_good} for is_good in (True, False))
+    both = good & bad
+    why = "have a response that is labelled true and false"
+    drop(rows, examples, lambda e: not e.images and key(e) in both, what="examples", why=why, keep=True)
 
 
 P = TypeVar("P", Pair, Labelled)

@@ -25,9 +25,26 @@ _log = logging.getLogger("rlkit.data")
 _ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not markup in any template
 _TAIL = 48  # tokens at the end of a context, in which what it has opened is looked for
 _REASONS = r"[\w:|.-]*(?:think|thought|reason)[\w:|.-]*"
-_OPENED = re.compile(rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]\s*\Z", re.IGNORECASE)
+_OPEN = rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]"
+_OPENED = re.compile(rf"{_OPEN}\s*\Z", re.IGNORECASE)
 REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
+_BEGINS = re.compile(rf"\s*(?:{_OPEN}\s*{REASONING.pattern}\s*)?({_OPEN})", re.IGNORECASE)  # after an empty reasoning
 _WORDS = re.compile(r"<?[\[<]/?[A-Z_]{2,}[\]>]>?")  # [INST], <<SYS>>: markup that is no token
+_STOPS = (  # of families of public models
+    "</s>", "<eos>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<end_of_turn>",
+    "<|end|>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+_STOP = re.compile(rf"({'|'.join(map(re.escape, _STOPS))})\s*\Z")
+_HEADER = re.compile(  # the start of a first turn, after the bos of its model
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*(\[INST\](?=.*\[/INST\])|<｜User｜>"
+    r"|<\|start_header_id\|>(?=\w+<\|end_header_id\|>)|<start_of_turn>(?=user|model)"
+    r"|<\|im_start\|>(?=system|user|assistant)|<\|(?:system|user|assistant)\|>(?=\s))", re.DOTALL,
+)  # fmt: skip
+_SPEAKERS = (
+    ("\n\nHuman:", "\n\nAssistant:"), ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
+    ("USER:", "ASSISTANT:"),
+)  # fmt: skip
+_WHOLE = ("\n\n### ", "\n\nBelow is an instruction")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -224,6 +241,30 @@ class Markup:
         """The text with a zero-width space in each control token, so that it is read as text."""
         return self.control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text) if self.control else text
 
+    def foreign_stop(self, answer: str) -> str:
+        """The stop token of another family of models that ends an answer; "" for none. Not `</s>` that closes <s>."""
+        found = _STOP.search(answer)
+        if found is None or self._is_own(found[1]) or (found[1] == "</s>" and "<s>" in answer):
+            return ""
+        return found[1]
+
+    def foreign_turn(self, text: str) -> str:
+        """Markup of another family that begins a turn at the start of a text, or stands around it; "" for none.
+
+        Two names of speakers count where the text ends with the second, or begins as no dialogue in it would.
+        """
+        if found := _HEADER.match(text):
+            return "" if self._is_own(found[1]) else found[1]
+        held = f"\n\n{text.strip()}"
+        for first, second in _SPEAKERS:
+            whole = held.endswith(second) or held.startswith(_WHOLE) or text.startswith("\n\nHuman:")
+            if whole and 0 <= held.find(first) < held.rfind(second):
+                return f"{first.strip()} ... {second.strip()}"
+        return ""
+
+    def _is_own(self, token: str) -> bool:
+        return self.control is not None and self.control.fullmatch(token) is not None
+
     def report_no_eos(self) -> None:
         """Name, once, that texts without a chat template have no end."""
         if not self.eos and "eos" not in self.told:
@@ -273,6 +314,30 @@ def reasoned(text: str) -> tuple[list[str], list[str]]:
     """The parts of a text between tags of reasoning, and those of them that are no reasoning."""
     tags, parts = REASONING.findall(text), [part.strip() for part in REASONING.split(text)]
     return parts, [*parts[:1], parts[-1]] if not tags or _OPENED.search(tags[0]) else parts[-1:]
+
+
+def unfinished(answer: str) -> str:
+    """ "open" for an answer that begins with reasoning and never closes it, "alone" for reasoning alone, "" for others.
+
+    The empty reasoning that a template writes before an answer does not count.
+    """
+    begun = _BEGINS.match(answer)
+    if begun is None:
+        return ""
+    rest = answer[begun.end() :]
+    end = next((tag.end() for tag in REASONING.finditer(rest) if tag[0] != begun[1]), None)
+    if end is None:
+        return "open" if re.fullmatch(r"<[\w:|]+>|\[[A-Z_]+\]|◁\w+▷", begun[1]) else ""
+    return "" if rest[end:].strip() else "alone"
+
+
+def mentioned_end(answer: str) -> str:
+    """The closing tag of reasoning that stands within a line of an answer, which opens none; "" for none."""
+    tag = REASONING.search(answer)
+    if tag is None or tag[0][1] != "/":
+        return ""
+    end = re.escape(tag[0])
+    return tag[0] if re.search(rf"\S.*?(?<=[ \t`'\"(]){end}.*\S|\S.*?{end}(?=[ \t`'\").,;:]).*\S", answer) else ""
 
 
 def without_opened(text: str, tag: str, blanks: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlkit.data import columns
@@ -44,7 +44,7 @@ from rlkit.data.schema import (
     RESPONSES,
     STRING,
 )
-from rlkit.data.template import ROLES, Template, role_fix
+from rlkit.data.template import NO_PROMPT, ROLES, Template, role_fix
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
@@ -323,6 +323,10 @@ def check_dicts(rows: Any) -> None:
     """TypeError for what is no sequence of dicts, such as a path, one row or a list of strings."""
     if isinstance(rows, Mapping):
         raise TypeError(f"rows must be a list of dicts, got one dict: give [row]; its keys are {sorted(rows)[:8]}")
+    if not isinstance(rows, str) and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise TypeError(f"rows must be a list of dicts, got {repr(rows)[:80]}: of a generator give list(rows)")
+    if hasattr(rows, "columns") and hasattr(rows, "dtypes"):
+        raise TypeError("rows must be a list of dicts, got a DataFrame: give rows.to_dict('records')")
     if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
         wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
         fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
@@ -470,7 +474,7 @@ def own_name(row: Converted, name: str) -> str:
         return name
     same = [column for column in own if own[column] is row[name]]
     made_of = row.source.of_prompt if row.source and name in PROMPTS else ()
-    same += [column for column in made_of if not columns.is_empty(own.get(column))]
+    same += sorted((column for column in made_of if column in own), key=lambda column: columns.is_empty(own[column]))
     return same[0] if same and name not in own else name
 
 
@@ -506,8 +510,9 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     messages = [_with_text(message, at) for message, (at, _) in zip(turns, given)]
     own, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in _SYSTEM else {}
     if own is not None and first and first["content"] != own:
-        found = "the messages begin with another system message than that of column 'system'"
-        raise column_error(place, found, row, "; rename the one that is not meant, e.g. --rename system OTHER")
+        name = "system" if row.get("system") == own else "system_prompt"
+        found = f"the messages begin with another system message than that of column {name!r}"
+        raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
     if not first and (system_prompt if own is None else own) is not None:
         return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
     return messages
@@ -631,7 +636,9 @@ def _prompt(row: Converted, place: str, template: Template) -> list[Turn]:
     if messages and messages[-1]["role"] == "assistant" and len(messages) == 1:
         raise ends_with_answer(place, FINISHED)
     begun = str(messages[-1].get("content") or "") if begins_answer(messages) else ""
-    return [Turn(place, text, empty=all(map(_is_empty, messages)) if messages else not text.strip(), begun=begun)]
+    empty = all(map(_is_empty, messages)) if messages else not text.strip()
+    template.lost.pop(NO_PROMPT if empty else None, None)  # it is dropped
+    return [Turn(place, text, empty=empty, begun=begun)]
 
 
 def check_begun(rows: Sequence[Row], turns: Sequence[Turn], *, continue_answer: bool) -> None:
@@ -888,11 +895,13 @@ def _missing_values(form: Form, row: Row) -> list[str]:
 
 def _scored_less(row: Row) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
-    for what in ("score", "rating", "reward"):
-        for names in ((f"chosen_{what}", f"rejected_{what}"), (f"{what}_chosen", f"{what}_rejected")):
-            with suppress(TypeError, ValueError):
-                chosen, rejected = (float(str(row.get(name))) for name in names)
-                return chosen < rejected
+    whats, forms = ("score", "rating", "reward", "avg_rating"), ("{}_{}", "{}-{}", "{1}_{0}")
+    for form, what in product(forms, whats):
+        with suppress(ValueError):
+            chosen, rejected = (float(str(row.get(form.format(side, what)))) for side in PAIRED)
+            return chosen < rejected
+    with suppress(ValueError):
+        return float(str(row.get("margin"))) < 0
     return False
 
 

@@ -14,7 +14,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import markup_of, reasoned
+from rlkit.data.markup import markup_of, mentioned_end, opened_by, reasoned
 from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -38,6 +38,21 @@ _WRITTEN = (
     "--no-chat-template)"
 )
 _PLAIN = "in messages that are not the assistant's it is read as text, no token"
+_STOP_OF_OTHERS = (
+    "at the end of an answer, the stop token of another model, which trains as letters: remove it (the chat template "
+    "writes the end)"
+)
+_TURN_OF_OTHERS = (
+    "around a text, markup of ready-made prompts (of another model or data set) that is read as letters inside this "
+    "chat template: give the bare texts, as messages if there are several"
+)
+_MENTIONED = (
+    "inside a line of an answer that opens no reasoning: the chat template takes the text before it for reasoning"
+)
+NO_PROMPT = (
+    "markup", "",
+    "as the text of a user, and train the answer without a prompt (kept: drop them if that is not meant)",
+)  # fmt: skip
 _TRIES = 16  # rows of a file that may show whether the template reads a key or an argument
 
 
@@ -67,6 +82,16 @@ class Template:
     """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.tokenizer, "decode"):
+            fix = "rlkit.model.pretrained.load_tokenizer(path) loads one"
+            raise TypeError(f"`tokenizer` must be a tokenizer, got {repr(self.tokenizer)[:80]}: {fix}")
+        for name, value, kinds, what in (
+            ("system_prompt", self.system_prompt, str, "a string"),
+            ("template_args", self.args, Mapping, "a dict like {'enable_thinking': False}"),
+            ("tools", self.tools, list | tuple, "a list of functions or JSON schemas"),
+        ):
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"`{name}` must be {what}, got {repr(value)[:80]}")
         options = {"system_prompt": self.system_prompt, "tools": self.tools, "template_args": self.args}
         given = [name for name, value in options.items() if value is not None]
         if given and not self.apply:
@@ -110,7 +135,12 @@ class Template:
                 self.tokenizer, messages, add_generation_prompt=opened, tools=self.tools, template_args=self.args
             )
         except Exception as error:
-            raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}") from error
+            fix, null = "", re.search("content|None", str(error))
+            if null and any(message.get("tool_calls") and message.get("content") is None for message in messages):
+                fix = '; write "content": "" beside \'tool_calls\''
+                if "tool_calls" not in self.source:
+                    fix = "; the chat template has no tool calls: write them into 'content' as the model would"
+            raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}{fix}") from error
 
     def begun_text(self, messages: Sequence[Message], place: str) -> str:
         """The conversation up to the end of its last message, which begins the answer: see `beginning`.
@@ -142,7 +172,13 @@ class Template:
             _check_calls(message, place)
             what = f"{place}: the text of the {message['role']}"
             text = str(message.get("content") or "")
-            self.refuse_markup(text, what, plain=message["role"] != "assistant")
+            self.refuse_markup(text, what, role=message["role"])
+            if message["role"] == "user" and not text.strip():
+                self.lost[NO_PROMPT] = None
+            if number and message["role"] == "assistant" and (tag := mentioned_end(text)):
+                opened, whole = self.turn(messages, number, place)
+                if text.strip() not in whole and not opened_by(opened):
+                    self.lost["markup", tag, _MENTIONED] = None
             if self.images is not None:
                 self.images.refuse_placeholders(text, place)
             for key in ("tool_calls", *TURN_TEXTS[1:]):
@@ -164,13 +200,17 @@ class Template:
             )
         self._find_lost(messages, place)
 
-    def refuse_markup(self, text: str, what: str, *, plain: bool = False) -> None:
+    def refuse_markup(self, text: str, what: str, *, role: str = "assistant") -> None:
         """ValueError for a text that begins with markup that the template writes; elsewhere it goes into `lost`.
 
-        A response may end with the end of its turn. `plain`: the text is another's than the policy's, so that control
-        tokens are read as text in it.
+        A response may end with the end of its turn. The text of another `role` than the policy's is plain: control
+        tokens are read as text in it. Markup of other families of models goes into `lost` too, but for that of a tool.
         """
-        markup = markup_of(self.tokenizer)
+        markup, plain = markup_of(self.tokenizer), role != "assistant"
+        if not plain and (stop := markup.foreign_stop(text)):
+            self.lost["markup", stop, _STOP_OF_OTHERS] = None
+        if role in ROLES[:3] and (turn := markup.foreign_turn(text)):
+            self.lost["markup", turn, _TURN_OF_OTHERS] = None
         found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
         end = markup.end_text
         if found is not None and not (found == end and text.strip() == end):

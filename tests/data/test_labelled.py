@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,20 @@ def test_rows_with_assistant_messages_that_are_not_trained_are_named(caplog):
     assert examples(*rows) == ([last] * 4, 0)
     assert [r.getMessage() for r in caplog.records] == [
         "kept 2 of 4 examples that hold several assistant messages, of which only the last is trained: row 1, row 2"
+    ]
+
+
+def test_a_response_that_is_labelled_true_and_false_is_named_and_kept(caplog):
+    row, other = FORMATS["strings"], {"prompt": "ho", "completion": "yo", "label": False}
+    rows = [row, other, {**FORMATS["messages"], "label": "false"}, row]
+    assert examples(*rows)[0] == [
+        YO,
+        Labelled([*HI[:3], *b"ho", *HI[5:]], YO.response, False),
+        replace(YO, desirable=False),
+        YO,
+    ]
+    assert caplog.messages == [
+        "kept 3 of 4 examples that have a response that is labelled true and false: row 1, row 3, row 4"
     ]
 
 

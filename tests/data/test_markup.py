@@ -479,6 +479,75 @@ def test_an_answer_that_brings_another_stop_token_ends_once(name, stop, after, t
         assert (text.count(stop), text.endswith(f"yo{stop}")) == (1, True) or road in ("grpo", "messages"), road
 
 
+STOPS = ["</s>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<end_of_turn>", "<|end|>"]
+OF_OTHERS, AROUND = "at the end of an answer, the stop token of another model", "around a text, markup of ready-made"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "mistral", "gemma"])
+def test_stop_tokens_of_other_models_are_named_once_on_every_road(name, tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    others = [stop for stop in STOPS if stop not in FAMILIES[name].special]
+    assert len(others) < len(STOPS)
+    for make, key in ((sft_examples, "response"), (preference_pairs, "chosen"), (labelled_examples, "completion")):
+        rows = [{"prompt": "hi", "rejected": "no", "label": True, key: f"yo{stop}"} for stop in STOPS]
+        rows = [row if make is labelled_examples else {**row, "label": None} for row in rows]
+        make(rows, tokenizer=tokenizer, max_example_tokens=99)
+        places = [f"row {1 + STOPS.index(stop)}" for stop in others]
+        (line,) = [line for line in caplog.messages if OF_OTHERS in line]
+        assert line.startswith(f"{len(others)} of the rows hold {', '.join(map(repr, others[:6]))}")
+        assert line.endswith(": " + ", ".join(places[:5]) + ", ..." * (len(places) > 5)), make
+        caplog.clear()
+
+
+@pytest.mark.parametrize("answer", ["use </s> here", "<s>old</s>", "a</s>\nb", "``` '<|eot_id|>' ```", "c"])
+def test_an_answer_that_mentions_a_stop_token_is_not_named(answer, tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    sft_examples([{"prompt": "hi", "response": answer}], tokenizer=tokenizer, max_example_tokens=99)
+    assert caplog.text == ""
+
+
+READY_MADE = {
+    "[INST] z [/INST]": "[INST]",
+    "<s>[INST] z [/INST]": "[INST]",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nz<|eot_id|>": "<|start_header_id|>",
+    "<start_of_turn>user\nz<end_of_turn>\n": "<start_of_turn>",
+    "\n\nHuman: z\n\nAssistant:": "Human: ... Assistant:",
+    "Human: z\n\nAssistant: ": "Human: ... Assistant:",
+    "Below is an instruction.\n\n### Instruction:\nz\n\n### Response:\n": "### Instruction: ... ### Response:",
+    "### Instruction:\nz\n\n### Response:\ny": "### Instruction: ... ### Response:",
+    "A chat. USER: z ASSISTANT:": "USER: ... ASSISTANT:",
+}
+ORDINARY = (
+    "What does [INST] mean?", "[INST] is a tag", "def f():\n    return '<start_of_turn>user'",
+    "<|start_header_id|> is what?",
+    "Human: hi\n\nAssistant: yo\n\nSummarise this.", "Fill in ### Instruction: and ### Response: for me",
+    "USER: hi ASSISTANT: yo. Who is rude?", "Assistant:", "ASSISTANT: x USER: y",
+)  # fmt: skip
+
+
+def test_ready_made_prompts_are_named_once_on_every_road(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    how = {"tokenizer": tokenizer, "max_example_tokens": 99}
+    asked = [{"messages": [user("hi"), assistant("a"), user(text)]} for text in READY_MADE]
+    tool = {"role": "tool", "content": "[INST] z [/INST]"}
+    rows = [{"messages": [user(text), assistant("a"), tool, assistant("b")]} for text in ORDINARY]
+    for make, row in OF_FIXED[:4]:
+        for text, token in READY_MADE.items():
+            more = {"messages": [user(text), assistant("y")]} if "messages" in row else {"prompt": text}
+            make([row, {**row, **more}], **how)
+            found = [line for line in caplog.messages if AROUND in line]
+            assert [line.partition(" around")[0] for line in found] == [f"1 of the rows hold {token!r}"], make
+            assert found[0].endswith(": row 2")
+            caplog.clear()
+    rl_prompts(asked, tokenizer=tokenizer, max_prompt_tokens=999)
+    assert f"{len(asked)} of the rows hold '[INST]', '<|start_header_id|>'" in caplog.text
+    caplog.clear()
+    sft_examples(rows, **how | {"max_example_tokens": 999})
+    plain = [{"prompt": text, "response": "c</s>"} for text in READY_MADE]
+    sft_examples(plain, **how | {"max_example_tokens": 999}, apply_chat_template=False)
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
     ("name", "token"), [*OTHER_STOPS.items(), ("qwen2.5", "<|endoftext|>"), ("llama3", "<|begin_of_text|>")]
 )

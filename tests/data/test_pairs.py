@@ -103,7 +103,11 @@ def test_a_bad_pair_is_named_with_its_row(message):
 EMPTY = {"strings": "", "white space": " \n", "messages": [answer("")], "null content": [answer(None)]}
 
 
-@pytest.mark.parametrize("names", [("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")])
+SCORES = ["chosen_score rejected_score", "score_chosen score_rejected", "chosen-rating rejected-rating"]
+SCORES += ["chosen_avg_rating rejected_avg_rating"]
+
+
+@pytest.mark.parametrize("names", [*map(str.split, SCORES)])
 def test_pairs_whose_scores_contradict_them_are_named_once(caplog, names):
     pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
     scores = [(2, 1.5), (1, 9), ("1", "1.5"), (None, 3), ("a", "b"), (1, 1)]
@@ -112,6 +116,12 @@ def test_pairs_whose_scores_contradict_them_are_named_once(caplog, names):
     assert [line for line in caplog.messages if "score for" in line] == [
         "kept 2 of 6 pairs that have a lower score for the chosen response than for the rejected one: row 2, row 3"
     ]
+
+
+def test_pairs_with_a_margin_below_zero_are_named_once(caplog):
+    pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
+    pairs(*({**pair, "margin": margin} for margin in (1, -0.5, "-2", 0, None, "none", float("nan"))))
+    assert [line.rpartition(": ")[2] for line in caplog.messages if "lower score" in line] == ["row 2, row 3"]
 
 
 @pytest.mark.parametrize("nothing", EMPTY.values(), ids=EMPTY)
