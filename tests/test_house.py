@@ -33,10 +33,8 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "rollout/agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
     "scripts/eval.py:main": 59,
-    "scripts/start.py:begin": 50,
     "scripts/sweep.py:main": 53,
     "scripts/sweep.py:check_command": 44,
-    "scripts/task.py:open_task": 42,
 }
 LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/decode/triton.py:rotate_kernel": 18,

@@ -222,12 +222,12 @@ def reader_of(tokenizer: Any) -> ImageReader | None:
     return reader_at(path, tokenizer)
 
 
-def reader_at(path: str, tokenizer: Any, *, marked: bool = True) -> ImageReader | None:
-    """Reads images for the model in this folder, see `ImageReader`; None for a model of text."""
+def reader_at(path: str, tokenizer: Any, *, marked: bool = True, config: Any = None) -> ImageReader | None:
+    """Reads images for the model in this folder, with its `config` if loaded; None for a model of text."""
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
 
-    path, config = base_of(path), load_config(path)
+    path, config = base_of(path), config or load_config(path)
     return ImageReader(path, tokenizer, config, marked=marked) if reads_images(config) else None
 
 

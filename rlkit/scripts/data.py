@@ -29,8 +29,7 @@ from rlkit.run.console import data_progress, say
 from rlkit.scripts.args import Data, Episodes
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
-from rlkit.scripts.task import reward_functions
-from rlkit.scripts.trial import reward_trials, trial_lines
+from rlkit.scripts.trial import reward_functions, reward_trials, trial_lines
 from rlkit.settings import Count, check, refuse_if
 
 _MOST_WRONG = 20  # rows that are named

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit.ranks import is_first, on_all_ranks
 from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, places_of
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import kl_estimator_of, load_tokenizer, trial_of, tried_function, where
-from rlkit.scripts.task import load_models, open_task
+from rlkit.scripts.start import Place, load_tokenizer, open_place
+from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, make_task, with_engine
+from rlkit.scripts.trial import kl_estimator_of, trial_of, tried_function
 from rlkit.settings import (
     OWN,
     CountOr0,
@@ -111,51 +110,37 @@ class Args:
     lora: Flat[Lora] = Lora()
     engine: Flat[Engines] = Engines()
 
+    def __post_init__(self) -> None:
+        judged = self.episodes.reward or self.episodes.env or self.episodes.agent
+        refuse_if(
+            self.rollouts.group_size < 2 and judged,
+            "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
+        )
+        served = next((place for place in self.loss.teachers().values() if is_url(place)), "")
+        refuse_if(
+            served and self.rollouts.temperature != 1,
+            f"`temperature` {self.rollouts.temperature:g}: {served} gives log-probs of temperature 1",
+        )
+
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    flags, judged = args.loss, args.episodes.reward or args.episodes.env or args.episodes.agent
-    refuse_if(
-        args.rollouts.group_size < 2 and judged,
-        "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
-    )
-    served = next((place for place in flags.teachers().values() if is_url(place)), "")
-    refuse_if(
-        served and args.rollouts.temperature != 1,
-        f"`temperature` {args.rollouts.temperature:g}: {served} gives log-probs of temperature 1",
-    )
-    own = None
-    if ":" in flags.loss:
-        own = tried_function("loss", flags.loss, trial_of(lambda trial: trial.try_divergence))
-    kl_estimator = kl_estimator_of(args)
-    args, tokenizer, task = open_task(args)
-    from rlkit import advantages
-    from rlkit.loops import updates
-    from rlkit.loops.distill import Distillation, check_routes, distill
-    from rlkit.run.sync import run_sync
+    flags, trial = args.loss, trial_of(lambda trial: trial.try_divergence)
+    own = tried_function("loss", flags.loss, trial) if ":" in flags.loss else None
+    kl_estimator = kl_estimator_of(args.kl, args.penalties)
+    brought = bring(args)
+    place = open_place(args, brought)
+    task = make_task(args, brought, place)
+    from rlkit.loops.distill import distill
 
-    places = flags.teachers()
-    several = len(places) > 1
-    if several:
-        check_routes(task, [*places], column=flags.teacher_column)
-    shown = any(prompt.images for prompt in task.prompts)
-    load = {name: checked_teacher(args, place, tokenizer, has_images=shown) for name, place in places.items()}
-    model, reference, rollouts = load_models(args, tokenizer)
-    teachers = {name: make() for name, make in load.items()}
-    surrogate = partial(updates.clipped, clip_low=flags.clip_low, clip_high=flags.clip_high)
-    loss = updates.PolicyLoss(surrogate, getattr(updates, f"per_{flags.aggregate}"), args.correction.function())
-
-    async def train() -> Path:
-        async with open_engine(args, model, tokenizer) as engine:
-            return await distill(
-                model, teachers if several else next(iter(teachers.values())), tokenizer, engine, task, rollouts,
-                args.schedule, args.optim, args.penalties, loss=loss, kl_estimator=kl_estimator, reference=reference,
-                column=flags.teacher_column,
-                distillation=Distillation(own or divergence_of(flags), flags.teacher_top_k, flags.teacher_coef),
-                baseline=getattr(advantages, flags.baseline),
-            )  # fmt: skip
-
-    return run_sync(train())
+    load_teachers = checked_teachers(args, place, task)
+    model, reference, rollouts = load_models(args, place)
+    teachers = load_teachers()
+    return with_engine(args, place, model, lambda engine: distill(
+        model, teachers, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
+        distillation=distillation_of(flags, own), loss=clipped_loss(flags, args.correction, flags.aggregate),
+        baseline=baseline_of(flags), kl_estimator=kl_estimator, reference=reference, column=flags.teacher_column,
+    ))  # fmt: skip
 
 
 def is_url(place: str) -> bool:
@@ -163,36 +148,58 @@ def is_url(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-def divergence_of(flags: Loss) -> Any:
-    """The divergence of the flags; None for advantages."""
+def distillation_of(flags: Loss, own: Any) -> Any:
+    """The `Distillation` of the flags, with the user's `own` divergence; None is for advantages."""
+    from rlkit.loops.distill import Distillation
     from rlkit.losses import distillation
 
+    rows = own
     if flags.loss == "jsd":
-        return distillation.jsd_rows(flags.beta)
-    return None if flags.loss == "advantage" else getattr(distillation, f"{flags.loss}_rows")
+        rows = distillation.jsd_rows(flags.beta)
+    elif own is None and flags.loss != "advantage":
+        rows = getattr(distillation, f"{flags.loss}_rows")
+    return Distillation(rows, flags.teacher_top_k, flags.teacher_coef)
 
 
-def checked_teacher(args: Args, place: str, tokenizer: Any, *, has_images: bool) -> Callable[[], Any]:
+def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
+    """A function that loads the teacher, or several by name, which are checked now (see `checked_teacher`)."""
+    from rlkit.loops.distill import check_routes
+
+    paths = args.loss.teachers()
+    if len(paths) > 1:
+        check_routes(task, [*paths], column=args.loss.teacher_column)
+    shown = any(prompt.images for prompt in task.prompts)
+    load = {name: checked_teacher(args, place, path, has_images=shown) for name, path in paths.items()}
+
+    def make() -> Any:
+        teachers = {name: make_one() for name, make_one in load.items()}
+        return teachers if len(teachers) > 1 else next(iter(teachers.values()))
+
+    return make
+
+
+def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) -> Callable[[], Any]:
     """A function that makes the teacher, which is checked now: that it answers, that it has the tokenizer, and that it
     reads images where the prompts show some."""
     from rlkit.data.chat import check_same_tokens
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
 
-    refuse_if(is_url(place) and has_images, f"`teacher` {place}: images are not sent to servers; load that model here")
-    if is_url(place):
+    tokenizer = place.tokenizer
+    refuse_if(is_url(path) and has_images, f"`teacher` {path}: images are not sent to servers; load that model here")
+    if is_url(path):
         from rlkit.rollout.engines.servers.teacher import ServedTeacher
 
-        served = ServedTeacher(place.rstrip("/"))
+        served = ServedTeacher(path.rstrip("/"))
         on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
         return lambda: served
-    config = load_config(place)
-    what = f"`teacher` {place} reads text only, and the prompts show images"
+    config = load_config(path)
+    what = f"`teacher` {path} reads text only, and the prompts show images"
     refuse_if(has_images and not reads_images(config), f"{what}: take one that reads them (docs/models.md)")
     tokenizers = None
     if args.loss.loss != "uld":
-        check_same_tokens(tokenizer, place)
-    elif (theirs := load_tokenizer(place)).get_vocab() != tokenizer.get_vocab():
+        check_same_tokens(tokenizer, path)
+    elif (theirs := load_tokenizer(path)).get_vocab() != tokenizer.get_vocab():
         tokenizers = tokenizer, theirs
 
     def make() -> Any:
@@ -200,10 +207,10 @@ def checked_teacher(args: Args, place: str, tokenizer: Any, *, has_images: bool)
         from rlkit.model.launch import load_policy, report_model
         from rlkit.model.teachers import LocalTeacher
 
-        model = load_policy(place, frozen=True, **where(args))
-        report_model(model, dtype=str(args.optim.dtype), name="teacher")
-        policy = Policy(model, args.rollouts.temperature, str(args.optim.dtype))
-        return LocalTeacher(policy, args.optim.max_tokens, tokenizers)
+        model = load_policy(path, frozen=True, **place.loading())
+        report_model(model, dtype=str(place.optim.dtype), name="teacher")
+        policy = Policy(model, args.rollouts.temperature, str(place.optim.dtype))
+        return LocalTeacher(policy, place.optim.max_tokens, tokenizers)
 
     return make
 

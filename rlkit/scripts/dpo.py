@@ -16,10 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from rlkit.data.examples import preference_pairs
+from rlkit.data.rows import PAIR
 from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline, own_loss, trial_of, where
-from rlkit.scripts.task import offline_sets
+from rlkit.scripts.offline import Made, answer_sets, bring, make_examples
+from rlkit.scripts.start import Place, load_policies, open_place
+from rlkit.scripts.trial import own_loss, trial_of
 from rlkit.settings import OWN, BelowHalf, For, Needs, NotNegative, Optim, Positive, Schedule, Without, check, named
 
 LOSSES = ("dpo", "ipo", "hinge", "robust_dpo", "exo_pair", "apo_zero", "nca_pair", "simpo", "orpo", "cpo")
@@ -68,30 +71,34 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    from rlkit.data.examples import preference_pairs
-    from rlkit.data.rows import PAIR
+    own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
+    brought = bring(args, PAIR)
+    place = open_place(args, brought)
+    made = make_examples(args, brought, place, preference_pairs, PAIR)
+    from rlkit.loops.preference import dpo
 
-    flags, has_reference = args.loss, args.loss.loss not in NO_REFERENCE
-    own = own_loss(flags.loss, trial_of(lambda trial: trial.try_pair_loss))
-    args, tokenizer, (pairs, parts), held_out, sets = offline(
-        args, preference_pairs, PAIR, reference=args.reference, answers=offline_sets
-    )
-    from rlkit.loops.preference import dpo, with_reference
+    has_reference = args.loss.loss not in NO_REFERENCE and not args.precompute_reference
+    model, reference = load_policies(place, has_reference=has_reference, reference=args.reference)
+    pairs, held_out = scored(args, place, made, model) if args.precompute_reference else (made.examples, made.held_out)
+    loss, reduce = loss_of(args.loss, own)
+    return dpo(
+        model, place.tokenizer, pairs, args.schedule, place.optim, reference=reference, loss=loss, reduce=reduce,
+        sft_coef=args.loss.sft_coef, batch_size=args.examples.batch_size, eval_pairs=held_out,
+        eval_sets=answer_sets(args, brought, place, model), parts=made.parts,
+    )  # fmt: skip
+
+
+def scored(args: Args, place: Place, made: Made, model: Any) -> tuple[Any, dict[str, Any]]:
+    """The pairs, and those of each held-out set, with the log-probs of the reference, which is freed."""
+    from rlkit.loops.preference import with_reference
     from rlkit.model.launch import load_policy
 
-    model, reference = load_policies(args, has_reference=has_reference and not args.precompute_reference)
-    if args.precompute_reference:
-        first = load_policy(args.reference, **where(args)) if args.reference else model  # a checkpoint is read later
-        pairs = with_reference(pairs, first, args.optim)
-        held_out = {name: with_reference(part, first, args.optim) for name, part in held_out.items()}
-        del first
-        gc.collect()  # a sharded model is part of cycles
-    loss, reduce = loss_of(flags, own)
-    return dpo(
-        model, tokenizer, pairs, args.schedule, args.optim, reference=reference, loss=loss, reduce=reduce,
-        sft_coef=flags.sft_coef, batch_size=args.examples.batch_size, eval_pairs=held_out,
-        eval_sets=sets(tokenizer, model), parts=parts,
-    )  # fmt: skip
+    first = load_policy(args.reference, **place.loading()) if args.reference else model  # a checkpoint is read later
+    pairs = with_reference(made.examples, first, place.optim)
+    held_out = {name: with_reference(part, first, place.optim) for name, part in made.held_out.items()}
+    del first
+    gc.collect()  # a sharded model is part of cycles
+    return pairs, held_out
 
 
 def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:

@@ -7,13 +7,16 @@ import shlex
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import isawaitable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit._extras import interpreter, lacks
 from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
-from rlkit.scripts.start import function_of
+from rlkit.scripts.args import Model, log
+from rlkit.scripts.trial import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if
 
 if TYPE_CHECKING:
@@ -23,20 +26,32 @@ _log = logging.getLogger("rlkit.rollout")
 SERVER_BACK_S = 900.0  # wait for a server where none is up: as long as one may take to start
 
 
-def check_engine(args: Any) -> None:
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is opened with; `output` is the folder of servers' logs, and of weights on their way to them."""
+
+    how: Engines
+    model: Model
+    output: Path
+    max_len: int
+    one_turn: bool = True
+    overlap: bool = False
+    dtype: str | None = None
+
+
+def check_engine(how: Engines, *, device: str | None = None, overlap: bool = False) -> None:
     """Refuse (ValueError) an engine that cannot be opened, as far as that is known before torch is loaded."""
-    how = args.engine
     users_function(how)
     if not how.serves:
         return
     refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {how.engine} needs"))
-    kind, traits = _sync_kind(args), SERVERS[how.engine]
+    kind, traits = _sync_kind(how, device), SERVERS[how.engine]
     refuse_if(
-        traits.cpu_from_disk and args.model.device == "cpu" and kind != "disk",
+        traits.cpu_from_disk and device == "cpu" and kind != "disk",
         f"`weight_sync` {kind}: {traits.name} on a CPU takes weights from files only: drop it, or use disk",
     )
     refuse_if(
-        how.engine_release and (args.model.device == "cpu" or args.rollouts.overlap),
+        how.engine_release and (device == "cpu" or overlap),
         "`engine_release` frees GPU memory while no engine samples: drop it with `device` cpu and with `overlap`",
     )
     if is_first():
@@ -45,17 +60,27 @@ def check_engine(args: Any) -> None:
         interpreter(how.engine)
 
 
+def check_images(how: Engines, config: Any, *, train_vision: bool) -> None:
+    """Refuse what would not show the prompts' images, and warn of what would show old features of them."""
+    what = f"`engine` {how.engine}: the prompts show images, which only local, {' and '.join(SERVERS)} are given"
+    refuse_if(":" in how.engine, what)
+    what = f"`engine` {how.engine}: servers write other tokens around the images of {config.model_type}: use local"
+    refuse_if(how.serves and config.model_type == "gemma3", what)
+    if train_vision and how.engine_urls and (env := server_kind(how).api().vision_env):
+        said = " ".join(f"{name}={value}" for name, value in env.items())
+        log.warning("start the servers of `engine_urls` with %s: they keep features of images", said)
+
+
 def users_function(how: Engines) -> Any:
     """The function of `--engine FILE.py:FUNCTION`; None for an engine of rlkit."""
     return function_of("engine", how.engine) if ":" in how.engine else None
 
 
-def _sync_kind(args: Any) -> str:
+def _sync_kind(how: Engines, device: str | None) -> str:
     """How weights go to the servers of this rank: "ipc", "group" or "disk". ValueError for a malformed address, and for
     ipc to another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
-    how = args.engine
     for url in _given_urls(how):
         try:
             host_of(url)
@@ -67,13 +92,12 @@ def _sync_kind(args: Any) -> str:
             refuse_if(True, f"`engine_urls` {error}")
     if how.weight_sync != "auto":
         return how.weight_sync
-    return "ipc" if not SERVERS[how.engine].one_gpu_ipc or _one_gpu(args) else "disk"
+    return "ipc" if not SERVERS[how.engine].one_gpu_ipc or _one_gpu(how, device) else "disk"
 
 
-def _one_gpu(args: Any) -> bool:
+def _one_gpu(how: Engines, device: str | None) -> bool:
     """Whether there is one server, of one GPU, which trains too."""
-    how = args.engine
-    if args.model.device == "cpu":
+    if device == "cpu":
         return False
     import torch
 
@@ -116,7 +140,7 @@ def _check_answers(how: Engines) -> None:
 
 
 @asynccontextmanager
-async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
+async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """The engine of the flags: the training model itself where possible, else one with its own weights, on rank 0 or on
     the first rank of each machine."""
     from rlkit.model.lora import only_adapter_trains
@@ -124,57 +148,54 @@ async def open_engine(args: Any, model: Any, tokenizer: Any) -> AsyncIterator[An
     from rlkit.run.console import say
 
     refuse_if(
-        args.engine.weight_sync_lora == "adapter" and not only_adapter_trains(model),
+        spec.how.weight_sync_lora == "adapter" and not only_adapter_trains(model),
         "`weight_sync_lora` adapter: servers take adapters of linear layers only, not of experts or transposed layers: "
         "name others by `lora_targets`, or drop the flag",
     )
-    max_len = args.episodes.max_len(args.rollouts)
-    if args.engine.engine == "local" and not is_cut(model) and not args.rollouts.overlap:
+    if spec.how.engine == "local" and not is_cut(model) and not spec.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 
-        options = _local_options(args, max_len)
-        local = LocalEngine(model, tokenizer=tokenizer, **options)
+        local = LocalEngine(model, tokenizer=tokenizer, **_local_options(spec))
         if local.copied_bytes:
             size = f"{local.copied_bytes / 2**30:.1f} GiB"
             say(f"engine: samples from a copy of the weights in 16 bits ({size}), updated after every step")
         yield local
         return
-    with _servers(args, model) as urls:
+    with _servers(spec, model) as urls:
         if world_size() == 1:
-            async with _own_engine(args, max_len, urls) as engine:
+            async with _own_engine(spec, urls) as engine:
                 yield engine
             return
         from rlkit.rollout.shared import SharedEngine
 
-        samplers = _samplers(args.engine)
-        async with _own_engine(args, max_len, urls) if rank() in samplers else nullcontext() as engine:
+        samplers = _samplers(spec.how)
+        async with _own_engine(spec, urls) if rank() in samplers else nullcontext() as engine:
             yield SharedEngine(engine, samplers=samplers)
 
 
-def _local_options(args: Any, max_len: int) -> dict[str, Any]:
-    """Arguments of a `LocalEngine` from the flags."""
+def _local_options(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of a `LocalEngine`."""
     from rlkit.model.forward import DTYPES, default_dtype
 
-    how, device = args.engine, args.model.device
-    dtype = args.optim.dtype or default_dtype(device or "cpu")  # `rlkit eval` leaves it open
+    how, dtype = spec.how, spec.dtype or default_dtype(spec.model.device or "cpu")
     half = {"dtype": DTYPES[dtype]} if dtype != "fp32" else {}
-    options = {"max_batch": how.max_batch, "max_len": max_len, "compile": how.compile}
-    return options | {"keep_turns": not args.episodes.one_turn} | half
+    options = {"max_batch": how.max_batch, "max_len": spec.max_len, "compile": how.compile}
+    return options | {"keep_turns": not spec.one_turn} | half
 
 
 @contextmanager
-def _servers(args: Any, model: Any) -> Iterator[Sequence[str]]:
+def _servers(spec: EngineSpec, model: Any) -> Iterator[Sequence[str]]:
     """The addresses of this sampler's servers: given, or started here, on this machine, until the block ends.
 
     All ranks call it together. It returns when every server is healthy.
     """
-    how = args.engine
+    how = spec.how
     if not how.serves or how.engine_urls:
         yield _given_urls(how)
         return
     with ExitStack() as stack:
         lora = _lora_of(how, model)
-        yield on_all_ranks(lambda: _start(args, lora, stack) if rank() in _samplers(how) else [])[rank()]
+        yield on_all_ranks(lambda: _start(spec, lora, stack) if rank() in _samplers(how) else [])[rank()]
 
 
 def _lora_of(how: Engines, model: Any) -> Lora | None:
@@ -189,7 +210,7 @@ def _lora_of(how: Engines, model: Any) -> Lora | None:
     return Lora(max(ranks), sorted(layers))
 
 
-def _start(args: Any, lora: Lora | None, stack: ExitStack) -> list[str]:
+def _start(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[str]:
     """Start this node's servers, each on its own GPUs, and wait for them; they end with `stack`.
 
     Where they do not start with support of adapters, they start without it, unless --weight-sync-lora asks for it.
@@ -199,25 +220,25 @@ def _start(args: Any, lora: Lora | None, stack: ExitStack) -> list[str]:
 
     with ExitStack() as own:
         try:
-            servers = _launched(args, lora, own)
+            servers = _launched(spec, lora, own)
         except EngineError as error:
-            if lora is None or args.engine.weight_sync_lora == "adapter":
+            if lora is None or spec.how.weight_sync_lora == "adapter":
                 raise
             why = str(error).partition(" ends:")[0]
             _log.warning("the servers are started without LoRA, and get merged weights: %s", why)
             own.close()
-            servers = _launched(args, None, own)
+            servers = _launched(spec, None, own)
         stack.enter_context(own.pop_all())
     stack.enter_context(kept_running(servers))
     return [server.url for server in servers]
 
 
-def _launched(args: Any, lora: Lora | None, stack: ExitStack) -> list[Any]:
+def _launched(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[Any]:
     import torch
 
     from rlkit.rollout.engines.servers.kinds import Start
 
-    how, model = args.engine, args.model
+    how, model = spec.how, spec.model
     kind, on_cpu = server_kind(how), model.device == "cpu"
     gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
     size = 1 if on_cpu else how.engine_tp
@@ -225,12 +246,12 @@ def _launched(args: Any, lora: Lora | None, stack: ExitStack) -> list[Any]:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
     start = Start(
         model.model, how, on_cpu, gpus, deterministic=model.deterministic, train_vision=model.train_vision,
-        max_len=args.episodes.max_len(args.rollouts), sync=_sync_kind(args), lora=lora,
+        max_len=spec.max_len, sync=_sync_kind(how, model.device), lora=lora,
     )  # fmt: skip
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
         options, env = kind.options(start._replace(gpus=gpus[first : first + size]))
-        log = args.schedule.output / f"{how.engine}_{rank()}_{number}.log"
+        log = spec.output / f"{how.engine}_{rank()}_{number}.log"
         options += shlex.split(how.engine_args)
         launched = kind.launch(model.model, device=model.device, args=options, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
@@ -245,19 +266,19 @@ def server_kind(how: Engines) -> ServerKind:
 
 
 @asynccontextmanager
-async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIterator[Any]:
+async def _own_engine(spec: EngineSpec, urls: Sequence[str]) -> AsyncIterator[Any]:
     """The user's engine, a local one in its own process, or a client of the servers."""
-    how, model = args.engine, args.model
+    how, model = spec.how, spec.model
     if ":" in how.engine:
-        async with _engine_of_user(args, max_len) as engine:
+        async with _engine_of_user(spec) as engine:
             yield engine
         return
     if how.engine == "local":
         from rlkit.rollout.engines.process import launch as launch_process
 
-        options = {**_local_options(args, max_len), "device": model.device}
-        threads = {"num_threads": how.engine_threads, "cpus": how.engine_cpus}
-        async with await launch_process(model.model, **options, **threads) as engine:
+        options = {**_local_options(spec), "device": model.device}
+        options |= {"num_threads": how.engine_threads, "cpus": how.engine_cpus}
+        async with await launch_process(model.model, **options) as engine:
             yield engine
         return
     from rlkit.model.pretrained import load_config
@@ -265,36 +286,36 @@ async def _own_engine(args: Any, max_len: int, urls: Sequence[str]) -> AsyncIter
     size = load_config(model.model).get_text_config().vocab_size
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
     routing["lora"] = how.weight_sync_lora
-    routing |= {"transport": _transport(args), "wait_s": SERVER_BACK_S}
+    routing |= {"transport": _transport(spec), "wait_s": SERVER_BACK_S}
     async with server_kind(how).engine(list(urls), vocab_size=size, **routing) as engine:
         yield engine
 
 
-def _transport(args: Any) -> Any:
+def _transport(spec: EngineSpec) -> Any:
     """How weights go to the servers."""
     from rlkit.rollout.engines.servers.tensors import FromDisk
 
-    how, sync = args.engine, _sync_kind(args)
+    how, sync = spec.how, _sync_kind(spec.how, spec.model.device)
     if sync == "ipc":
         return server_kind(how).ipc()
     if sync == "group":
-        return server_kind(how).group(_given_urls(how), args.model.device == "cpu")
-    folder = how.weight_sync_folder or args.schedule.output / "weights"
+        return server_kind(how).group(_given_urls(how), spec.model.device == "cpu")
+    folder = how.weight_sync_folder or spec.output / "weights"
     return FromDisk(folder / f"machine_{node()}" if len(_samplers(how)) > 1 else folder)
 
 
 @asynccontextmanager
-async def _engine_of_user(args: Any, max_len: int) -> AsyncIterator[Any]:
+async def _engine_of_user(spec: EngineSpec) -> AsyncIterator[Any]:
     """The engine that the function of `--engine` makes; ValueError for an object without its members."""
     from rlkit.rollout.calling import accepted
 
-    make, spec = users_function(args.engine), args.engine.engine
-    engine = make(args.model.model, **accepted(make, {"device": args.model.device, "max_len": max_len}))
+    make, name = users_function(spec.how), spec.how.engine
+    engine = make(spec.model.model, **accepted(make, {"device": spec.model.device, "max_len": spec.max_len}))
     engine = await engine if isawaitable(engine) else engine
     members = ("generate", "abort", "update_weights", "progress", "close")
-    if missing := [name for name in members if not hasattr(engine, name)]:
+    if missing := [member for member in members if not hasattr(engine, member)]:
         what = f"must return an engine (rlkit.types.Engine), got {type(engine).__name__} without {', '.join(missing)}"
-        raise ValueError(f"`engine` {spec} {what}")
+        raise ValueError(f"`engine` {name} {what}")
     try:
         yield engine
     finally:

@@ -29,11 +29,11 @@ from rlkit.scripts import grpo
 from rlkit.scripts.args import Data, Episodes, Evaluation, Model
 from rlkit.scripts.chat import kept_flags, load
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.engines import check_engine, open_engine
+from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
-from rlkit.scripts.task import check_context, check_judged, eval_sets, own_rewards, read_env, read_reward
-from rlkit.scripts.trial import try_env
+from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets, read_env
+from rlkit.scripts.trial import own_rewards, read_reward, try_env
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
@@ -98,32 +98,33 @@ def main(args: Args) -> None:
     refuse_if(flags.engine.engine != "local" and is_adapter(args.model), served)
     check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
-    check_engine(flags)
+    check_engine(flags.engine, device=args.device)
     if args.device:
         check_device(args.device)
     with data_progress():
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
-    own = own_rewards(flags, rows)
-    make_env = read_env(flags, *rows.values())
+    own = own_rewards(args.evaluation, args.episodes, rows)
+    make_env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
     others = (part for name, part in rows.items() if name not in own)
     make_score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not kept
     config = load_config(flags.model.model if exported else kept["model"])
-    check_context(flags, config, packed=False)
+    check_context(args.episodes, flags.rollouts, config, packed=False)
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
-    sets, env = eval_sets(flags, tokenizer, rows, own), make_env(tokenizer)
+    sets, env = eval_sets(flags, tokenizer, config, rows, own), make_env(tokenizer)
     size = config.get_text_config().vocab_size
     size = model.get_input_embeddings().num_embeddings if model is not None else size
     for name, one in sets.items():
         check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=rows[name])
-    try_env(flags, tokenizer, env, next(iter(sets.values())).prompts, ends=flags.rollouts.stop_token_ids)
+    if args.evaluation.trial:
+        try_env(args.episodes, tokenizer, env, next(iter(sets.values())).prompts, ends=flags.rollouts.stop_token_ids)
     for part in rows.values():
         note_strings(flags.data, part)
     answers: list[dict[str, Any]] = []
 
-    async def measure() -> dict[str, float]:
+    async def measure(spec: EngineSpec) -> dict[str, float]:
         from rlkit.loops.evaluate import answer_of, evaluate_sets
         from rlkit.run.samples import trajectory_row
 
@@ -131,7 +132,7 @@ def main(args: Args) -> None:
             decode = partial(tokenizer.decode, skip_special_tokens=False)
             answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
 
-        async with open_engine(flags, model, tokenizer) as engine:
+        async with open_engine(spec, model, tokenizer) as engine:
             return await evaluate_sets(
                 sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples,
                 env=env, score=make_score(tokenizer), seed=args.seed, on_group=keep, engine=engine,
@@ -139,8 +140,7 @@ def main(args: Args) -> None:
             )  # fmt: skip
 
     with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
-        flags = replace(flags, schedule=replace(flags.schedule, output=args.output or Path(scratch)))
-        found = run_sync(measure())
+        found = run_sync(measure(engine_of(flags, flags.model, args.output or Path(scratch))))
     for line in table(found, {name: len(one.prompts) for name, one in sets.items()}):
         say(line)
     if args.output:
@@ -173,9 +173,9 @@ def load_for(flags: grpo.Args, folder: Path, kept: dict[str, Any]) -> tuple[Any,
     from rlkit.data.template_files import set_template
 
     if flags.engine.engine != "local":
-        return None, load_tokenizer(flags.model.model, chat_template=template_file(flags))
+        return None, load_tokenizer(flags.model.model, chat_template=template_file(flags.data, flags.schedule))
     model, tokenizer = load(folder, kept, device=flags.model.device)
-    if file := template_file(flags):
+    if file := template_file(flags.data, flags.schedule):
         set_template(tokenizer, file)
     return model, tokenizer
 

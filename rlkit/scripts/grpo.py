@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 
 from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import advantage_of, kl_estimator_of, own_loss
-from rlkit.scripts.task import load_models, open_task
+from rlkit.scripts.start import open_place
+from rlkit.scripts.task import baseline_of, bring, load_models, make_task, with_engine
+from rlkit.scripts.trial import advantage_of, kl_estimator_of, own_loss
 from rlkit.settings import (
     OWN,
     Below1,
@@ -127,42 +127,34 @@ class Args:
     lora: Flat[Lora] = Lora()
     engine: Flat[Engines] = Engines()
 
+    def __post_init__(self) -> None:
+        refuse_if(
+            self.rollouts.group_size < 2 and self.loss.baseline not in ("none", "role_average"),
+            "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
+            "`baseline` role_average, which compares with earlier steps)",
+        )
+        refuse_if(
+            self.loss.max_ratio and self.rollouts.minibatches * self.rollouts.epochs == 1,
+            "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
+        )
+
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    refuse_if(
-        args.rollouts.group_size < 2 and args.loss.baseline not in ("none", "role_average"),
-        "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
-        "`baseline` role_average, which compares with earlier steps)",
-    )
-    refuse_if(
-        args.loss.max_ratio and args.rollouts.minibatches * args.rollouts.epochs == 1,
-        "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
-    )
-    flags = args.loss
-    own = own_loss(flags.loss, partial(tried_loss, loss_unchecked=flags.loss_unchecked))
-    advantage = advantage_of(flags.advantage, values=False) if flags.advantage else None
-    kl_estimator = kl_estimator_of(args)
-    args, tokenizer, task = open_task(args, keep_group=keep_group(args.loss))
-    from rlkit import advantages
-    from rlkit.controllers import moving_average
+    own = own_loss(args.loss.loss, partial(tried_loss, loss_unchecked=args.loss.loss_unchecked))
+    advantage = advantage_of(args.loss.advantage, values=False)
+    kl_estimator = kl_estimator_of(args.kl, args.penalties)
+    brought = bring(args)
+    place = open_place(args, brought)
+    task = make_task(args, brought, place, keep_group=keep_group(args.loss))
     from rlkit.loops.grpo import grpo
-    from rlkit.run.sync import run_sync
 
-    loss = policy_loss(args, own)
-    baseline: Any = getattr(advantages, flags.baseline, lambda rewards, group_ids: rewards)  # noqa: ARG005
-    if flags.baseline == "role_average":
-        baseline = moving_average(decay=flags.baseline_decay)
-    model, reference, rollouts = load_models(args, tokenizer)
-
-    async def train() -> Path:
-        async with open_engine(args, model, tokenizer) as engine:
-            return await grpo(
-                model, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties, loss=loss,
-                baseline=baseline, advantage=advantage, kl_estimator=kl_estimator, reference=reference,
-            )  # fmt: skip
-
-    return run_sync(train())
+    model, reference, rollouts = load_models(args, place)
+    return with_engine(args, place, model, lambda engine: grpo(
+        model, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
+        loss=policy_loss(args, own), baseline=baseline_of(args.loss), advantage=advantage, kl_estimator=kl_estimator,
+        reference=reference,
+    ))  # fmt: skip
 
 
 def keep_group(args: Loss) -> Any:

@@ -16,9 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from rlkit.data.examples import labelled_examples
+from rlkit.data.rows import LABELLED, PAIR
 from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline, own_loss, trial_of
+from rlkit.scripts.offline import bring, make_examples
+from rlkit.scripts.start import load_policies, open_place
+from rlkit.scripts.trial import own_loss, trial_of
 from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
 
 
@@ -58,41 +62,34 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    from rlkit.data.examples import labelled_examples
-    from rlkit.data.rows import LABELLED, PAIR
-
-    flags = args.loss
-    weights: dict[str, Any] = {
-        "desirable_weight": flags.desirable_weight,
-        "undesirable_weight": flags.undesirable_weight,
-    }
-    own = own_loss(flags.loss, trial_of(lambda trial: trial.try_label_loss, beta=flags.beta, **weights))
-    args, tokenizer, (examples, parts), held_out, _ = offline(
-        args, labelled_examples, PAIR, LABELLED, reference=args.reference
-    )
-    warn_of_labels(args, examples)
+    weights = {name: getattr(args.loss, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+    own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_label_loss, **weights))
+    brought = bring(args, PAIR, LABELLED)
+    place = open_place(args, brought)
+    made = make_examples(args, brought, place, labelled_examples, PAIR, LABELLED)
+    warn_of_labels(args.loss, brought.data, made.examples)
     from rlkit import losses
     from rlkit.loops.preference import kto
 
-    model, reference = load_policies(args, has_reference=True)
+    model, reference = load_policies(place, has_reference=True, reference=args.reference)
     return kto(
-        model, tokenizer, examples, args.schedule, args.optim,
-        reference=reference, loss=partial(own or losses.kto_unpaired, beta=flags.beta, **weights),
-        reference_point=None if flags.loss == "apo_zero" else losses.kto_reference_point,
-        batch_size=args.examples.batch_size, eval_examples=held_out, parts=parts,
+        model, place.tokenizer, made.examples, args.schedule, place.optim, reference=reference,
+        loss=partial(own or losses.kto_unpaired, **weights), batch_size=args.examples.batch_size,
+        reference_point=None if args.loss.loss == "apo_zero" else losses.kto_reference_point,
+        eval_examples=made.held_out, parts=made.parts,
     )  # fmt: skip
 
 
-def warn_of_labels(args: Args, examples: list[Any]) -> None:
+def warn_of_labels(loss: Loss, data: Data, examples: list[Any]) -> None:
     """Warn of data with a single label, and of weights outside the paper's range: w_d n_d / (w_u n_u) in [1, 4/3]."""
     good = sum(e.desirable for e in examples)
     bad = len(examples) - good
     if not (good and bad):
         log.warning(
             "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
-            " ".join(args.data.files()), len(examples), "desirable" if good else "undesirable",
+            " ".join(data.files()), len(examples), "desirable" if good else "undesirable",
         )  # fmt: skip
-    desirable, undesirable = args.loss.desirable_weight * good, args.loss.undesirable_weight * bad
+    desirable, undesirable = loss.desirable_weight * good, loss.undesirable_weight * bad
     if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:
         log.warning(
             "%d desirable and %d undesirable responses: balance them with --undesirable-weight %.3g or "

@@ -9,15 +9,16 @@ Data, rewards, environments and engines are those of `rlkit grpo`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.engines import open_engine
-from rlkit.scripts.start import advantage_of, check_rank, kl_estimator_of, where
-from rlkit.scripts.task import load_models, open_task
+from rlkit.scripts.start import Place, check_rank, open_place
+from rlkit.scripts.task import bring, clipped_loss, load_models, make_task, with_engine
+from rlkit.scripts.trial import advantage_of, kl_estimator_of
 from rlkit.settings import (
     Bins,
     CountOr0,
@@ -77,50 +78,56 @@ class Args:
     """rank of LoRA adapters of the critic, which train with its head alone; 0: train all its weights"""
     engine: Flat[Engines] = Engines()
 
+    def __post_init__(self) -> None:
+        refuse_if(
+            self.loss.advantage.partition("(")[0] == "vtrace" and self.correction.correction != "none",
+            "`advantage` vtrace has the ratio to the sampling policy in it: add `correction` none",
+        )
+
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    name = args.loss.advantage.partition("(")[0]
-    refuse_if(
-        name == "vtrace" and args.correction.correction != "none",
-        "`advantage` vtrace has the ratio to the sampling policy in it: add `correction` none",
-    )
-    given = {field: getattr(args.values, field) for field in ("gamma", "lam_policy", "lam_value")}
-    advantage = advantage_of(args.loss.advantage, values=True, **given) if name != "gae" else None
+    given = {name: getattr(args.values, name) for name in ("gamma", "lam_policy", "lam_value")}
+    advantage = advantage_of(args.loss.advantage, values=True, **given)
+    kl_estimator = kl_estimator_of(args.kl, args.penalties, place="reward")
+    brought = bring(args)
+    place = open_place(args, brought)
+    task = make_task(args, brought, place)
+    from rlkit.loops.ppo import ppo
+
+    load_critic = checked_critic(args, place)
+    model, reference, rollouts = load_models(args, place)
+    critic = load_critic()
+    return with_engine(args, place, model, lambda engine: ppo(
+        model, critic, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
+        args.values, loss=clipped_loss(args.loss, args.correction), advantage=advantage, kl_estimator=kl_estimator,
+        reference=reference,
+    ))  # fmt: skip
+
+
+def checked_critic(args: Args, place: Place) -> Callable[[], Any]:
+    """A function that loads the critic, whose head and adapters are checked now."""
+    from rlkit.model.heads import head_of
+    from rlkit.model.launch import load_critic, report_model
+
     if args.values.critic_steps >= args.schedule.steps > 0:
         log.warning(
             "--critic-steps %d is not below --steps %d: only the critic learns, never the policy",
             args.values.critic_steps, args.schedule.steps,
         )  # fmt: skip
-    kl_estimator = kl_estimator_of(args, place="reward")
-    args, tokenizer, task = open_task(args)
-    from rlkit.loops.ppo import ppo
-    from rlkit.loops.updates import PolicyLoss, clipped, per_token
-    from rlkit.model.heads import head_of
-    from rlkit.model.launch import load_critic, report_model
-    from rlkit.model.pretrained import load_config
-    from rlkit.run.sync import run_sync
+    path, rank = args.critic or place.model.model, args.critic_lora_rank
+    check_rank(place.configs[path], rank)
+    head_of(place.configs[path], args.bins)
+    alpha = None if place.model.adapter else place.lora.lora_alpha
+    lora = replace(place.lora, lora_rank=rank, lora_alpha=alpha).options() if rank else {}
+    lora |= {} if args.critic else {"adapter": place.model.adapter}
 
-    path, rank = args.critic or args.model.model, args.critic_lora_rank
-    alpha = None if args.model.adapter else args.lora.lora_alpha
-    lora = replace(args.lora, lora_rank=rank, lora_alpha=alpha).options() if rank else {}
-    lora |= {} if args.critic else {"adapter": args.model.adapter}
-    check_rank(path, args.critic_lora_rank)
-    head_of(load_config(path), args.bins)
-    model, reference, rollouts = load_models(args, tokenizer)
-    critic = load_critic(path, **where(args), bins=args.bins, **lora)
-    report_model(critic, dtype=str(args.optim.dtype), name="critic")
-    clip = partial(clipped, clip_low=args.loss.clip_low, clip_high=args.loss.clip_high)
-    loss = PolicyLoss(clip, per_token, args.correction.function())
+    def make() -> Any:
+        critic = load_critic(path, **place.loading(), bins=args.bins, **lora)
+        report_model(critic, dtype=str(place.optim.dtype), name="critic")
+        return critic
 
-    async def train() -> Path:
-        async with open_engine(args, model, tokenizer) as engine:
-            return await ppo(
-                model, critic, tokenizer, engine, task, rollouts, args.schedule, args.optim, args.penalties,
-                args.values, loss=loss, advantage=advantage, kl_estimator=kl_estimator, reference=reference,
-            )  # fmt: skip
-
-    return run_sync(train())
+    return make
 
 
 if __name__ == "__main__":

@@ -17,9 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from rlkit.data.examples import preference_pairs
+from rlkit.data.rows import PAIR
 from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import check_rank, offline, own_loss, report_adapter, trial_of, where
+from rlkit.scripts.offline import bring, make_examples
+from rlkit.scripts.start import load_trained, open_place
+from rlkit.scripts.trial import own_loss, trial_of
 from rlkit.settings import For, NotNegative, Optim, Schedule, check, named
 
 
@@ -44,21 +48,17 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    from rlkit.data.examples import preference_pairs
-    from rlkit.data.rows import PAIR
-
     own = own_loss(args.loss, trial_of(lambda trial: trial.try_pair_loss))
-    args, tokenizer, (pairs, parts), held_out, _ = offline(args, preference_pairs, PAIR)
+    brought = bring(args, PAIR)
+    place = open_place(args, brought)
+    made = make_examples(args, brought, place, preference_pairs, PAIR)
     from rlkit.loops.reward_model import reward_model
     from rlkit.losses import bradley_terry
-    from rlkit.model.launch import load_judge, report_model
+    from rlkit.model.launch import load_judge
 
-    check_rank(args.model.model, args.lora.lora_rank)
-    model = load_judge(args.model.model, **where(args), adapter=args.model.adapter, **args.lora.options())
-    report_model(model, dtype=str(args.optim.dtype))
-    report_adapter(args.model, args.lora)
+    model = load_trained(place, partial(load_judge, **place.loading()))
     return reward_model(
-        model, tokenizer, pairs, args.schedule, args.optim, eval_pairs=held_out, parts=parts,
+        model, place.tokenizer, made.examples, args.schedule, place.optim, eval_pairs=made.held_out, parts=made.parts,
         loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,
     )  # fmt: skip
 

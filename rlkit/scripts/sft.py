@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlkit.data.examples import sft_examples
+from rlkit.data.rows import SFT
 from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.start import load_policies, offline
-from rlkit.scripts.task import offline_sets
+from rlkit.scripts.offline import answer_sets, bring, make_examples
+from rlkit.scripts.start import load_policies, open_place
 from rlkit.settings import Optim, Schedule
 
 
@@ -34,17 +36,15 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    from rlkit.data.examples import sft_examples
-    from rlkit.data.rows import SFT
-
-    args, tokenizer, (examples, parts), held_out, sets = offline(args, sft_examples, *SFT, answers=offline_sets)
+    brought = bring(args, *SFT)
+    place = open_place(args, brought)
+    made = make_examples(args, brought, place, sft_examples, *SFT)
     from rlkit.loops.sft import sft
 
-    model, _ = load_policies(args, has_reference=False)
-    batch_size = args.examples.batch_size
+    model, _ = load_policies(place, has_reference=False)
     return sft(
-        model, tokenizer, examples, args.schedule, args.optim, batch_size=batch_size, eval_examples=held_out,
-        eval_sets=sets(tokenizer, model), parts=parts,
+        model, place.tokenizer, made.examples, args.schedule, place.optim, batch_size=args.examples.batch_size,
+        eval_examples=made.held_out, eval_sets=answer_sets(args, brought, place, model), parts=made.parts,
     )  # fmt: skip
 
 

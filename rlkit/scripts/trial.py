@@ -1,19 +1,242 @@
-"""Try the user's functions before a model is loaded, so that their mistakes are errors of the command line."""
+"""The user's functions, FILE.py:FUNCTION: loaded, checked, and called before a model is loaded.
+
+Their mistakes are then errors of the command line.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
 from threading import Timer
 from typing import Any
 
 from rlkit._extras import MissingExtra
 from rlkit.ranks import is_first
-from rlkit.scripts.args import Episodes
+from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Episodes, Evaluation, KlEstimator
+from rlkit.scripts.cli import LossError
+from rlkit.settings import Penalties, refuse_if
 
 _log = logging.getLogger("rlkit.rewards")
 _SLOW_S = 10.0
+OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once there is a tokenizer
+
+
+def function_of(flag: str, spec: str) -> Any:
+    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if it does not exist."""
+    from rlkit.rewards.load import load_function
+
+    try:
+        return load_function(spec)
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
+        raise ValueError(f"`{flag}` {spec}: {error}") from None
+    except ImportError as error:
+        raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
+
+
+def tried_function(flag: str, spec: str, trial: Callable[[Any], object]) -> Any:
+    """`function_of`, after `trial(function)` has called it; ValueError, with the flag, for one that it refuses."""
+    function = function_of(flag, spec)
+    try:
+        trial(function)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`{flag}` {spec}: {error}") from error
+    return function
+
+
+def trial_of(choose: Callable[[Any], Any], **options: Any) -> Callable[[Any], object]:
+    """The function that `choose` takes of `rlkit.loops.trial`, which is imported, with torch, when it is called."""
+
+    def trial(function: Any) -> None:
+        from rlkit.loops import trial
+
+        choose(trial)(function, **options)
+
+    return trial
+
+
+def own_loss(spec: str, trial: Callable[[Any], object]) -> Any:
+    """`tried_function` of `--loss FILE.py:FUNCTION`, a loss per element; None for the name of one of rlkit."""
+    return _checked_loss(f"--loss {spec}", spec, tried_function("loss", spec, trial)) if ":" in spec else None
+
+
+def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss function; LossError, with the user's line, where it raises or returns no loss per element."""
+    calls = 0
+
+    @wraps(function)
+    def checked(x: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        import torch
+
+        try:
+            found = function(x, *args, **options)
+        except Exception as error:
+            file = str(Path(spec.rpartition(":")[0]).expanduser().absolute())
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+            raise LossError(f"{given} failed: {type(error).__name__}: {error}{where}") from error
+        expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
+        if not isinstance(found, torch.Tensor):
+            raise LossError(f"{given} must return {expected}, got {type(found).__name__} {found!r:.80}")
+        if found.shape != x.shape:
+            raise LossError(f"{given} must return {expected}, got shape {list(found.shape)}: do not average it")
+        if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+            fix = "compute it with torch, without .detach(), .item() or no_grad"
+            raise LossError(f"{given} must return {expected}, and it has no gradient with respect to that: {fix}")
+        calls += 1
+        if calls == 1 and found.numel() and bool(found.isnan().all()):
+            raise LossError(f"{given} must return {expected}, and all of it is NaN at the first call")
+        return found
+
+    return checked
+
+
+def own_optimizer(spec: str) -> Any:
+    """The function of `--optimizer FILE.py:FUNCTION`, tried on a small matrix; None for the name of one of rlkit."""
+    if ":" not in spec:
+        return None
+    import torch
+
+    from rlkit.model.optim import check_optimizer
+
+    make = function_of("optimizer", spec)
+    try:
+        check_optimizer(make([{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "weight_decay": 0.0}]))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--optimizer {spec} failed on a parameter group: {what}") from error
+    return make
+
+
+def advantage_of(text: str | None, *, values: bool, **given: Any) -> Any:
+    """The estimator of `--advantage`, with those of the options `given` that it has; None without one and for gae.
+
+    ValueError for one that does not exist, that needs a critic's `values` that are not there, or of yours that fails on
+    a small batch.
+    """
+    name = (text or "gae").partition("(")[0]
+    if text is None or (values and name == "gae"):
+        return None
+    own = ":" in name
+    trial = trial_of(lambda trial: trial.try_advantage, values=values) if own else callable
+    function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
+    refuse_if(
+        name in OF_VALUES and not values,
+        f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
+    )
+    refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
+    bound = getattr(function, "keywords", {})
+    parameters = inspect.signature(function).parameters
+    return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
+
+
+def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss") -> Any:
+    """The function of `--kl-estimator`, or None; `place` is where the script puts the KL by default.
+
+    ValueError for an estimator that does not suit the place, and for one of yours that fails on a few tokens.
+    """
+    name = kl.kl_estimator
+    if name is None:
+        return None
+    refuse_if(not penalties.has_kl, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`")
+    from rlkit import losses
+    from rlkit.loops.coefficients import kl_term
+
+    if ":" in name:
+        function = tried_function("kl_estimator", name, trial_of(lambda trial: trial.try_kl))
+    else:
+        function = getattr(losses, "unbiased_kl" if name == "unbiased" else name)
+    return kl_term(penalties, function, default=place).estimator
+
+
+def own_rewards(how: Evaluation, episodes: Episodes, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
+    """`read_reward` of each held-out set that has a reward of its own."""
+    given = {name: specs for name in held_out if (specs := how.reward_of(name))}
+    return {
+        name: read_reward(replace(episodes, reward=specs), held_out[name], flag="eval_reward", trial=how.trial)
+        for name, specs in given.items()
+    }
+
+
+def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bool = True) -> OfTokenizer:
+    """A function from the tokenizer to the `score` of `rlkit.rollout.rollout`, of the functions of `reward`.
+
+    They are checked against the rows of each of the `parts` of the data, and with `trial` called on a row of each.
+    ValueError for a function that does not exist, that cannot be called with what a sample has, that needs a column
+    which a row lacks, or that fails. Does not import torch.
+    """
+    found = reward_functions(episodes, *parts, flag=flag)
+    if trial:
+        try_rewards(found, episodes, *parts, flag=flag)
+
+    def of_tokenizer(tokenizer: Any) -> Any:
+        from rlkit.rewards.combine import scalarized, weighted
+        from rlkit.rewards.scoring import env_rewards, scorer
+        from rlkit.rollout.agents.command import scored
+
+        done = scored if episodes.agent else lambda score: score
+        limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}
+        if not found:
+            return done(env_rewards(max_failed=episodes.max_failed))
+        weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
+        reward, *_ = found.values()
+        if [*weights.values()] != [None]:
+            each = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+            reward = weighted(found, weights=each, timeout_s=episodes.reward_timeout)
+            if episodes.combine != "sum":
+                how = combining(episodes)
+                reward = scalarized(found, weights=each, scalarize=how, timeout_s=episodes.reward_timeout)
+        return done(scorer(reward, tokenizer=tokenizer, **limits))
+
+    return of_tokenizer
+
+
+def combining(episodes: Episodes) -> Any:
+    """The function of rewards `[N, K]` and weights `[K]` of `combine`."""
+    import torch
+
+    from rlkit import objectives
+
+    match episodes.combine:
+        case "tchebycheff":
+            ideal = torch.tensor(episodes.ideal, dtype=torch.float64)
+            return lambda rewards, weights: objectives.tchebycheff(rewards, weights=weights, ideal=ideal)
+        case "normalize_then_sum":
+            one = lambda rewards: torch.zeros(len(rewards), dtype=torch.long)  # noqa: E731
+            return lambda x, weights: objectives.normalize_then_sum(x, group_ids=one(x), weights=weights)
+        case _:
+            return lambda rewards, weights: objectives.lexicographic(rewards)  # noqa: ARG005
+
+
+def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:
+    """The checked functions of `reward`, by name."""
+    from rlkit.compat.rewards import adapted
+    from rlkit.data.rows import drop
+    from rlkit.rewards.call import ONE_TURN, check_signature
+    from rlkit.rewards.rows import check_rows
+    from rlkit.rewards.text import gold_answer
+
+    found = {}
+    for name, (spec, _) in episodes.rewards().items():
+        function = function_of(flag, spec)
+        try:
+            found[name] = function = adapted(function)
+            check_signature(function, set(ONE_TURN) if episodes.one_turn else None)
+            check_rows(function, *parts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{flag}` {spec}: {error}") from None
+    for rows in parts if found else ():
+        golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
+        if any(gold is not None for _, gold in golds):
+            why = "have no gold answer (missing or null)"
+            drop(rows, golds, lambda gold: gold is None, what="rows", why=why, keep=True)
+    return found
 
 
 def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, flag: str) -> None:
@@ -35,15 +258,14 @@ def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, f
             _log.warning("%s: %s", trial.place, trial.note)
 
 
-def try_env(args: Any, tokenizer: Any, env: Any, prompts: Sequence[Any], *, ends: Sequence[int]) -> None:
+def try_env(how: Episodes, tokenizer: Any, env: Any, prompts: Sequence[Any], *, ends: Sequence[int]) -> None:
     """Play one step of an episode of `env` or `tools` on the first prompt, with its gold answer and one of the tokens
     `ends` as the policy's turn.
 
     ValueError for an environment that fails; one that has not come that far after `reward_timeout` is logged. An
     `agent` is not run.
     """
-    how = args.episodes
-    if not is_first() or not args.evaluation.trial or not prompts or (how.env is None and not how.tools):
+    if not is_first() or not prompts or (how.env is None and not how.tools):
         return
     from rlkit.rewards.episodes import any_reward
     from rlkit.rewards.episodes import try_env as play

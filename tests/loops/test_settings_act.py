@@ -6,7 +6,6 @@ import asyncio
 import json
 from dataclasses import fields
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from rlkit.model.heads import load_value_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.scripts.grpo import Loss
-from rlkit.scripts.start import warn_of_clip
+from rlkit.scripts.task import warn_of_clip
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(4)]
@@ -170,7 +169,7 @@ def test_a_baseline_over_the_batch_takes_single_samples(tmp_path):
 @pytest.mark.parametrize(("flags", "steps"), [({"clip_high": 0.3}, 1), ({"clip_high": 0.3}, 2), ({}, 1)])
 def test_a_clip_that_cannot_act_is_named(flags, steps, caplog):
     """With one optimizer step on a batch every ratio is 1."""
-    warn_of_clip(SimpleNamespace(loss=Loss(**flags), rollouts=Rollouts(epochs=steps)))
+    warn_of_clip(Loss(**flags), Rollouts(epochs=steps))
     assert ("--clip-high: nothing is clipped" in caplog.text) == (bool(flags) and steps == 1)
 
 

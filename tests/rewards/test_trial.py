@@ -18,7 +18,7 @@ from rlkit.rewards.trial import try_reward
 from rlkit.run.sync import run_sync
 from rlkit.scripts import cli, trial
 from rlkit.scripts.args import Episodes
-from rlkit.scripts.task import read_reward
+from rlkit.scripts.trial import read_reward
 
 HEAD = "import asyncio, json, math, re, sys\nimport numpy as np\n\n"
 NEVER = "to the row's own answer"

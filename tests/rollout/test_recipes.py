@@ -135,7 +135,6 @@ async def test_the_lines_for_the_command_line(tmp_path):
         "env = partial(envs.rl2, step)\n"
     )
     episodes = Episodes(env=f"{tmp_path / 'my_env.py'}:env")
-    args = SimpleNamespace(episodes=episodes, rollouts=Rollouts(), data=Data("rows.jsonl"))
-    env = read_env(args)(tokenizer)
+    env = read_env(episodes, Data("rows.jsonl"), Rollouts(), output=tmp_path)(tokenizer)
     (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "42"))
     assert (piece.reward, piece.score) == (1.0, 1.0)

@@ -111,8 +111,9 @@ def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
     ],
 )
 def test_an_agent_that_cannot_start_is_refused_before_a_model_is_loaded(files, how, message):
+    args, row = args_of(files, **how), {"prompt": "1+1", "numbers": [1]}
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_env(args_of(files, **how), [{"prompt": "1+1", "numbers": [1]}])
+        read_env(args.episodes, args.data, args.rollouts, [row], output=files / "run")
 
 
 def test_the_folder_of_the_command_line_is_that_of_its_files(files):

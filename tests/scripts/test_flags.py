@@ -14,7 +14,6 @@ import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import nightly
@@ -165,7 +164,7 @@ def test_weights_do_not_go_to_another_machine_through_memory():
     with pytest.raises(
         ValueError, match=r"^`engine_urls` http://192.0.2.7:1 is another machine: .*`weight_sync` group"
     ):
-        check_engine(SimpleNamespace(engine=how))
+        check_engine(how)
 
 
 def test_meaningful_values_are_accepted():

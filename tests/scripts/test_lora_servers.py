@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.lora import add_lora
 from rlkit.rollout.engines import EngineError
-from rlkit.scripts.engines import open_engine
-from rlkit.settings import Engines, Rollouts
+from rlkit.scripts.args import Model
+from rlkit.scripts.engines import EngineSpec, open_engine
+from rlkit.settings import Engines
 
 pytest.importorskip("peft")
 STAND_IN = f"""#!{sys.executable}
@@ -56,12 +56,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def args_of(folder: Path, **engine: Any) -> Any:
-    return SimpleNamespace(
-        engine=Engines(**engine), rollouts=Rollouts(),
-        model=SimpleNamespace(model=str(folder / "model"), device="cpu", deterministic=False, train_vision=False),
-        schedule=SimpleNamespace(output=folder / "run"),
-        episodes=SimpleNamespace(env=None, tools=None, max_len=lambda _: 128),
-    )  # fmt: skip
+    return EngineSpec(Engines(**engine), Model(str(folder / "model"), device="cpu"), folder / "run", max_len=128)
 
 
 def started(python: Path) -> list[tuple[str, str | None]]:

@@ -21,7 +21,7 @@ from rlkit.rollout.groups import Prompt, sample_group
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run
-from rlkit.scripts.task import read_reward
+from rlkit.scripts.trial import read_reward
 from rlkit.types import Completion
 
 ROOT = Path(__file__).parents[2]

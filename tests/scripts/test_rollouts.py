@@ -21,7 +21,9 @@ from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
 from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.grpo import Args, Loss, keep_group, policy_loss
-from rlkit.scripts.task import check_lengths, load_models, open_task, read_env, read_reward, render
+from rlkit.scripts.start import open_place
+from rlkit.scripts.task import bring, check_lengths, load_models, make_task, read_env, render
+from rlkit.scripts.trial import read_reward
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Trajectory
 
@@ -65,8 +67,18 @@ def args_of(files, **changes):
     return Args(**made)
 
 
+def opened(args, **options):
+    brought = bring(args)
+    place = open_place(args, brought)
+    return place, make_task(args, brought, place, **options)
+
+
+def env_of(args):
+    return read_env(args.episodes, args.data, args.rollouts, output=args.schedule.output)
+
+
 def prompts_of(args, tokenizer):
-    return render(args, tokenizer, args.data.rows(PROMPT)[0][0])
+    return render(args, tokenizer, None, args.data.rows(PROMPT)[0][0])
 
 
 def test_flags_reach_the_task_and_the_rollouts(files):
@@ -75,8 +87,8 @@ def test_flags_reach_the_task_and_the_rollouts(files):
     for part in (model, tokenizer):
         part.save_pretrained(files / "model")
     args = args_of(files, kl_coef=0.1, stop=("!",), stop_token_ids=(7,), success_range=(0.1, 0.9), device="cpu")
-    args, found, task = open_task(args, keep_group=keep_group(args.loss))
-    _, reference, rollouts = load_models(args, found)
+    place, task = opened(args, keep_group=keep_group(args.loss))
+    _, reference, rollouts = load_models(args, place)
     assert rollouts.params.stop == ("!",)
     assert {7, tokenizer.eos_token_id} <= {*rollouts.params.stop_token_ids}
     assert reference is not None
@@ -131,7 +143,7 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     args = args_of(files, tools=(f"{files / 'mine.py'}:weather",), max_sampled_tokens=300, max_turns=5)
     (prompt,) = prompts_of(args, tokenizer)
     assert "Look the weather up." in tokenizer.decode(prompt.ids)
-    env, score = read_env(args)(tokenizer), read_reward(args.episodes)(tokenizer)
+    env, score = env_of(args)(tokenizer), read_reward(args.episodes)(tokenizer)
     ask = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
     script = Script(tokenizer, ask.format("Atlantis"), ask.format("Paris"), "There is rain.")
     pieces = await env(prompt, script)
@@ -158,7 +170,7 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
 def test_what_is_no_environment_is_refused(files, code, message):
     (files / "game.py").write_text(code)
     with pytest.raises(ValueError, match=f"^`env` .*game.py:env: .*{re.escape(message)}"):
-        read_env(args_of(files, env=f"{files / 'game.py'}:env"))(tiny_tokenizer())
+        env_of(args_of(files, env=f"{files / 'game.py'}:env"))(tiny_tokenizer())
 
 
 def test_a_wrong_environment_is_refused_before_torch_is_loaded(files):
@@ -189,7 +201,7 @@ def test_string_prompts_are_reported_once(files, caplog, row, flags, num):
     tokenizer.save_pretrained(files / "model")
     tiny_model(tokenizer).config.save_pretrained(files / "model")
     args = args_of(files, eval_data=str(files / "data.jsonl"), device="cpu", **flags)
-    open_task(args)
+    opened(args)
     assert sum("string prompts are one user message" in line for line in caplog.messages) == num
 
 
@@ -199,13 +211,17 @@ def test_roles_that_plain_text_leaves_out_are_reported(files, caplog):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(files / "model")
     tiny_model(tokenizer).config.save_pretrained(files / "model")
-    open_task(args_of(files, device="cpu", chat_template=False))
+    opened(args_of(files, device="cpu", chat_template=False))
     assert caplog.messages.count("--no-chat-template joins messages as plain text, without roles") == 1
 
 
 def test_lengths_fit_the_model_and_a_micro_batch(files):
     (prompt,) = [Prompt([1] * 30, {}, 0)]
     config = SimpleNamespace(max_position_embeddings=512)
+
+    def check(args):
+        check_lengths(args.episodes, args.rollouts, [prompt], config, max_tokens=args.optim.max_tokens)
+
     for flags, message in [
         ({}, r"`max_prompt_tokens` \+ `max_new_tokens` is 2048, and the model has 512 positions"),
         ({"max_total_tokens": 600}, "`max_total_tokens` is 600, and"),
@@ -219,10 +235,10 @@ def test_lengths_fit_the_model_and_a_micro_batch(files):
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_lengths(args_of(files, **flags), [prompt], config)
-    fits = args_of(files, max_total_tokens=500, max_new_tokens=90, max_tokens=120)
-    check_lengths(fits, [prompt], config)
-    check_lengths(args_of(files), [prompt], SimpleNamespace())
+            check(args_of(files, **flags))
+    check(args_of(files, max_total_tokens=500, max_new_tokens=90, max_tokens=120))
+    config = SimpleNamespace()
+    check(args_of(files))
 
 
 def test_a_prompt_without_room_for_an_answer_is_dropped(files):

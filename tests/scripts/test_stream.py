@@ -64,7 +64,7 @@ def test_pairs_stream_too(task, tmp_path, command):
     ],
 )
 def test_what_does_not_stream_is_one_line(task, tmp_path, monkeypatch, command, data, flags, message):
-    monkeypatch.setattr("rlkit.scripts.start.STREAM_HEAD", 5)
+    monkeypatch.setattr("rlkit.scripts.offline.STREAM_HEAD", 5)
     (task / "a.csv").write_text("prompt,response\na,b\n")
     good = json.dumps(SFT[0]) + "\n"
     (task / "bad.jsonl").write_text(good * 11 + "oops\n" + good)

@@ -10,13 +10,13 @@ from transformers import Qwen3Config
 
 from rlkit.scripts.cli import on_ranks, parsed
 from rlkit.scripts.grpo import Args
-from rlkit.scripts.start import within_memory
+from rlkit.scripts.start import Place, within_memory
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def args(tmp_path):
+def place(tmp_path):
     """0.6 B weights: 8.9 GiB of states, and 1.1 for the engine's copy."""
     sizes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     config = Qwen3Config(
@@ -24,7 +24,8 @@ def args(tmp_path):
     )
     config.save_pretrained(tmp_path)
     flags = ["--model", str(tmp_path), "--data", str(tmp_path / "x.jsonl"), "--reward", "x.py:f"]
-    return parsed([*flags, "--output", str(tmp_path / "run")], Args)
+    args = parsed([*flags, "--output", str(tmp_path / "run")], Args)
+    return Place(args.model, args.lora, args.optim, True, None, {args.model.model: config})
 
 
 @pytest.mark.parametrize(
@@ -35,20 +36,20 @@ def args(tmp_path):
         (14, True, 8192, "activation checkpointing is on, --max-tokens is 8192 instead of 16384\n"),
     ],
 )
-def test_the_flags_follow_the_memory(args, capsys, gib, checkpointing, tokens, line):
-    fitted = within_memory(args, gib * GIB)
+def test_the_flags_follow_the_memory(place, capsys, gib, checkpointing, tokens, line):
+    fitted = within_memory(place, gib * GIB, samples=True)
     assert fitted.model.parallel.activation_checkpointing is checkpointing
     assert fitted.optim.max_tokens == tokens
     assert capsys.readouterr().out.endswith(line)
-    rest = replace(fitted, optim=args.optim, model=args.model)
-    assert rest == args
+    rest = replace(fitted, optim=place.optim, model=place.model)
+    assert rest == place
 
 
-def test_a_training_that_no_micro_batch_saves_is_refused(args):
+def test_a_training_that_no_micro_batch_saves_is_refused(place):
     with pytest.raises(
         ValueError, match=r"all weights of 0\.6 B parameters on 8 GiB does not fit: give `lora_rank` 32"
     ):
-        within_memory(args, 8 * GIB)
+        within_memory(place, 8 * GIB, samples=True)
 
 
 def test_running_out_of_memory_names_the_flags(capsys):

@@ -1,0 +1,184 @@
+"""What the scripts on fixed data share: rows, examples, and the held-out sets on which answers are sampled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from rlkit.data.load import place_of
+from rlkit.data.vocabulary import check_vocabulary
+from rlkit.ranks import launched
+from rlkit.run.console import data_progress
+from rlkit.scripts.args import Data, Episodes, Evaluation, Examples, log
+from rlkit.scripts.start import (
+    Brought,
+    Place,
+    check_flags,
+    image_reader,
+    mixture,
+    note_strings,
+    warn_of_repeats,
+)
+from rlkit.scripts.trial import own_rewards
+from rlkit.settings import Optim, SamplingParams, refuse_if
+
+if TYPE_CHECKING:
+    from rlkit.data.order import Part
+    from rlkit.scripts import dpo, sft
+    from rlkit.scripts.start import Offline
+
+STREAM_HEAD = 1000  # rows of each file that are read at the start of a run that streams
+
+
+@dataclass(frozen=True)
+class Made:
+    """Examples, pairs or labelled responses: of training (a list, or as they stream) and of each held-out set.
+
+    `parts` are the size, the weight and the files of each part of the data.
+    """
+
+    examples: Any
+    parts: list[Part]
+    held_out: dict[str, list[Any]]
+
+
+def bring(args: Offline, *forms: Any) -> Brought:
+    """What the user brought, checked before torch is loaded; ValueError for a row that has none of the `forms`."""
+    model, lora = check_flags(args)
+    if args.examples.stream:
+        check_stream(args.examples, args.optim, *forms)
+    parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
+    how = getattr(args, "evaluation", Evaluation())
+    how.check_sets(args.data.eval_files())
+    refuse_if(how.eval_sampling and not how.eval_reward, "`eval_sampling` requires `eval_reward`")
+    refuse_if(
+        how.eval_reward and launched(),
+        "`eval_reward` samples in one process: drop it, and run rlkit eval on the export",
+    )
+    own = own_rewards(how, Episodes(), questions(how, held_out))
+    return Brought(model, lora, args.data.expanded(), parts, held_out, own)
+
+
+def make_examples(
+    args: Offline, brought: Brought, place: Place, read: Callable[..., tuple[list[Any], int]], *forms: Any
+) -> Made:
+    """The examples that `read` makes of the training rows, and of those of each held-out set."""
+    data, how, path = brought.data, args.examples, place.model.model
+    every_row = chain(*brought.parts, *brought.held_out.values())
+    render: dict[str, Any] = {
+        "tokenizer": place.tokenizer,
+        "max_example_tokens": longest_example(how, *place.configs.values()),
+        "images": image_reader(path, place.tokenizer, every_row, place.config),
+        **data.rendering(),
+    }
+
+    num_rows = place.num_rows
+
+    def make(rows: Any) -> list[Any]:
+        made = read(rows, **render)[0]
+        check_vocabulary(made, rows=rows, tokenizer=place.tokenizer, num_rows=num_rows)
+        return made
+
+    with data_progress():
+        of_part = [make(part) for part in brought.parts]
+    every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
+    if how.stream:
+        every, sizes = _streamed(data, make, *forms, head=every)
+    note_strings(data, brought.parts[0])
+    warn_of_repeats("--batch-size", how.batch_size, len(every))
+    return Made(every, mixture(data, sizes), {name: make(part) for name, part in brought.held_out.items()})
+
+
+def longest_example(how: Examples, *configs: Any) -> int:
+    """`max_example_tokens`, or the positions of one of the models where it has fewer, which is logged."""
+    from rlkit.model.positions import check_positions, positions
+
+    longest = how.max_example_tokens
+    for config in configs:
+        try:
+            check_positions(longest, config, what="--max-example-tokens", fix="longer examples count as too long")
+        except ValueError as error:
+            log.warning("%s", error)
+            longest = positions(config, packed=True) or longest
+    return longest
+
+
+def check_stream(how: Examples, optim: Optim, *forms: Any) -> None:
+    """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
+    from rlkit.data.rows import LABELLED, PAIR
+
+    refuse_if(LABELLED in forms, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
+    num, most = (2 if PAIR in forms else 1) * how.max_example_tokens, optim.max_tokens
+    refuse_if(num > most, f"`stream`: an example may have {num} tokens, and `max_tokens` is {most}: raise it")
+
+
+def _streamed(data: Data, make: Callable[[Any], Any], *forms: Any, head: list[Any]) -> tuple[Any, list[int]]:
+    """The training examples as they stream, and the number of rows of each part of the data."""
+    from rlkit.data.load import Rows
+    from rlkit.data.streaming import DiskRows, Streamed
+
+    rows = DiskRows(*(files for files, _ in data.parts()), rename=data.rename)
+    first = cache(rows.row)  # of a file: it decides the form of the others
+
+    def of_row(index: int) -> Any:
+        one, row = first(rows.file_of(index).start), rows.row(index)
+        both = Rows([*one, *row], source=row.source, places=[*one.places, *row.places])
+        return make(Rows(data.read(both, *forms)[1:], source=row.source, places=row.places))
+
+    return Streamed(rows, of_row, head=head), rows.sizes
+
+
+def questions(how: Evaluation, held_out: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of the held-out sets that have an `eval_reward`, as questions."""
+    from rlkit.data.load import Rows
+
+    found = {}
+    for name in filter(how.reward_of, held_out):
+        part = held_out[name][: how.eval_limit]
+        found[name] = Rows(map(asked, part), source="", places=[place_of(held_out[name], i) for i in range(len(part))])
+    return found
+
+
+def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model: Any) -> dict[str, Any]:
+    """The held-out sets on which answers are sampled and given the rewards of `eval_reward`; none without that flag."""
+    from rlkit.data.chat import stop_token_ids
+    from rlkit.data.prompts import rl_prompts
+    from rlkit.loops.evaluate import EvalSet
+    from rlkit.model.positions import positions
+
+    found, tokenizer, data = {}, place.tokenizer, brought.data
+    longest = min(args.examples.max_example_tokens, (positions(model.config) or sys.maxsize) - 1)
+    for name, part in questions(args.evaluation, brought.held_out).items():
+        ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
+        sampling = args.evaluation.sampling_of(name)
+        samples = sampling.pop("samples", 1)
+        prompts = rl_prompts(
+            part, tokenizer=tokenizer, max_prompt_tokens=longest,
+            images=image_reader(place.model.model, tokenizer, part, place.config), **data.rendering(),
+        )[0]  # fmt: skip
+        params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
+        found[name] = EvalSet(prompts, brought.own_rewards[name](tokenizer), params, samples)
+    return found
+
+
+def asked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of fixed data as a question: its prompt, or its conversation without the last answer.
+
+    Where the row has no gold answer, `answer` is the text of that answer.
+    """
+    from rlkit.rewards.text import gold_answer
+
+    given = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
+    answer = next((value for value in given if value is not None), None)
+    question = {
+        name: value for name, value in row.items() if name not in ("chosen", "rejected", "response", "completion")
+    }
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and answer[-1].get("role") == "assistant":
+        if len(answer) > 1:
+            question["messages"] = answer[:-1]
+        answer = answer[-1].get("content")
+    return question if gold_answer(row) is not None or not isinstance(answer, str) else question | {"answer": answer}
