@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit.losses.distillation import CHUNK_SIZE, MIN_LOGP, by_rows, topk_rows
+from rlkit.losses.distillation import CHUNK_SIZE, MIN_LOGP, by_rows, check_support, topk_rows
 from rlkit.model.alignment import aligned
 from rlkit.model.families import gives_logits
 from rlkit.model.forward import (
@@ -106,6 +106,8 @@ def with_divergence(
     time, and again in the backward.
     """
     local: Sequence[LocalTeacher] = teachers if batch.teacher_logp is None else ()
+    if batch.teacher_logp is not None:
+        check_support(batch.teacher_ids, batch.teacher_logp, mask=batch.mask)
     found = [_rows_of(i, teacher, batch) for i, teacher in enumerate(local)]
 
     def head(hidden: Tensor, spread: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
