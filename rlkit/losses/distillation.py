@@ -45,16 +45,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._tensors import (
-    check_cu_seqlens,
-    check_float,
-    check_mask,
-    check_not_negative,
-    check_same_shape,
-    masked,
-    readable,
-    upcast,
-)
+from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
@@ -384,20 +375,18 @@ def _topk(
     return by_rows(divergence, student_logits, ids, teacher_logp.detach(), chunk_size=chunk_size, mask=mask)
 
 
-def check_support(ids: Tensor, teacher_logp: Tensor, *, mask: Tensor | None, vocab_size: int | None = None) -> None:
-    """Distinct ids in the vocabulary and log-probs of at most 1 in sum, in each trainable row (CPU tensors, outside
+def check_support(ids: Tensor, teacher_logp: Tensor, *, mask: Tensor | None, vocab_size: float = math.inf) -> None:
+    """Distinct ids below `vocab_size` and log-probs of at most 1 in sum, in each trainable row (CPU tensors, outside
     compilation)."""
     if not (readable(ids) and readable(teacher_logp)):
         return
     rows = torch.ones(ids.shape[:-1], dtype=torch.bool) if mask is None else mask.to(ids.device)
     ids, total = ids[rows].sort(-1).values, upcast(teacher_logp.detach()[rows]).logsumexp(-1).exp()
-    if (ids.diff(dim=-1) == 0).any():
-        row = ids[(ids.diff(dim=-1) == 0).any(-1)][0].tolist()
-        raise ValueError(f"ids must be distinct in each row, got {row[:16]}; mask the row, or pad with unused ids")
-    if ids.numel() and (ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size)):
-        high = "" if vocab_size is None else f" and below {vocab_size}, the vocabulary of student_logits"
-        got = f"got {ids.min().item()} to {ids.max().item()}"
-        raise ValueError(f"ids must be at least 0{high} where trainable, {got}; mask rows without a teacher")
+    repeating = ids[(ids.diff(dim=-1) == 0).any(-1)]
+    if repeating.numel():
+        raise ValueError(f"ids must be distinct in each row, got {repeating[0].tolist()[:16]}: mask the row")
+    if ids.numel() and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise ValueError(f"ids must be in [0, {vocab_size}) where trainable, got {ids.min()} to {ids.max()}")
     if (total > MAX_TOTAL).any():
         raise ValueError(
             f"teacher_logp must be log-probs, whose probabilities sum to at most 1 in each row, got {total.max():.3g}: "
@@ -562,8 +551,7 @@ def _log_weights(teacher_logits: Tensor, weights: Tensor) -> Tensor:
     """log of the normalised weights, shaped to broadcast over [M, *rows, V]."""
     check_float(teacher_logits=teacher_logits, weights=weights)
     check_same_shape(teacher_logits=teacher_logits.new_empty(teacher_logits.shape[:1]), weights=weights)
-    check_not_negative(weights=weights)
     weights = upcast(weights.detach())
-    if readable(weights) and not 0 < weights.sum() < math.inf:
-        raise ValueError(f"weights must have a positive, finite sum, got {weights.tolist()}")
+    if readable(weights) and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
+        raise ValueError(f"weights must be at least 0, with a positive and finite sum, got {weights.tolist()}")
     return (weights / weights.sum()).log().reshape(-1, *[1] * (teacher_logits.ndim - 1))

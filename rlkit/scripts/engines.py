@@ -252,7 +252,7 @@ def _launched(args: Any, lora: _Lora | None, stack: ExitStack) -> list[Any]:
 def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of an SGLang server on these GPUs."""
     from rlkit.model.pretrained import load_config
-    from rlkit.model.routing import num_experts
+    from rlkit.model.routing import replays
 
     how, model = args.engine, args.model
     given = ["--tp", str(how.engine_tp)] if how.engine_tp > 1 else []
@@ -261,7 +261,7 @@ def _sglang_options(args: Any, gpus: Sequence[int], lora: _Lora | None) -> tuple
         given += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
         given += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
     config, longest = load_config(model.model), args.episodes.max_len(args.rollouts)
-    if num_experts(config) > 1:  # the trainer replays them
+    if replays(config):  # the trainer replays them
         given += ["--enable-return-routed-experts"]
     env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if model.train_vision else {}  # features outlive an update of the tower
     if longest > (getattr(config.get_text_config(), "max_position_embeddings", None) or longest):

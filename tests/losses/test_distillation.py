@@ -249,8 +249,11 @@ IDS = torch.tensor([[0, 3], [1, 2]])
         (lambda s, t: L.forward_kl_topk(s, torch.zeros(2, 2, dtype=torch.int64), t[:, :3]), "teacher_logp"),
         (lambda s, t: L.forward_kl_topk(s, torch.zeros(1, 2, dtype=torch.int64), t[:1, :2]), "ids must have the rows"),
         (lambda s, t: L.forward_kl_topk(s, IDS * 0, t.log_softmax(-1)[:, :2]), r"ids must be distinct .* \[0, 0\]"),
-        (lambda s, t: L.reverse_kl_topk(s, IDS - 1, t.log_softmax(-1)[:, :2]), "ids .* below 4, .* got -1 to 2"),
-        (lambda s, t: L.jsd_topk(s, IDS + 1, t.log_softmax(-1)[:, :2]), "ids .* below 4, .* got 1 to 4"),
+        (
+            lambda s, t: L.reverse_kl_topk(s, IDS - 1, t.log_softmax(-1)[:, :2]),
+            r"ids must be in \[0, 4\) .* got -1 to 2",
+        ),
+        (lambda s, t: L.jsd_topk(s, IDS + 1, t.log_softmax(-1)[:, :2]), r"ids must be in \[0, 4\) .* got 1 to 4"),
         (lambda s, t: L.mixed_kl_topk(s, IDS, t[:, :2] * 0), "teacher_logp must be log-probs, .* got 2: normalise"),
     ],
 )

@@ -127,7 +127,7 @@ def test_errors_name_the_argument() -> None:
         L.opd_advantages(logp, teacher_logp[:2])
     with pytest.raises(ValueError, match="gamma"):
         L.iw_opd_weights(logp, mask=mask, cu_seqlens=cu, gamma=-1.0)
-    with pytest.raises(ValueError, match="gamma must be at least 0, got -0.5"):
+    with pytest.raises(ValueError, match=r"gamma must be at least 0, got -0\.5"):
         L.minillm_advantages(logp, teacher_logp, mask=mask, cu_seqlens=cu, gamma=-0.5)
     with pytest.raises(TypeError, match="mask must be bool"):
         L.iw_opd_weights(logp, mask=mask.float(), cu_seqlens=cu)
