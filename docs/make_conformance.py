@@ -51,7 +51,9 @@ with torch alone, without the decorators that register or compile it; a method o
 only the settings it reads. A loss is checked per token: in place of the sum over the batch stands the loss where the
 mask is set, and 0 elsewhere, or each token is a batch of its own. Left out are the whitening after a GAE, and
 `.float()` except for the laws `dtypes` and `finite`: its rounding is no error. In a GAE NaN at masked tokens counts as
-0. Clip distances are 0.2 and 0.28, gamma is 0.9 and lambda 0.8."""
+0. Clip distances are 0.2 and 0.28, gamma is 0.9 and lambda 0.8. `expectation` and `gradient_expectation`
+enumerate four tokens with logits in [-3, 3], so a cap that only larger log-ratios reach is not seen. "holds in fp32":
+other dtypes fail, of which training that keeps log-probs in fp32 has none."""
 NOT_CHECKED = """## Not checked
 
 - Advantages of TRL and the GAE of AReaL: a few lines inside long methods that also sample, score or log.
@@ -427,21 +429,35 @@ def estimator_rows() -> list[Row]:
 def check(row: Row, sources: Path, *, max_examples: int = 60) -> list[Any]:
     """The results of a row's laws, on `max_examples` drawn cases each."""
     from rlkit.testing import check_estimator, check_kl, check_loss
+    from rlkit.testing.cases import cast
+    from rlkit.testing.law import law
+    from rlkit.testing.subject import tensors
+
+    @law()
+    def in_fp32(s: Any, case: Any) -> None:
+        """Of fp32 inputs the result is fp32."""
+        assert all(x.dtype == torch.float32 for x in tensors(s(cast(case, torch.float32))) if x.is_floating_point())
 
     version = RELEASES.get(row.project) or COMMITS[row.project]
     files = [sources / f"{row.project}-{version}" / file for file in row.file.split()]
     call = {"kl": check_kl, "policy": check_loss, "gae": check_estimator, "groups": check_estimator}[row.family]
+    how = {**row.how, "laws": [*row.how.get("laws", ()), in_fp32]}
     as_it_is, in_fp64 = (
         call(
             row.make(load(files, *row.names, casts=casts)),
             name=row.name,
             max_examples=max_examples,
             out=io.StringIO(),
-            **row.how,
+            **how,
         )
         for casts in (True, False)
     )
-    return [a if a.law in ("dtypes", "finite") else b for a, b in zip(as_it_is, in_fp64, strict=True)]
+    found = {
+        a.law: a if a.law in ("dtypes", "finite", "in_fp32") else b for a, b in zip(as_it_is, in_fp64, strict=True)
+    }
+    if found.pop("in_fp32").outcome == "holds" and found["dtypes"].outcome == "fails":
+        found["dtypes"] = found["dtypes"]._replace(outcome="holds in fp32")
+    return [*found.values()]
 
 
 def meaning(row: Row, law: str) -> str:
@@ -456,7 +472,14 @@ TITLES = {
     "policy": "Policy losses", "kl": "KL estimators", "gae": "Generalized advantage estimation",
     "groups": "Group baselines",
 }  # fmt: skip
-SIGNS = {"holds": "holds", "fails": "**fails**", "skipped": "(1)", "does not apply": "-"}
+LABELS = {law: f"{law}, within the drawn cases" for law in ("expectation", "gradient_expectation")}
+SIGNS = {
+    "holds": "holds",
+    "fails": "**fails**",
+    "holds in fp32": "holds in fp32",
+    "skipped": "(1)",
+    "does not apply": "-",
+}
 
 
 def page(found: dict[Row, list[Any]]) -> str:
@@ -472,7 +495,11 @@ def page(found: dict[Row, list[Any]]) -> str:
         notes: dict[str, None] = {}
         for law in laws:
             results = [next((x for x in found[row] if x.law == law), None) for row in rows]
-            table.append(f"| {law} | " + " | ".join("-" if x is None else SIGNS[x.outcome] for x in results) + " |")
+            table.append(
+                f"| {LABELS.get(law, law)} | "
+                + " | ".join("-" if x is None else SIGNS[x.outcome] for x in results)
+                + " |"
+            )
             notes |= {f"{law}: {x.note}": None for x in results if x is not None and x.outcome == "skipped"}
         parts += [f"## {title}", "\n".join(table)]
         parts += ["(1) does not apply: " + "; ".join(notes) + "."] if notes else []
@@ -485,13 +512,13 @@ def _failures(found: dict[Row, list[Any]]) -> list[str]:
     groups: dict[tuple[str, str], list[tuple[Row, Any]]] = defaultdict(list)
     for row, results in found.items():
         for x in results:
-            if x.outcome == "fails":
+            if x.outcome in ("fails", "holds in fp32"):
                 groups[x.law, meaning(row, x.law)].append((row, x))
     parts = []
     for (law, text), failed in groups.items():
         names = ", ".join(row.name for row, _ in failed)
         example = textwrap.indent(textwrap.dedent(failed[0][1].note), "    ")
-        parts += [f"**{law}** ({failed[0][1].statement.rstrip('.')}): {names}.", text, example]
+        parts += [f"**{LABELS.get(law, law)}** ({failed[0][1].statement.rstrip('.')}): {names}.", text, example]
     return parts
 
 

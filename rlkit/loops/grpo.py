@@ -71,7 +71,8 @@ async def grpo(
     2. token mean instead of the mean of sequence means, and a clip at 1.28 (both arXiv:2503.14476); other losses
        (GSPO, CISPO, ...) and means are fields of `loss`, see `PolicyLoss`
     3. no KL term unless `penalties` has a `kl_coef` or a controller for it; then k3 against `reference`, scaled by the
-       ratio so that its gradient is that of KL(policy || reference) also off policy
+       ratio to the policy that sampled (see `sampler_logp`), so that its gradient is that of KL(policy || reference)
+       also off policy
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
     5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
 

@@ -192,8 +192,8 @@ def grpo_update(
         w    = loss.aggregate(batch of the optimizer step)
 
     It is logged as `loss`, averaged over the optimizer steps.
-    KL is `kl(logp, ref_logp, old_logp)`. `teacher(micro)` gives, from one forward, `policy(micro)` and a further loss
-    per token (`rlkit.model.teachers.with_divergence`).
+    KL is `kl(logp, ref_logp, sampler_logp)`, see `sampler_logp`. `teacher(micro)` gives, from one forward,
+    `policy(micro)` and a further loss per token (`rlkit.model.teachers.with_divergence`).
 
     Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
@@ -231,11 +231,11 @@ def grpo_update(
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
                 w_kept = w if micro.kept_mass is None else w * micro.kept_mass
-                w_policy = w_kept * loss.correction(old_logp - micro.rollout_logp)
                 token_loss, slope = with_gradient(surrogate, log_ratio, micro)
-                total = w_policy * token_loss
+                total = w_kept * loss.correction(old_logp - micro.rollout_logp) * token_loss
                 if kl_coef:
-                    total = total + kl_coef * w_kept * kl(out.logp, micro.ref_logp, old_logp)
+                    sampler = sampler_logp(micro, old_logp, rollouts)
+                    total = total + kl_coef * w_kept * kl(out.logp, micro.ref_logp, sampler)
                 if entropy_coef:
                     total = total - entropy_coef * w * out.entropy
                 if divergence is not None:
@@ -250,6 +250,15 @@ def grpo_update(
         stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if any(needed) else untrained
         metrics = merge(metrics, stepped)
     return reduce_metrics(metrics | {"time/forward": mean(forward_s)}, mesh=mesh)
+
+
+def sampler_logp(batch: Batch, old_logp: Float[Tensor, "T"], rollouts: Rollouts) -> Float[Tensor, "T"]:
+    """Log-probs of the policy that sampled, for the ratio of `unbiased_kl`.
+
+    `old_logp`, of the same weights without the engine's rounding, where each trained token is sampled by the weights of
+    the step's start; `rollout_logp`, with it, where `rollouts` allow samples of older weights.
+    """
+    return batch.rollout_logp if rollouts.max_age > 0 and not rollouts.drop_off_policy else old_logp
 
 
 def check_streams(batch: Batch, **needed_by: str) -> None:

@@ -17,7 +17,8 @@ token that only the student excludes costs 1e9 times its teacher probability.
 
 **Top-k.** `f(student_logits, ids, teacher_logp, *, ..., mask=None) -> [..]`: per row K *distinct* token ids and the
 teacher's log-probs of them, normalised over its whole vocabulary at the same temperature. The ids are usually the
-teacher's top-k, but may be any support. Memory, masks and gradients are as above.
+teacher's top-k, but may be any support. Memory, masks and gradients are as above. On CPU tensors, ids that repeat and
+log-probs that sum to more than 1 are a ValueError, except at masked rows, where ids may be anything (-100).
 
 The other V - K tokens are merged into one tail token. Its probability is 1 - sum exp(teacher_logp) for the teacher
 (clamped to at least machine epsilon, because rounding can make it 0 or negative), and exact for the student (a
@@ -44,7 +45,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
@@ -70,6 +71,7 @@ __all__ = [
 
 MIN_LOGP = -1e9
 CHUNK_SIZE = 256
+MAX_TOTAL = 1.1  # of a teacher's probabilities: its log-probs may be rounded to bf16
 
 
 def forward_kl(
@@ -219,7 +221,7 @@ def bounded_log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def by_rows(rows: Callable[..., Tensor], *tensors: Tensor, chunk_size: int, mask: Tensor | None) -> Tensor:
     """`rows(*chunk)` over chunks of the leading axes, recomputed in the backward pass; 0 at masked rows.
 
-    Masked rows of the floating-point tensors are zeroed before `rows` sees them.
+    Masked rows of the tensors are zeroed before `rows` sees them, ids too.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -228,7 +230,7 @@ def by_rows(rows: Callable[..., Tensor], *tensors: Tensor, chunk_size: int, mask
 
     def one_chunk(kept: Tensor, *chunk: Tensor) -> Tensor:
         if mask is not None:
-            chunk = tuple(masked(x, kept.unsqueeze(-1)) if x.is_floating_point() else x for x in chunk)
+            chunk = tuple(masked(x, kept.unsqueeze(-1)) for x in chunk)
         return masked(rows(*chunk), kept)
 
     split = [x.reshape(shape.numel(), x.shape[-1]).split(chunk_size) for x in tensors]
@@ -365,11 +367,31 @@ def _topk(
             f"got {list(ids.shape)}"
         )
     check_mask(mask, student_logits=student_logits[..., 0])
+    check_support(ids, teacher_logp, mask=mask, vocab_size=student_logits.shape[-1])
 
     def divergence(logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
         return topk_rows(rows, upcast(logits) / temperature, ids, teacher_logp)
 
     return by_rows(divergence, student_logits, ids, teacher_logp.detach(), chunk_size=chunk_size, mask=mask)
+
+
+def check_support(ids: Tensor, teacher_logp: Tensor, *, mask: Tensor | None, vocab_size: float = math.inf) -> None:
+    """Distinct ids below `vocab_size` and log-probs of at most 1 in sum, in each trainable row (CPU tensors, outside
+    compilation)."""
+    if not (readable(ids) and readable(teacher_logp)):
+        return
+    rows = torch.ones(ids.shape[:-1], dtype=torch.bool) if mask is None else mask.to(ids.device)
+    ids, total = ids[rows].sort(-1).values, upcast(teacher_logp.detach()[rows]).logsumexp(-1).exp()
+    repeating = ids[(ids.diff(dim=-1) == 0).any(-1)]
+    if repeating.numel():
+        raise ValueError(f"ids must be distinct in each row, got {repeating[0].tolist()[:16]}: mask the row")
+    if ids.numel() and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise ValueError(f"ids must be in [0, {vocab_size}) where trainable, got {ids.min()} to {ids.max()}")
+    if (total > MAX_TOTAL).any():
+        raise ValueError(
+            f"teacher_logp must be log-probs, whose probabilities sum to at most 1 in each row, got {total.max():.3g}: "
+            "normalise logits by log_softmax over the teacher's whole vocabulary, and pad with -inf"
+        )
 
 
 def topk_rows(rows: Callable[[Tensor, Tensor], Tensor], logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
@@ -485,6 +507,7 @@ def minillm_advantages(
     Differs: the paper's code divides by the number of remaining tokens (equal at gamma = 1), then whitens.
     Reference: arXiv:2306.08543; LMOps minillm/losses.py.
     """
+    check_at_least(0, gamma=gamma)
     gap = opd_advantages(logp, teacher_logp, mask=mask)
     check_cu_seqlens(cu_seqlens, logp=logp)
     total = discounted_returns(gap, mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)
@@ -529,4 +552,6 @@ def _log_weights(teacher_logits: Tensor, weights: Tensor) -> Tensor:
     check_float(teacher_logits=teacher_logits, weights=weights)
     check_same_shape(teacher_logits=teacher_logits.new_empty(teacher_logits.shape[:1]), weights=weights)
     weights = upcast(weights.detach())
+    if readable(weights) and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
+        raise ValueError(f"weights must be at least 0, with a positive and finite sum, got {weights.tolist()}")
     return (weights / weights.sum()).log().reshape(-1, *[1] * (teacher_logits.ndim - 1))

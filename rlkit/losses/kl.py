@@ -108,8 +108,9 @@ def kl_in_reward(
 
         r_t' = r_t - kl_coef * kl_t                    detached; 0 where the mask is False
 
-    With k1, the policy gradient of the return is exactly that of the KL between whole sequences. `estimator` is any
-    `f(logp, ref_logp)`, which gets 0 for both where the mask is False.
+    With k1, the policy gradient of the return is exactly that of the KL between whole sequences; with k2 and k3 it is
+    biased, since the gradient through the estimate is missing. `estimator` is any `f(logp, ref_logp)`, which gets 0 for
+    both where the mask is False.
     Differs: masked tokens (tool output) contribute 0 (they leaked in slime issue 1372 and miles issue 1383).
     Reference: arXiv:2203.02155, equation 2.
     """

@@ -113,15 +113,16 @@ def hl_gauss_target(
         p_i = (Phi((e_{i+1} - R) / sigma) - Phi((e_i - R) / sigma)) / (Phi((high - R) / sigma) - Phi((low - R) / sigma))
 
     with bin edges e_0 = low .. e_B = high. Returns outside [low, high] are clamped: choose the range wide enough.
-    Limits: sigma -> 0 is the one-hot of the return's bin.
+    Limits: sigma -> 0 is the one-hot of the return's bin (half in each of two bins at their common edge).
     Differs: the paper's code does not clamp returns, and divides 0 by 0 far outside the range.
     Reference: arXiv:2403.03950, appendix A.
     """
     check_float(returns=returns)
     sigma = _bin_width(num_bins, low, high) * 0.75 if sigma is None else sigma
-    if not sigma > 0:
-        raise ValueError(f"sigma must be positive, got {sigma}")
+    if not 0 < sigma < math.inf:
+        raise ValueError(f"sigma must be positive and finite, got {sigma}")
     returns = upcast(returns).clamp(low, high)
+    sigma = max(sigma, torch.finfo(returns.dtype).tiny)  # the limit, not 0 / 0
     edges = torch.linspace(low, high, num_bins + 1, dtype=returns.dtype, device=returns.device)
     cdf = torch.erf((edges - returns.unsqueeze(-1)) / (math.sqrt(2) * sigma))
     return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])

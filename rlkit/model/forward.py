@@ -35,6 +35,7 @@ from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.recurrent import plan_rows
+from rlkit.model.routing import check_experts
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
 from rlkit.model.source import untie
 from rlkit.model.unpacked import unpacked_outputs
@@ -270,7 +271,10 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
             positions = layout.local(move(vision.rotary_positions(model, some, *joined).T)).T[:, None]
             pictures = vision.image_inputs(seen.at(None if tree is None else tree.source), device)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
-        experts = layout.local(move(torch.cat(both))) if both else None
+        experts = torch.cat(both) if both else None
+        if experts is not None:
+            check_experts(model, experts)
+            experts = layout.local(move(experts))
         with attending(layout.plan._replace(rows=to_device(padded, device), experts=experts)):
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()

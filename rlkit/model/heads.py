@@ -39,6 +39,7 @@ from rlkit.model.families import (
 from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, resized, token_outputs
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.routing import own_routing
 from rlkit.model.sharding import ShardedModel, mesh_of
 from rlkit.model.small_copy import shrunk
 from rlkit.model.vision import auto_class, freeze_tower, reads_images
@@ -106,7 +107,7 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
         numbers = _labels(model, hidden)
         return (numbers[:, 0] if bins is None else hl_gauss_value(numbers, **bins),)
 
-    return token_outputs(model, batch, head, dtype=DTYPES[dtype])[0]
+    return token_outputs(model, own_routing(batch), head, dtype=DTYPES[dtype])[0]
 
 
 def classified(model: Any, batch: Batch, *, dtype: str = "fp32") -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
@@ -121,7 +122,7 @@ def classified(model: Any, batch: Batch, *, dtype: str = "fp32") -> tuple[Float[
         loss = hl_gauss(logits, spread(returns), mask=spread(mask), **bins)
         return hl_gauss_value(logits.detach(), **bins), loss
 
-    now, loss = token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype])
+    now, loss = token_outputs(model, own_routing(batch), head, outputs=2, dtype=DTYPES[dtype])
     return now, loss
 
 

@@ -7,7 +7,8 @@ another function. With the engine's choice (`Completion.experts`, in a batch `Ba
 
 A router of transformers ends in `torch.topk`, whatever its scores are (softmax, sigmoid, with a bias, in groups), so
 replacing the indices that `topk` returns inside of it replays the choice of every family. Tokens without a choice (-1)
-keep the trainer's own. Used in packed forwards, under recomputation and expert parallelism too.
+keep the trainer's own. Used in packed forwards, under recomputation and expert parallelism too. Experts that the model
+cannot replay are refused. Critics and teachers, which did not sample the batch, use their own routers.
 Reference: arXiv:2510.11370. Differs: slime, verl and prime-rl replay by code for each model.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -24,15 +26,18 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlkit._tensors import uncompiled
+from rlkit._tensors import readable, uncompiled
 from rlkit.parallel.attention import current_plan
+from rlkit.types import Batch
 
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_OWN_CHOICE = ("doge", "longcat_flash", "phimoe", "zaya")  # types that do not choose by one topk over all experts
+_FLAG = "--enable-return-routed-experts"  # of SGLang and vLLM
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The modules that choose experts, in the order of the layers; [] for a dense model."""
-    if num_experts(model.config) < 2:
+    if not replays(model.config):
         return []
     found = [module for module in model.modules() if _chooses(cast(Any, type(module)))]
     return [m for m in found if not any(other is not m and other in {*m.modules()} for other in found)]
@@ -42,6 +47,40 @@ def num_experts(config: Any) -> int:
     """The number of routed experts of each layer; 0 for a dense model."""
     text = config.get_text_config()
     return max((getattr(text, name, None) or 0 for name in _COUNTS), default=0)
+
+
+def replays(config: Any) -> bool:
+    """Whether it is a mixture of experts whose choice can be replayed."""
+    return num_experts(config) > 1 and config.get_text_config().model_type not in _OWN_CHOICE
+
+
+def own_routing(batch: Batch) -> Batch:
+    """The batch without the engine's experts: for a model other than the policy that sampled."""
+    return replace(batch, experts=None, prefix_experts=None)
+
+
+def check_experts(model: Any, experts: Int[Tensor, "T layers k"]) -> None:
+    """Refuse a batch's experts that the model cannot replay: ValueError. `k` is checked by the routers.
+
+    Ids are checked on CPU tensors. A pipeline stage may have no router.
+    """
+    kind, config = f"model type {model.config.model_type!r}", model.config.get_text_config()
+    if not replays(model.config):
+        raise ValueError(
+            f"`experts`: {kind} has no router that replays them: start the server without {_FLAG}, or drop them by "
+            "replace(batch, experts=None, prefix_experts=None)"
+        )
+    count = next((m.forward.args[1][2] for m in model.modules() if _is_wrapped(m)), experts.shape[1])
+    layers = {count, getattr(config, "num_hidden_layers", count)}
+    if experts.shape[1] not in layers:
+        expected = " or ".join(map(str, sorted(layers)))
+        raise ValueError(
+            f"`experts` must be [tokens, layers, k] with {expected} layers for {kind}, got {[*experts.shape]}"
+        )
+    num = num_experts(model.config)
+    if readable(experts) and experts.numel() and not (experts.min() >= -1 and experts.max() < num):
+        got = f"got {experts.min().item()} to {experts.max().item()}"
+        raise ValueError(f"`experts` must be below {num}, the experts of a layer of {kind}, or -1 (unknown): {got}")
 
 
 def wrap_routers(model: nn.Module) -> None:
@@ -62,13 +101,15 @@ def unwrap_routers(model: nn.Module) -> None:
 class Chosen(TorchFunctionMode):
     """Inside the block `topk` over all experts returns the indices `given`, where these are not -1.
 
-    `indices` are those that it returned last. A `topk` over groups of experts is left alone.
+    `indices` are those that it returned last, and `replayed` whether `given` had their number. A `topk` over groups of
+    experts is left alone.
     """
 
     def __init__(self, num_experts: int, given: Int[Tensor, "T k"] | None = None) -> None:
         super().__init__()
         self._num_experts, self._given = num_experts, given
         self.indices: Tensor | None = None
+        self.replayed = False
 
     def __torch_function__(
         self,
@@ -80,7 +121,8 @@ class Chosen(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self._num_experts:
             return out
-        if self._given is not None and out.indices.numel() == self._given.numel():
+        self.replayed = self._given is not None and out.indices.numel() == self._given.numel()
+        if self._given is not None and self.replayed:
             given = self._given.view_as(out.indices)
             given = torch.where(given < 0, out.indices, given)
             out = torch.return_types.topk((args[0].gather(-1, given), given))
@@ -100,15 +142,23 @@ def _route(router: Any, place: tuple[int, int, int], num_experts: int, *args: An
         return router(*args, **options)
     index, layer, count = place
     column = index if plan.experts.shape[1] == count else layer  # an engine may report dense layers, too
-    with Chosen(num_experts, plan.experts[:, column].long()):
-        return router(*args, **options)
+    with Chosen(num_experts, plan.experts[:, column].long()) as chosen:
+        out = router(*args, **options)
+    if not chosen.replayed:
+        kind = type(getattr(router, "__self__", router)).__name__
+        k = "none" if chosen.indices is None else f"k = {chosen.indices.shape[-1]}"
+        raise ValueError(
+            f"`experts` must be [tokens, layers, k] with the k of the model: {kind} chooses {k} of {num_experts}, got "
+            f"{[*plan.experts.shape]}"
+        )
+    return out
 
 
 @cache
 def _chooses(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers.models."):
         return False
-    try:
-        return "topk(" in inspect.getsource(kind)
+    try:  # an indexer chooses the keys of sparse attention
+        return "Indexer" not in kind.__name__ and "topk(" in inspect.getsource(kind)
     except (OSError, TypeError):
         return False

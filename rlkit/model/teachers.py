@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit.losses.distillation import CHUNK_SIZE, MIN_LOGP, by_rows, topk_rows
+from rlkit.losses.distillation import CHUNK_SIZE, MIN_LOGP, by_rows, check_support, topk_rows
 from rlkit.model.alignment import aligned
 from rlkit.model.families import gives_logits
 from rlkit.model.forward import (
@@ -24,6 +24,7 @@ from rlkit.model.forward import (
     log_probs_head,
     token_outputs,
 )
+from rlkit.model.routing import own_routing
 from rlkit.packing import select
 from rlkit.segments import broadcast_to_tokens
 from rlkit.types import Batch, LogProbs
@@ -47,7 +48,7 @@ class LocalTeacher:
     tokenizers: tuple[Any, Any] | None = None
 
     def logp(self, batch: Batch) -> Float[Tensor, "T"]:  # noqa: D102
-        return compute_log_probs(self.policy, batch, max_tokens=self.max_tokens, mesh=self.policy.mesh)
+        return compute_log_probs(self.policy, own_routing(batch), max_tokens=self.max_tokens, mesh=self.policy.mesh)
 
     def top_logp(self, batch: Batch, k: int) -> tuple[Int[Tensor, "T K"], Float[Tensor, "T K"]]:  # noqa: D102
         model, mesh = self.policy.model, self.policy.mesh
@@ -61,12 +62,13 @@ class LocalTeacher:
 
             return torch.stack(token_outputs(model, micro, head, outputs=2 * k, dtype=DTYPES[self.policy.dtype]), 1)
 
-        ids, logp = compute_tokens(top, batch, max_tokens=self.max_tokens, mesh=mesh).split(k, 1)
+        ids, logp = compute_tokens(top, own_routing(batch), max_tokens=self.max_tokens, mesh=mesh).split(k, 1)
         return ids.long(), logp
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> tuple[Float[Tensor, "T D"], Bool[Tensor, "T"]]:
         """Its last hidden states at each token of a micro-batch, and at which tokens it has one."""
+        batch = own_routing(batch)
         own, rows = (batch, None) if self.tokenizers is None else aligned(batch, *self.tokenizers)
         found = token_outputs(self.policy.model, own, lambda x, _: (x,), dtype=DTYPES[self.policy.dtype])[0]
         if rows is None:
@@ -106,6 +108,8 @@ def with_divergence(
     time, and again in the backward.
     """
     local: Sequence[LocalTeacher] = teachers if batch.teacher_logp is None else ()
+    if batch.teacher_logp is not None:
+        check_support(batch.teacher_ids, batch.teacher_logp, mask=batch.mask)
     found = [_rows_of(i, teacher, batch) for i, teacher in enumerate(local)]
 
     def head(hidden: Tensor, spread: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

@@ -111,6 +111,9 @@ def test_the_top_k_is_the_divergence_with_one_token_for_the_rest():
     batch = replace(pack(groups()), teachers=torch.zeros(4, dtype=torch.long))
     made = with_teachers(batch, [LocalTeacher(Policy(teacher), 16)], Distillation(forward_kl_rows, top_k=k))
     _, loss = with_divergence(Policy(student), made, divergence=forward_kl_rows, teachers=[])
+    twice = replace(made, teacher_ids=made.teacher_ids * 0)
+    with pytest.raises(ValueError, match="ids must be distinct in each row"):
+        with_divergence(Policy(student), twice, divergence=forward_kl_rows, teachers=[])
     with torch.no_grad():
         p, q = (dense(model).exp() for model in (_plain_of(teacher), plain(1)))
     ids = p.topk(k).indices

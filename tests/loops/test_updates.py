@@ -26,7 +26,7 @@ from rlkit.metrics import finalize
 from rlkit.model.forward import Policy, prepare_model
 from rlkit.packing import pack, with_streams
 from rlkit.settings import Optim, Rollouts
-from rlkit.types import Trajectory
+from rlkit.types import LogProbs, Trajectory
 
 
 def sample(prompt, n, *, trained=True, **changes):
@@ -104,6 +104,57 @@ def test_the_update_takes_any_surrogate_and_mean(loss, max_tokens):
     for old, w, want in zip(before, weights, true, strict=True):
         assert (old - w - want).abs().max() <= 2e-4 * want.abs().max() + 1e-6
     assert finalize(metrics)["loss"] == pytest.approx(truth.item(), rel=1e-5), "in one micro-batch or several"
+
+
+class Table(torch.nn.Module):
+    """A policy of one state: the logits of 8 tokens. `table(batch)` gives the log-probs of the batch's targets."""
+
+    mesh, device = None, torch.device("cpu")
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    @property
+    def model(self):
+        return self
+
+    def forward(self, batch):
+        logp = self.logits.log_softmax(-1)
+        return LogProbs(logp[batch.targets], -(logp.exp() * logp).sum().expand(batch.targets.shape))
+
+
+def kl_gradient(drift, rollouts):
+    """The gradient that a step takes, summed over all 8 tokens by their probability under the sampler, and the true one
+    of KL(policy || reference). The sampler is older by `drift`."""
+    logits, ref, off = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table, sampled = Table(logits.clone()), (logits + drift * off).log_softmax(-1)
+    batch = pack([[Trajectory([5], [i], [True], [-1.0], [0]) for i in range(8)]])
+    zero = torch.zeros_like(sampled)
+    batch = replace(batch, rollout_logp=sampled, ref_logp=ref.log_softmax(-1), advantages=zero, token_rewards=zero)
+    grpo_update(
+        batch, policy=table, optimizer=torch.optim.SGD(table.parameters()), rollouts=rollouts, lr=1.0, seed=0,
+        optim=Optim(max_norm=1e9), loss=PolicyLoss(clipped, lambda b: b.rollout_logp.exp()), kl_coef=1.0,
+        entropy_coef=0.0,
+    )  # fmt: skip
+    p, gap = logits.softmax(-1), logits.log_softmax(-1) - ref.log_softmax(-1)
+    return logits - table.logits.detach(), p * (gap - (p * gap).sum())
+
+
+@pytest.mark.parametrize("rollouts", [Rollouts(overlap=True), Rollouts(staleness=0.5)])
+@pytest.mark.parametrize("drift", [0.0, 0.1, 1.0])
+def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl(drift, rollouts):
+    got, want = kl_gradient(drift, rollouts)
+    assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rollouts", [Rollouts(), Rollouts(overlap=True, drop_off_policy=True)])
+def test_samples_of_the_current_weights_are_not_weighted_by_the_engines_rounding(rollouts):
+    """`old_logp` stands for the sampler: right where the weights are equal, and not for older ones."""
+    got, want = kl_gradient(0.0, rollouts)
+    assert (got - want).abs().max() < 1e-12
+    got, want = kl_gradient(1.0, rollouts)
+    assert (got - want).norm() > 0.2 * want.norm()
 
 
 class SlowForward(Policy):

@@ -189,7 +189,9 @@ def test_topk_masked_rows_are_zero_and_isolated(name: str) -> None:
     ids, teacher_logp = top(teacher, 3)
     want = TOPK[name](student, ids, teacher_logp)
     bad = torch.where(mask[:, None], student, float("nan")).requires_grad_()
-    got = TOPK[name](bad, ids, torch.where(mask[:, None], teacher_logp, float("nan")), mask=mask)
+    padding = torch.tensor([-1, -100, 1000])
+    given = torch.where(mask[:, None], ids, padding), torch.where(mask[:, None], teacher_logp, float("nan"))
+    got = TOPK[name](bad, *given, mask=mask)
     torch.testing.assert_close(got, torch.where(mask, want, 0.0))
     got.sum().backward()
     assert torch.isfinite(bad.grad).all()
@@ -232,6 +234,9 @@ def test_no_tensor_of_the_logits_size_is_kept_for_the_backward() -> None:
     assert student.grad.abs().sum() > 0
 
 
+IDS = torch.tensor([[0, 3], [1, 2]])
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -243,11 +248,26 @@ def test_no_tensor_of_the_logits_size_is_kept_for_the_backward() -> None:
         (lambda s, t: L.reverse_kl(s, t, chunk_size=0), "chunk_size"),
         (lambda s, t: L.forward_kl_topk(s, torch.zeros(2, 2, dtype=torch.int64), t[:, :3]), "teacher_logp"),
         (lambda s, t: L.forward_kl_topk(s, torch.zeros(1, 2, dtype=torch.int64), t[:1, :2]), "ids must have the rows"),
+        (lambda s, t: L.forward_kl_topk(s, IDS * 0, t.log_softmax(-1)[:, :2]), r"ids must be distinct .* \[0, 0\]"),
+        (
+            lambda s, t: L.reverse_kl_topk(s, IDS - 1, t.log_softmax(-1)[:, :2]),
+            r"ids must be in \[0, 4\) .* got -1 to 2",
+        ),
+        (lambda s, t: L.jsd_topk(s, IDS + 1, t.log_softmax(-1)[:, :2]), r"ids must be in \[0, 4\) .* got 1 to 4"),
+        (lambda s, t: L.mixed_kl_topk(s, IDS, t[:, :2] * 0), "teacher_logp must be log-probs, .* got 2: normalise"),
     ],
 )
 def test_errors_name_the_argument(call, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call(*logits(2, 4))
+
+
+def test_log_probs_rounded_to_bf16_are_log_probs() -> None:
+    """The widest rounding: a uniform distribution, of which every log-prob is rounded up."""
+    size = max(range(2000, 4000), key=lambda v: float(torch.tensor(-math.log(v)).bfloat16()) + math.log(v))
+    teacher_logp = torch.full((1, size), -math.log(size)).bfloat16()
+    assert teacher_logp.double().exp().sum() > 1.01
+    assert L.forward_kl_topk(torch.zeros(1, size + 1), torch.arange(size)[None], teacher_logp).isfinite()
 
 
 def test_ids_must_be_int64() -> None:

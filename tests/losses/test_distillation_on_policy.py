@@ -112,8 +112,13 @@ def test_one_teacher_is_itself() -> None:
     teacher = torch.randn(1, 3, 5, dtype=torch.float64)
     for f in (L.teacher_mixture, L.teacher_product):
         torch.testing.assert_close(f(teacher, torch.ones(1, dtype=torch.float64)), teacher[0].log_softmax(-1))
+        for bad in ([-0.5, 1.0], [0.0, 0.0], [float("inf"), 1.0], [float("nan"), 1.0]):
+            with pytest.raises(ValueError, match="weights must"):
+                f(teacher.expand(2, 3, 5), torch.tensor(bad))
     with pytest.raises(ValueError, match="weights"):
         L.teacher_mixture(teacher, torch.ones(2))
+    one_of_two = L.teacher_product(torch.cat([teacher, -teacher]), torch.tensor([2.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(one_of_two, teacher[0].log_softmax(-1))
 
 
 def test_errors_name_the_argument() -> None:
@@ -122,5 +127,7 @@ def test_errors_name_the_argument() -> None:
         L.opd_advantages(logp, teacher_logp[:2])
     with pytest.raises(ValueError, match="gamma"):
         L.iw_opd_weights(logp, mask=mask, cu_seqlens=cu, gamma=-1.0)
+    with pytest.raises(ValueError, match=r"gamma must be at least 0, got -0\.5"):
+        L.minillm_advantages(logp, teacher_logp, mask=mask, cu_seqlens=cu, gamma=-0.5)
     with pytest.raises(TypeError, match="mask must be bool"):
         L.iw_opd_weights(logp, mask=mask.float(), cu_seqlens=cu)

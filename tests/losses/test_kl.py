@@ -155,6 +155,17 @@ def test_kl_in_reward() -> None:
     )
 
 
+@pytest.mark.parametrize(("estimator", "unbiased"), [(k1, True), (k2, False), (k3, False)])
+def test_in_the_reward_only_k1_is_unbiased(estimator: Callable[..., Tensor], unbiased: bool) -> None:
+    """REINFORCE on -KL in one state: the gradient through k2 or k3 is missing."""
+    theta, ref, _ = policies(0)
+    logp = theta.log_softmax(0)
+    reward = kl_in_reward(torch.zeros(VOCAB).double(), logp, ref, kl_coef=1.0, mask=None, estimator=estimator)
+    off = expected_gradient(-logp * reward, logp, theta) - grad_kl(logp, ref, theta)
+    assert (off.norm() < 1e-12) == unbiased
+    assert unbiased or off.norm() > 0.1 * grad_kl(logp, ref, theta).norm()
+
+
 def test_kl_in_the_reward_gives_the_gradient_of_the_kl_between_sequences() -> None:
     """Two steps over two tokens, the second state depending on the first token: enumerate all four sequences."""
     g = torch.Generator().manual_seed(0)

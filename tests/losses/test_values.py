@@ -82,6 +82,16 @@ def test_hl_gauss_round_trip_and_narrow_limit() -> None:
     torch.testing.assert_close(narrow, torch.nn.functional.one_hot(bin_of, 25).double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hl_gauss_of_the_smallest_sigma_is_one_hot_also_at_the_edges(dtype: torch.dtype) -> None:
+    returns = torch.tensor([-2.0, -1.5, -1.0, 0.0, 1.9, 2.0], dtype=dtype, requires_grad=True)
+    target = hl_gauss_target(returns, num_bins=4, low=-2.0, high=2.0, sigma=1e-300)
+    want = [[1, 0, 0, 0], [1, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 1], [0, 0, 0, 1]]
+    torch.testing.assert_close(target, torch.tensor(want, dtype=dtype), rtol=0, atol=0)
+    (grad,) = torch.autograd.grad(target[0].sum(), returns)
+    assert not grad.isnan().any()
+
+
 def test_hl_gauss_loss_is_the_cross_entropy_with_its_minimum_at_the_target() -> None:
     returns = torch.tensor([-1.0, 0.3, 7.0], dtype=torch.float64)
     logits = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
@@ -138,6 +148,7 @@ def test_low_precision_is_computed_in_fp32() -> None:
         (lambda v: hl_gauss(v, v, **RANGE), "logits must have shape"),
         (lambda v: hl_gauss(v[:, None], v, low=1.0, high=1.0), "low must be below high"),
         (lambda v: hl_gauss(v[:, None], v, sigma=0.0, **RANGE), "sigma"),
+        (lambda v: hl_gauss_target(v, num_bins=4, sigma=float("inf"), **RANGE), "sigma must be positive and finite"),
         (lambda v: hl_gauss_target(v, num_bins=0, **RANGE), "num_bins"),
     ],
 )

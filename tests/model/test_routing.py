@@ -13,8 +13,10 @@ from model_types import filled
 from routed import own_experts
 
 from rlkit.losses.kl import k3
-from rlkit.model.forward import forward, prepare_model
-from rlkit.model.routing import Chosen, num_experts, routers
+from rlkit.model.forward import forward, make_policy, prepare_model
+from rlkit.model.heads import load_value_model, values
+from rlkit.model.routing import Chosen, num_experts, own_routing, replays, routers
+from rlkit.model.teachers import LocalTeacher
 from rlkit.packing import microbatches, pack, select
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.turns import Turns
@@ -147,6 +149,52 @@ def test_experts_of_all_layers_may_be_given_where_some_are_dense():
     pad = lambda x: torch.cat((torch.zeros_like(x), x), 1)
     wide = replace(batch, experts=pad(batch.experts), prefix_experts=pad(batch.prefix_experts))
     assert torch.equal(forward(model, wide).logp, forward(model, batch).logp)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x: x[..., :1], r"`experts` must .* MixtralTopKRouter chooses k = 2 of 4, got \[\d+, 2, 1\]"),
+        (lambda x: torch.cat((x, x[..., :1]), -1), r"k of the model: .* k = 2 of 4, got \[\d+, 2, 3\]"),
+        (lambda x: x[:, :1], r"with 2 layers for model type 'mixtral', got \[\d+, 1, 2\]"),
+        (lambda x: torch.cat((x, x[:, :1]), 1), r"with 2 layers for model type 'mixtral', got \[\d+, 3, 2\]"),
+        (lambda x: x + 5 * (x == x.max()), "`experts` must be below 4, .* got 0 to 8"),
+        (lambda x: x - 2, "or -1 .unknown.: got -2 to 1"),
+    ],
+    ids=["k too small", "k too large", "a layer missing", "a layer more", "an id too high", "an id too low"],
+)  # fmt: skip
+def test_experts_that_are_not_the_models_are_refused(change, match):
+    model = prepare_model(built("mixtral"))
+    batch = pack(drawn(model))
+    with pytest.raises(ValueError, match=match):
+        forward(model, replace(batch, experts=change(batch.experts), prefix_experts=change(batch.prefix_experts)))
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "qwen3"])
+def test_a_model_that_replays_nothing_refuses_experts(model_type):
+    batch = pack(drawn(built("mixtral")))
+    model = prepare_model(built(model_type))
+    with pytest.raises(ValueError, match=f"`experts`: model type '{model_type}' has no router that replays them"):
+        forward(model, batch)
+    assert not replays(model.config)
+    assert forward(model, own_routing(batch)).logp.isfinite().all()
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3"])
+def test_critics_and_teachers_choose_for_themselves(model_type, tmp_path):
+    """They did not sample the batch, and may be dense."""
+    model = built(model_type)
+    model.save_pretrained(tmp_path)
+    batch, free = (pack(drawn(built("mixtral"), experts=x)) for x in (True, False))
+    teacher = LocalTeacher(make_policy(prepare_model(model)))
+    assert torch.equal(teacher.logp(batch), forward(model, free).logp.detach())
+    assert torch.equal(teacher.top_logp(batch, 2)[1], teacher.top_logp(free, 2)[1])
+    assert torch.equal(teacher.hidden(batch)[0], teacher.hidden(free)[0])
+    critic = load_value_model(tmp_path)
+    torch.nn.init.normal_(critic.score.weight)
+    found = values(critic, batch)
+    assert found[batch.mask].all()
+    assert torch.equal(found, values(critic, free))
 
 
 def numbered(n, start=0):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.model.pretrained import load_config
-from rlkit.model.routing import num_experts
+from rlkit.model.routing import replays
 from rlkit.rollout.engines.servers.kinds import Start
 from rlkit.rollout.engines.servers.process import Server, start_server
 
@@ -82,7 +82,7 @@ def options(start: Start) -> tuple[list[str], dict[str, str]]:
         args += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
         args += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
     config, longest = load_config(start.model), start.max_len
-    if num_experts(config) > 1:  # the trainer replays them
+    if replays(config):  # the trainer replays them
         args += ["--enable-return-routed-experts"]
     env = {**VISION_ENV} if start.train_vision else {}
     if longest > (getattr(config.get_text_config(), "max_position_embeddings", None) or longest):
