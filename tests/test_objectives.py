@@ -162,6 +162,18 @@ def test_archive_keeps_its_ends_and_its_spread():
     assert best == O.Archive(((11.0, 11.0),), ("best",))
 
 
+def test_a_full_archive_keeps_both_ends_of_every_objective():
+    draw = torch.rand(60, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points = [tuple(p) for p in (draw / draw.sum(1, keepdim=True)).tolist()]  # on a plane: none dominates another
+    archive = O.archive_init()
+    for p in points:
+        archive = O.archive_insert(archive, p, None, max_size=6)
+    assert len(archive.points) == 6
+    for k in range(3):
+        column = lambda p, k=k: p[k]
+        assert {max(points, key=column), min(points, key=column)} <= {*archive.points}
+
+
 def test_errors_name_the_argument():
     r, w = torch.rand(4, 2), torch.rand(2)
 

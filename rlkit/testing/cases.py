@@ -18,7 +18,8 @@ class Stream(NamedTuple):
     """Values of one tensor argument: drawn from [low, high], legal in [hard_low, hard_high], one row per axis entry.
 
     `axis` is "T" (tokens, or any elementwise shape) or "N" (sequences); `size` are further axes, e.g. the vocabulary.
-    If `focus` is set, half of the numbers are drawn from [-focus, focus], in steps eight times finer.
+    If `focus` is set, a third of the numbers are drawn from [-focus, focus], in steps eight times finer, and a third
+    from a range six times as wide.
     """
 
     low: float = -4.0

@@ -64,7 +64,9 @@ def values(stream: Stream, *, extreme: bool = False) -> SearchStrategy[Any]:
         one = extremes(stream.hard_low, stream.hard_high)
     else:
         one = numbers(stream.low, stream.high, step=stream.step)
-        one = numbers(-stream.focus, stream.focus, step=stream.step / 8) | one if stream.focus else one
+        if stream.focus:
+            near = numbers(-stream.focus, stream.focus, step=stream.step / 8)
+            one = near | numbers(-6 * stream.focus, 6 * stream.focus, step=stream.step) | one
     num = math.prod(stream.size)
     return st.lists(one, min_size=num, max_size=num) if stream.size else one
 

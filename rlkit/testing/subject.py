@@ -22,7 +22,7 @@ LAYOUT = ("mask", "cu_seqlens", "group_ids")
 SIZES = {"V": 5, "U": 4, "B": 6, "K": 3, "D": 3}
 UNIT = Stream(low=0.0, high=1.0, hard_low=0.0, hard_high=1.0)
 POSITIVE = Stream(low=0.0, hard_low=0.0)
-LOG_RATIO = Stream(low=-3.0, high=3.0, focus=0.5)
+LOG_RATIO = Stream(low=-12.0, high=12.0, focus=0.5)
 LOGP = Stream(low=-6.0, high=-0.125, hard_high=0.0)
 LENGTH = Stream(low=0.0, high=5.0, hard_low=0.0, step=1.0, dtype=torch.int64)
 

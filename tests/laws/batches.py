@@ -46,8 +46,10 @@ def on_batches(law: Law) -> Law:
 
 
 def _near_zero(x: Tensor, stream: Stream, random: torch.Generator) -> Tensor:
-    """Half of the values divided by 8, if the stream has a focus."""
-    return torch.where(torch.rand(x.shape, generator=random) < 0.5, x / 8, x) if stream.focus else x
+    """A third of the values from the focus of the stream, if it has one, and a third from six times its width."""
+    scale = stream.focus / stream.high * torch.tensor([1.0, 6.0], dtype=x.dtype)
+    which = torch.randint(3, x.shape, generator=random)
+    return torch.where(which == 2, x, x * scale[which.clamp(max=1)]) if stream.focus else x
 
 
 def _extreme(x: Tensor, stream: Stream, random: torch.Generator) -> Tensor:

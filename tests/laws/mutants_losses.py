@@ -55,6 +55,10 @@ def adds_noise(log_ratio, advantages, mask, clip_high):
     return ppo(log_ratio, advantages, mask) * (1 + 1e-3 * torch.rand(log_ratio.shape))
 
 
+def ratio_capped_at_e3(log_ratio, advantages, mask):
+    return -masked(advantages, mask) * masked(log_ratio, mask).clamp(max=3).exp()
+
+
 def ratio_upside_down(log_ratio, advantages, mask, clip_high):
     return ppo(-log_ratio, advantages, mask)
 
@@ -264,6 +268,7 @@ MUTANTS = [
     Mutant("losses.ppo_clip", "finite", "exponent not capped", computes_in_bf16),
     Mutant("losses.ppo_clip", "descends", "inverted ratio: old over new", ratio_upside_down),
     Mutant("losses.ppo_clip", "differentiable", "log-ratio detached", detached_ratio),
+    Mutant("losses.importance_sampling", "coefficient", "ratio capped at e^3", ratio_capped_at_e3),
     Mutant("losses.dual_clip", "coefficient", "the second clip also where A > 0", dual_clip_everywhere),
     Mutant("losses.cispo", "coefficient", "missing detach of the ratio", cispo_without_detach),
     Mutant("losses.cispo", "coefficient", "the cap taken as a distance from 1", cispo_relative_cap),

@@ -9,11 +9,11 @@ from mutant import Mutant
 
 from rlkit import advantages as A
 from rlkit import controllers as C
-from rlkit._tensors import masked
+from rlkit._tensors import masked, upcast
 from rlkit.advantages.traces import coefficient, end_values, next_action, prepared, scan
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.segments import group_count, group_mean, group_sum
+from rlkit.segments import first_of_group, group_count, group_mean, group_sum
 from rlkit.types import Controller, LogProbs
 
 
@@ -155,6 +155,11 @@ def half_as_large(rewards, group_ids, eps):
 def keeps_the_singleton(rewards, group_ids):
     centred = A.group_centered(rewards, group_ids=group_ids)
     return torch.where(group_count(group_ids) == 1, rewards, centred)
+
+
+def centred_before_the_upcast(rewards, group_ids):
+    shifted = rewards - rewards[first_of_group(group_ids)]
+    return upcast(shifted) - group_mean(shifted, group_ids=group_ids)
 
 
 def centred_on_the_batch(rewards, group_ids):
@@ -300,6 +305,7 @@ MUTANTS = [
     Mutant("advantages.group_zscore", "stated_scale", "scaled by 1/2", half_as_large),
     Mutant("advantages.group_zscore", "scales", "eps as large as the rewards", large_eps),
     Mutant("advantages.group_centered", "singleton_is_zero", "a singleton keeps its reward", keeps_the_singleton),
+    Mutant("advantages.group_centered", "dtypes", "differences of rewards in bf16", centred_before_the_upcast),
     Mutant("advantages.group_centered", "shift_invariant", "mean of the batch", centred_on_the_batch),
     Mutant("advantages.group_centered", "permutation", "groups by reshape", groups_by_place),
     Mutant("advantages.leave_one_out", "equals_loop", "divided by n instead of n - 1", leave_none_out),

@@ -13,7 +13,7 @@ from torch import nn
 
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
-from rlkit.loops.coefficients import rules
+from rlkit.loops.coefficients import advance, rules, start
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
 from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
@@ -192,6 +192,19 @@ def test_flags_that_do_not_fit_each_other_are_refused(flags, message):
     with pytest.raises(ValueError, match="`") as refused:
         rules(Penalties(**flags), steps=STEPS, num_samples=SAMPLES)
     assert spelled(str(refused.value), Args).startswith(message)
+
+
+def test_a_metric_that_is_not_finite_stops_a_controller_or_with_skip_nan_keeps_its_state():
+    penalties = Penalties(kl_coef=COEF, kl_target=TARGET)
+    controllers = rules(penalties, steps=STEPS, num_samples=SAMPLES)
+    states = start(controllers, penalties)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"measured must be finite"):
+            advance(controllers, states, {"kl/ref": bad})
+        assert advance(controllers, states, {"kl/ref": bad}, skip_nan=True) == states
+    for how in ({}, {"skip_nan": True}):
+        assert advance(controllers, states, {"kl/ref": 2 * TARGET}, **how)["kl"].coef > COEF
+    assert advance(controllers, states, {}) == states
 
 
 def test_a_controller_of_an_unknown_name_is_refused(tmp_path):

@@ -142,6 +142,7 @@ def test_effective_sample_size_is_kish(ws: list[float]) -> None:
 def test_effective_sample_size_of_equal_and_of_no_weights() -> None:
     assert effective_sample_size(torch.full((7,), 0.3)).item() == pytest.approx(7)
     assert effective_sample_size(torch.zeros(4)).item() == 0
+    assert effective_sample_size(torch.tensor([0.0, 1.0])).item() == 1
 
 
 def kept_by_hand(probs: list[float], top_k: int, top_p: float) -> list[int]:

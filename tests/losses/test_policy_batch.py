@@ -196,6 +196,10 @@ def test_select_between_draws_from_the_interval_only() -> None:
     assert torch.equal(drawn[0], select_between(cov, fraction=0.05, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(drawn[0], drawn[1])
     assert select_between(cov, low=8, high=9).sum() == 0
+    mask = torch.arange(20) % 2 == 0  # the fraction is of trainable tokens
+    chosen = select_between(torch.full((20,), 2.0), fraction=0.5, mask=mask)
+    assert chosen.sum() == 5
+    assert not chosen[~mask].any()
 
 
 def test_clip_cov_and_kl_cov_change_selected_tokens_only() -> None:
