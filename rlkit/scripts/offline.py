@@ -151,7 +151,7 @@ def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model
     from rlkit.model.positions import positions
 
     found, tokenizer, data = {}, place.tokenizer, brought.data
-    longest = min(args.examples.max_example_tokens, (positions(model.config) or sys.maxsize) - 1)
+    longest = min(args.examples.max_example_tokens, (positions(place.config) or sys.maxsize) - 1)
     for name, part in questions(args.evaluation, brought.held_out).items():
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
         sampling = args.evaluation.sampling_of(name)

@@ -156,7 +156,7 @@ FIXED = [  # of fixed data: (script, their words, ours)
     ("dpo", f"{DPO} --loss_type sigmoid sft --loss_weights 1.0 0.2", {"loss": "dpo", "sft_coef": 0.2}),
     ("dpo", f"{DPO} --loss_type [ipo,sft]", {"loss": "ipo", "sft_coef": 1.0}),
     ("dpo", f"{DPO} --loss_type sft sigmoid --loss_weights 0.4 0.8", {"loss": "dpo", "sft_coef": 0.5}),
-    ("dpo", f"{DPO} --loss_type robust", {"loss": "robust_dpo", "sft_coef": 0.0}),
+    ("dpo", f"{DPO} --loss_type robust --label_smoothing 0.1", {"loss": "robust_dpo", "sft_coef": 0.0}),
     ("dpo", f"{DPO} --warmup_ratio 0.11", {"warmup_steps": 6}),  # rounded up, as transformers does
     ("dpo", f"{DPO} --warmup_steps 0.1", {"warmup_steps": 5}),  # transformers 5: a share below 1
     ("dpo", f"{DPO} --warmup_steps 7 --warmup_ratio 0.1", {"warmup_steps": 7}),

@@ -262,7 +262,7 @@ def reading(task, tmp_path, monkeypatch):
         caught = []
         if script in RL:
             monkeypatch.setattr(module, "load_models", lambda *_: (None, None, None))
-            monkeypatch.setattr(module, "open_engine", no_engine)
+            monkeypatch.setattr("rlkit.scripts.task.open_engine", no_engine)
             at = 4 if script == "ppo" else 3
 
             async def loop(*args, **_):
