@@ -119,6 +119,7 @@ def test_a_row_that_does_not_fit_is_tried_smaller_and_leaves_no_model(
     assert row == {"error": f"out of memory at {training.MICRO_TOKENS[-1]} tokens per micro-batch"}
 
 
+@pytest.mark.slow
 def test_a_row_has_a_time_limit_and_the_next_one_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     bench = importlib.import_module("gpu_training")

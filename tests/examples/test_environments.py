@@ -148,6 +148,7 @@ async def test_a_random_model_plays_each_of_them():
         assert [len(g) for g in groups] == [2] * 4
 
 
+@pytest.mark.slow
 async def test_a_game_of_two_turns_is_learnt(tmp_path):
     """From random weights: the reward is the share of digits in both turns, and it rises."""
     model = prepare_model(

@@ -16,6 +16,7 @@ def test_dpo_prefers_digits() -> None:
     assert sum(losses[-3:]) / 3 < 0.6
 
 
+@pytest.mark.slow
 def test_ppo_learns_to_write_digits(capsys: pytest.CaptureFixture[str]) -> None:
     rewards = own_ppo.main(steps=14, batch_size=32)
     assert sum(rewards[-2:]) / 2 > 3 * sum(rewards[:2]) / 2

@@ -271,6 +271,7 @@ def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
     assert [line["kl/coef"] for line in lines_of(tmp_path / "run")] == pytest.approx([0.05, 0.05, 0.05, 0.06])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path):
     def kl():
         reference = prepare_model(tiny_model(tokenizer(), **SIZES, seed=1))

@@ -249,6 +249,7 @@ def test_a_model_in_python_is_refused_without_a_question(folder, own):
     assert not (folder / "mark").exists()
 
 
+@pytest.mark.slow
 def test_code_beside_a_model_that_transformers_has_is_named_and_not_run(folder):
     bring_code(folder)
     change(folder / "model/config.json", auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
@@ -289,6 +290,7 @@ def test_a_reference_that_moves_or_another_script_is_the_named_reason(folder):
     refused(folder, SFT, "sft: its checkpoint of step 2 is of a run of dpo.py, not sft.py")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_names_the_script_that_wrote_it(folder):
     assert rlkit(folder, SFT).returncode == 0
     state = torch.load(folder / "sft/checkpoints/step_00000003/state.pt", weights_only=True)

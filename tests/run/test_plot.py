@@ -304,6 +304,7 @@ def test_without_matplotlib_the_function_names_the_extra(tmp_path, monkeypatch):
         plot_run(write_run(tmp_path / "run", SMALL))
 
 
+@pytest.mark.slow
 def test_the_suffix_selects_the_picture_format(tmp_path):
     run = write_run(tmp_path / "run", SMALL)
     for name, start in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):

@@ -243,6 +243,7 @@ def test_an_outage_does_not_end_a_run_and_the_rest_is_sent_later(task, tmp_path,
 
 
 @pytest.mark.usefixtures("no_pictures")
+@pytest.mark.slow
 def test_a_tracker_that_fails_is_named_with_its_error(task, tmp_path, capfd):
     need("tensorboard")
     (tmp_path / "run").mkdir()

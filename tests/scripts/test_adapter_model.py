@@ -81,6 +81,7 @@ def test_training_goes_on_in_the_adapter(script, command, task, tmp_path, capsys
 
 
 @pytest.mark.parametrize("script", ["grpo", "sft"])
+@pytest.mark.slow
 def test_lora_rank_0_merges_it_and_trains_all_weights(script, command, task, tmp_path, capsys):
     command(f"{script} --model adapter {ROADS[script]} --lora-rank 0 --steps 1 --lr 0.01 --output {tmp_path}/run")
     said = capsys.readouterr().out

@@ -84,6 +84,7 @@ def test_a_pipe_gets_answers_only_one_for_each_line(model):
     assert done.stdout == "".join(greedy(model, turns(line), 12) + "\n" for line in ("one", "two"))
 
 
+@pytest.mark.slow
 def test_flags_and_args_json_reach_template_and_sampling(model, tmp_path, capsys, monkeypatch):
     flags = ["--temperature", "0", "--max-new-tokens", "8", "--prompt", "one"]
     assert call(capsys, monkeypatch, model, *flags) == greedy(model, turns("one"), 8) + "\n"

@@ -161,6 +161,7 @@ def test_supervised_tokens_begin_with_those_that_are_sampled_from(task):
 
 
 @pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.slow
 def test_a_run_that_was_kept_with_a_switch_resumes(task, tmp_path, kept, capsys):
     shutil.copytree(task / "base", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)

@@ -82,6 +82,7 @@ def test_a_run_gives_its_system_prompt_and_sampling(command, tmp_path):
 
 
 @pytest.mark.parametrize(("script", "data"), [("sft", "turns.jsonl"), ("dpo", "pairs.jsonl")])
+@pytest.mark.slow
 def test_training_on_fixed_data_measures_answers(script, data, command, tmp_path):
     """The gold answer is the response of the row: score gives 1 where it is "1"."""
     command(

@@ -98,7 +98,7 @@ def test_a_run_writes_metrics_samples_plot_and_model(whole, task):
     assert any((a != b).any() for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("after", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 2)), 6])
 def test_kill_and_resume_gives_the_same_lines_bit_for_bit(task, whole, tmp_path, after):
     output = tmp_path / "run"
     with warm.Popen(command(task, output), env=environment(), stdout=subprocess.DEVNULL) as process:

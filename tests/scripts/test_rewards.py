@@ -162,6 +162,7 @@ def test_each_of_several_functions_is_a_metric_and_their_sum_trains(lines, task)
     assert 0 < absent < 36
 
 
+@pytest.mark.slow
 def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
     keys = []
     for name, given in (("one", "score"), ("weight", "score=1")):
