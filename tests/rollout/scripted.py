@@ -80,9 +80,11 @@ def check_tree(pieces, calls):
     for context, out in calls:
         if not out.ids:
             continue
-        places = [stream for stream in streams if len(context) >= stream[1] and _stands(stream, context, out)]
+        places = [i for i, stream in enumerate(streams) if len(context) >= stream[1] and _stands(stream, context, out)]
         assert places, "a turn is in no piece after its context"
-        _expect(places[0], context, out)
+        starts = [len(context) - streams[i][1] for i in places]  # of equal texts, the one with the turn's log-probs
+        own = [i for i, at in zip(places, starts, strict=True) if pieces[i].logp[at : at + len(out.ids)] == out.logp]
+        _expect(streams[(own or places)[0]], context, out)
     _check_pieces(pieces, streams)
 
 
