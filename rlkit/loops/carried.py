@@ -1,12 +1,12 @@
 """State that `rl` carries from step to step and saves: one value, `Carried`, and the rules that move it.
 
-rules = Rules(coefficients.rules(...), role_average)
-now = start(rules, penalties, objectives=task.objectives, saved=checkpoint)
+moves = rules(penalties, rollouts, steps=schedule.steps)
+now = start(moves, penalties, saved=checkpoint)
 for step in ...:
     update(batch, Step(step, **of_step(now), check=...))
-    now = after(rules, now, finalize(metrics), groups)
+    now = after(moves, now, finalize(metrics), groups)
     now = evaluated(now, scores, step=step + 1)            # where an evaluation is due
-save(to_save(rules, now))
+save(to_save(moves, now))
 """
 
 from __future__ import annotations

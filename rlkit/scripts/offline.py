@@ -170,13 +170,12 @@ def asked(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Where the row has no gold answer, `answer` is the text of that answer.
     """
+    from rlkit.data.schema import ANSWERS
     from rlkit.rewards.text import gold_answer
 
     given = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
     answer = next((value for value in given if value is not None), None)
-    question = {
-        name: value for name, value in row.items() if name not in ("chosen", "rejected", "response", "completion")
-    }
+    question = {name: value for name, value in row.items() if name not in ANSWERS}
     if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and answer[-1].get("role") == "assistant":
         if len(answer) > 1:
             question["messages"] = answer[:-1]
