@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlkit.files import cache_folder
+from rlkit._util.files import cache_folder
 
 SHAPES = {  # hidden size, layers, heads, head size, MLP size, vocabulary
     "nano": (128, 4, 4, 32, 512, 263),

@@ -27,8 +27,8 @@ from _timing import machine
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from rlkit._util.files import cache_folder
 from rlkit.data.prompts import Prompt
-from rlkit.files import cache_folder
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare_model

@@ -40,7 +40,7 @@ from _cli import run_script
 from _models import build
 from _timing import machine
 
-from rlkit._extras import interpreter
+from rlkit._util.extras import interpreter
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 

@@ -22,11 +22,11 @@ import torch
 from _cli import run_script
 from _timing import interleaved, report
 
-from rlkit.balancing import plan_microbatches
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import microbatches, pack
+from rlkit.packing.balancing import plan_microbatches
 from rlkit.parallel.attention import as_inference
 from rlkit.segments import seq_lens
 from rlkit.types import Batch, Trajectory

@@ -23,7 +23,7 @@ from typing import Any
 from _cli import NoFlags, run_script
 from _timing import machine
 
-from rlkit._extras import interpreter
+from rlkit._util.extras import interpreter
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines.sglang import SGLang, launch
 from rlkit.types import SamplingParams

@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 from _cli import run_script
 from _timing import machine
 
-from rlkit._extras import interpreter
+from rlkit._util.extras import interpreter
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.servers.tensors import Bucket, Memory, flatten, groups

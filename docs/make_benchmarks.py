@@ -23,7 +23,7 @@ SMOLLM = "trl_cpu_SmolLM2-135M-Instruct"
 STEP = tuple(
     f"rlkit/{name}"
     for name in (
-        *("loops/updates.py", "losses/policy.py", "packing.py", "model/forward.py", "model/heads.py", "model/optim.py"),
+        *("loops/updates.py", "losses/policy.py", "packing", "model/forward.py", "model/heads.py", "model/optim.py"),
         *("parallel/attention.py", "parallel/forest.py", "kernels/linear_logp"),
     )
 )
@@ -35,7 +35,7 @@ MEASURES = {  # the beginning of a file's name: the code that it measures, files
     "advantages_cpu": ("rlkit/advantages", "rlkit/kernels/linear_scan", "rlkit/segments.py"),
     "linear_logp_cpu": ("rlkit/kernels/linear_logp",),
     "linear_scan_cpu": ("rlkit/kernels/linear_scan",),
-    "packing_cpu": ("rlkit/balancing.py", *STEP[2:]),
+    "packing_cpu": ("rlkit/packing/balancing.py", *STEP[2:]),
     "rewards": ("rlkit/rewards/code.py", "rlkit/rewards/math.py", "rlkit/rewards/sandbox"),
     "async_loop_cpu": (*STEP, *SAMPLED, "rlkit/rollout/stream.py", "rlkit/rollout/engines/process.py"),
     "fsdp_overhead_cpu": ("rlkit/model/parallelize.py", "rlkit/parallel", *STEP[3:]),
@@ -108,13 +108,17 @@ def git(*command: str) -> str:
     return done.stdout
 
 
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 @cache
 def code(text: str) -> str:
-    """A file without comments and docstrings, on which no figure depends."""
+    """A file without comments, docstrings and imports, on which no figure depends."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+            node.body = [x for x in body if not (isinstance(x, ast.Import | ast.ImportFrom) or is_docstring(x))]
     return ast.dump(tree)
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of keys in docs/metrics.md from rlkit/run/page/metrics.tsv, which the report page reads too.
+"""Write the tables of keys in docs/metrics.md from rlkit/run/report/assets/metrics.tsv, which the page reads too.
 
 Run `python docs/make_metrics.py` after changing a row; a test fails if the page is out of date.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlkit.run.meanings import SECTIONS
+from rlkit.run.report.meanings import SECTIONS
 
 PAGE = Path(__file__).with_name("metrics.md")
 

@@ -85,7 +85,7 @@ def main(args: Args) -> None:
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.launch import open_mesh
     from rlkit.model.weights import export_hf
-    from rlkit.ranks import on_rank0
+    from rlkit.parallel import on_rank0
 
     started = time.perf_counter()
     open_mesh(args.parallel, device=args.device)
@@ -141,7 +141,7 @@ def make_folder(args: Args) -> None:
 def report(args: Args, trained: Path, seconds: float) -> None:
     """Print the result, three answers before and after GRPO, and the paths; use the result as the title of the plot."""
     from rlkit.run.folder import read_metrics
-    from rlkit.run.plot import plot_run
+    from rlkit.run.report.plot import plot_run
 
     run = args.output / "grpo"
     evaluations = [row for row in read_metrics(run) if "eval/greedy" in row]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlkit._extras import optional
+from rlkit._util.extras import optional
 from rlkit.rollout.envs.gym import Step, Turn, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.groups import Env, Prompt

@@ -10,7 +10,7 @@ import importlib
 from pkgutil import iter_modules
 from typing import Any
 
-from rlkit._elsewhere import elsewhere as _find
+from rlkit._util.elsewhere import elsewhere as _find
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_mask
+from rlkit._util.tensors import check_mask
 
 
 class Mean(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_no_nan, readable, upcast
+from rlkit._util.tensors import check_float, check_no_nan, readable, upcast
 from rlkit.advantages import normalize_then_sum
 
 __all__ = [

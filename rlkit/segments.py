@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import (
+from rlkit._util.tensors import (
     check_bounds,
     check_call,
     check_cu_seqlens,

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from rlkit import balancing
-from rlkit.balancing import plan_microbatches
-from rlkit.packing import pack, select
+from rlkit.packing import balancing, pack, select
+from rlkit.packing.balancing import plan_microbatches
 from rlkit.types import Trajectory
 
 

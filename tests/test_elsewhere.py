@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rlkit
-from rlkit._elsewhere import other_systems
+from rlkit._util.elsewhere import other_systems
 
 PACKAGES = ("rlkit", "rlkit.losses", "rlkit.advantages", "rlkit.rollout", "rlkit.rewards", "rlkit.data", "rlkit.model",
             "rlkit.loops", "rlkit.kernels")  # fmt: skip

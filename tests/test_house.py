@@ -17,10 +17,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
-ROOMS = {
-    "advantages": 600, "compat": 1720, "data": 3645, "kernels": 1780, "loops": 2370, "losses": 1630, "model": 3970,
-    "parallel": 1300, "rewards": 3260, "rollout": 7260, "run": 2640, "scripts": 4540, "testing": 1480,
-    "modules right below rlkit": 2300,
+ROOMS = {  # those of folders inside count apart from the folder round them
+    "_util": 660, "advantages": 600, "data": 3645, "kernels": 1780, "loops": 2370, "losses": 1640, "model": 3970,
+    "packing": 490, "parallel": 1300, "rewards": 2140, "rollout": 5910, "run": 1830, "run/report": 815, "scripts": 3340,
+    "testing": 1480, "modules right below rlkit": 1130,
+    "agents": 1340, "compat": 1700, "rewards/sandbox": 1120, "scripts/tools": 1165,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,
@@ -30,11 +31,11 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "loops/supervised.py:supervised": 47,
     "loops/updates.py:grpo_update": 46,
     "model/parallelize.py:parallelize": 41,
-    "rollout/agents/branches.py:Branches.reply": 55,
+    "agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
-    "scripts/eval.py:main": 59,
-    "scripts/sweep.py:main": 53,
-    "scripts/sweep.py:check_command": 44,
+    "scripts/tools/eval.py:main": 59,
+    "scripts/tools/sweep.py:main": 53,
+    "scripts/tools/sweep.py:check_command": 44,
 }
 LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/decode/triton.py:rotate_kernel": 18,
@@ -110,8 +111,9 @@ def check_above(found: dict[str, int], limit: int, table: dict[str, int], what: 
 def test_no_room_has_more_lines_of_code_than_its_number():
     rooms: Counter[str] = Counter()
     for name, (_, code) in trees().items():
-        folder, slash, _ = name.partition("/")
-        rooms[folder if slash else "modules right below rlkit"] += len(code)
+        folder, slash, rest = name.partition("/")
+        inside = f"{folder}/{rest.partition('/')[0]}"
+        rooms[inside if inside in ROOMS else folder if slash else "modules right below rlkit"] += len(code)
     assert rooms.keys() == ROOMS.keys()
     above = {
         room: f"{lines} lines, the table has {ROOMS[room]}" for room, lines in rooms.items() if lines > ROOMS[room]

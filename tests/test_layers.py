@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1] / "rlkit"
 LAYERS = (  # each may import what stands before it; left before right within a line
-    "_platform _elsewhere _extras _numbers _retrying _text settings files ranks types _tensors",
+    "_util settings types",
     "segments metrics kernels",
     "advantages losses controllers objectives",
-    "balancing packing",
+    "packing",
     "parallel",
     "model",
     "data",
@@ -23,7 +23,7 @@ LAYERS = (  # each may import what stands before it; left before right within a 
     "rewards",
     "run",
     "loops",
-    "compat",
+    "agents compat",
     "scripts __main__",
 )
 ORDER = {name: place for place, name in enumerate(" ".join(LAYERS).split())}
@@ -114,4 +114,4 @@ def test_private_modules_are_imported_by_their_own_package_only():
 def test_the_variables_of_torchrun_are_read_in_ranks_only():
     names = re.compile(r"environ.*\b(LOCAL_)?(RANK|WORLD_SIZE)\b")
     lines = [(name, line) for name, path in MODULES.items() for line in path.read_text().splitlines()]
-    assert {name for name, line in lines if names.search(line)} == {"ranks"}
+    assert {name for name, line in lines if names.search(line)} == {"_util.ranks"}

@@ -36,7 +36,7 @@ def test_macos_trains_and_names_what_needs_linux(tmp_path):
 )
 def test_windows_is_refused_in_one_sentence_that_names_wsl(module):
     code = (
-        "import importlib, types, rlkit._platform as p\n"
+        "import importlib, types, rlkit._util.platform as p\n"
         "p.sys = types.SimpleNamespace(platform='win32')\n"
         f"try: importlib.import_module({module!r})\n"
         "except ImportError as error: print(error)"

@@ -7,7 +7,7 @@ from email.utils import formatdate
 
 import pytest
 
-from rlkit._retrying import retried, retry_after_s
+from rlkit._util.retrying import retried, retry_after_s
 
 
 class Full(Exception):

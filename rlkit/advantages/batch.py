@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import (
+from rlkit._util.tensors import (
     check_below,
     check_cu_seqlens,
     check_float,

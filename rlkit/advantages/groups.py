@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_ids, check_not_negative, masked, upcast
+from rlkit._util.tensors import check_float, check_ids, check_not_negative, masked, upcast
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, masked
+from rlkit._util.tensors import bounded_exp, masked
 from rlkit.advantages.traces import coefficient, end_values, following, next_action, prepared, scan
 
 __all__ = ["VTrace", "clipped_is_returns", "q_lambda", "retrace", "vtrace"]

@@ -24,11 +24,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rlkit.agents.endpoint import agent_env
 from rlkit.compat.recognise import kind_of, takes_prompt
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat, Turn
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.rollout.text import Text
@@ -329,7 +329,7 @@ def openenv(
 def verifiers(vf_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
     """A `vf.Environment` of verifiers 0.1, with tools or without.
 
-    It calls the policy by HTTP (`rlkit.rollout.envs.endpoint`, extra `http`). Rows are those of its data set
+    It calls the policy by HTTP (`rlkit.agents.endpoint`, extra `http`). Rows are those of its data set
     (`vf_env.get_dataset()`). The reward is its rubric's, for one rollout at a time, with the metrics logged; a reward
     function that raises counts 0 there. Its errors (`state["error"]`) end the run. Checked against verifiers 0.1.14.
     """
@@ -353,7 +353,7 @@ def verifiers_tasks(
 ) -> Env:
     """Tasks of `verifiers.v1` (since 0.2), `tasks[i]` for row i; `config` has further fields of `AgentConfig`.
 
-    The harness calls the policy by HTTP (`rlkit.rollout.envs.endpoint`, extra `http`). The reward is the trace's, and
+    The harness calls the policy by HTTP (`rlkit.agents.endpoint`, extra `http`). The reward is the trace's, and
     its metrics are logged. A trace that is not `ok` ends the run. Checked against verifiers 0.4.0.
     """
 

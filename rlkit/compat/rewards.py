@@ -17,7 +17,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from rlkit._numbers import show
+from rlkit._util.numbers import show
 from rlkit.data.markup import opened_by
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.data.rows import begins_answer

@@ -1,6 +1,6 @@
 """Data in: rows from files, prompts and supervised examples as tokens, and turns joined by tokens."""
 
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 from rlkit.data.chat import end_of_turn_id, render, stop_token_ids, turn_tokens
 from rlkit.data.examples import Example, sft_examples
 from rlkit.data.load import load_rows

@@ -294,7 +294,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     Tokens in only one vocabulary are ignored; a folder without a tokenizer is not checked. FileNotFoundError for a
     folder that holds no model.
     """
-    from rlkit.files import check_model_path
+    from rlkit._util.files import check_model_path
     from rlkit.model.pretrained import load_tokenizer
 
     check_model_path(path)

@@ -22,7 +22,7 @@ from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
-from rlkit._extras import lacks, optional
+from rlkit._util.extras import lacks, optional
 from rlkit.data import schema
 
 Row = dict[str, Any]

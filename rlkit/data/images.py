@@ -23,10 +23,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit._util.files import base_of
 from rlkit.data.columns import is_empty
 from rlkit.data.load import Row, Rows, column_error
 from rlkit.data.schema import PAIRED, PROMPTS
-from rlkit.files import base_of
 
 if TYPE_CHECKING:
     from torch import Tensor

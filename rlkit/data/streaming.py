@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
-from rlkit._text import Explained
+from rlkit._util.text import Explained
 from rlkit.data.files import format_of, need_datasets, parsed_line
 from rlkit.data.load import Rows, checked_row, sources_of
 from rlkit.data.rows import NothingLeft

@@ -72,7 +72,7 @@ def read_template(path: str | Path) -> tuple[ChatTemplate, Path]:
 
 def keep_template(folder: Path, template: ChatTemplate) -> bool:
     """Write the template to a run folder, if it is not there already; whether another one was there."""
-    from rlkit.files import replace_file
+    from rlkit._util.files import replace_file
 
     file = folder / KEPT
     before = _of_file(file) if file.is_file() else None

@@ -4,6 +4,6 @@ Import from the folders: `linear_logp` (hidden states to log-probs and entropies
 (the same from logits), `linear_scan` (the recurrence of the trace estimators).
 """
 
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 
 __getattr__ = elsewhere(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask, readable
+from rlkit._util.tensors import check_float, check_mask, readable
 
 
 def check_head(

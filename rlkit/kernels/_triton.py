@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDED = "impl='triton' needs triton: pip install triton"

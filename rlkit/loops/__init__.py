@@ -1,5 +1,5 @@
-from rlkit._elsewhere import elsewhere
-from rlkit._platform import refuse_windows
+from rlkit._util.elsewhere import elsewhere
+from rlkit._util.platform import refuse_windows
 
 refuse_windows(__name__)
 

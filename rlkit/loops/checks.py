@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlkit._util.ranks import on_all_ranks
 from rlkit.data.order import check_parts
 from rlkit.loops.task import Task
 from rlkit.model.forward import Policy, PolicyFn
-from rlkit.ranks import on_all_ranks
 from rlkit.rollout.groups import check_sampling, single_turn
 from rlkit.rollout.shared import SharedEngine
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, SamplingParams, Schedule

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rlkit import controllers as library
 from rlkit import losses
-from rlkit._tensors import check_call
+from rlkit._util.tensors import check_call
 from rlkit.controllers import Coef
 from rlkit.settings import Penalties, refuse_if
 from rlkit.types import Controller

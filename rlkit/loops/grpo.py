@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_call
+from rlkit._util.tensors import check_call
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients, roles
 from rlkit.loops.checks import check_rewarded, check_settings

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlkit.files import replace_file
+from rlkit._util.files import replace_file
+from rlkit._util.ranks import is_first
 from rlkit.objectives import Archive, archive_init, archive_insert, hypervolume
-from rlkit.ranks import is_first
 from rlkit.run.folder import PARETO
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._numbers import show
+from rlkit._util.numbers import show
 from rlkit.packing import pack, select, with_streams
 from rlkit.rewards.failures import name_of, place_in, unwrapped
 from rlkit.segments import broadcast_to_tokens

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._numbers import show
-from rlkit._tensors import FILLED_BY
+from rlkit._util.numbers import show
+from rlkit._util.tensors import FILLED_BY
 from rlkit.loops.trial import is_ours, try_surrogate
 from rlkit.losses import (
     k3,

@@ -14,7 +14,7 @@ docs/losses.md and docs/preference.md list published losses that are one call or
 names that other frameworks use.
 """
 
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 from rlkit.losses import (
     corrections,
     diagnostics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, upcast
+from rlkit._util.tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, upcast
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:

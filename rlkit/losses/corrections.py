@@ -15,7 +15,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_cu_seqlens, check_float, check_mask, cumsum, masked, upcast
+from rlkit._util.tensors import (
+    bounded_exp,
+    carry_nan,
+    check_cu_seqlens,
+    check_float,
+    check_mask,
+    cumsum,
+    masked,
+    upcast,
+)
 from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq

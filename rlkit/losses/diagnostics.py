@@ -7,7 +7,7 @@ from math import inf
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_cu_seqlens
+from rlkit._util.tensors import bounded_exp, carry_nan, check_cu_seqlens
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.kl import k3
 from rlkit.metrics import Metrics, largest, mean, smallest

@@ -45,7 +45,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
+from rlkit._util.tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
+from rlkit._util.tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
 from rlkit.losses._inputs import check_alone, check_between, check_one_number, prepared
 from rlkit.types import Mask, Tokens
 

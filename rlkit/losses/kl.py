@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
 from rlkit.losses._inputs import check_one_number, prepared
 from rlkit.losses.ratios import token_gradient
 from rlkit.types import Mask, Tokens

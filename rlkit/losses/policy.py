@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_same_shape
+from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_same_shape
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens

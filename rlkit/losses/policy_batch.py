@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
+from rlkit._util.tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
 from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
 from rlkit.types import Mask, Tokens

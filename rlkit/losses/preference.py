@@ -47,7 +47,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import MAX_LOG_RATIO, check_cu_seqlens, check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._util.tensors import (
+    MAX_LOG_RATIO,
+    check_cu_seqlens,
+    check_float,
+    check_mask,
+    check_same_shape,
+    masked,
+    upcast,
+)
 from rlkit.losses._inputs import check_at_least, check_between, check_log_probs, check_positive, prepared
 from rlkit.segments import broadcast_to_tokens, cumulative, mean_per_seq, sum_per_seq
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_mask
+from rlkit._util.tensors import check_cu_seqlens, check_float, check_mask
 from rlkit.losses._inputs import prepared
 from rlkit.segments import broadcast_to_tokens, mean_per_seq, sum_per_seq
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask, masked, readable, upcast
+from rlkit._util.tensors import check_float, check_mask, masked, readable, upcast
 from rlkit.losses._inputs import check_at_least, prepared
 from rlkit.losses.preference import PairMask, Pairs
 from rlkit.types import Mask, Tokens

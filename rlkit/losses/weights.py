@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import (
+from rlkit._util.tensors import (
     check_below,
     check_float,
     check_ids,

@@ -1,3 +1,3 @@
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 
 __getattr__ = elsewhere(__name__)

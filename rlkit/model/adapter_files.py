@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.files import ADAPTER, adapter_config, is_adapter
+from rlkit._util.files import ADAPTER, adapter_config, is_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

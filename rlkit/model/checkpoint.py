@@ -42,12 +42,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import rlkit
-from rlkit import files as _files
-from rlkit.model.lora import adapters
-from rlkit.model.sharding import mesh_of
-from rlkit.model.weights import clean_name, model_tensors
-from rlkit.parallel.data import each_stage
-from rlkit.ranks import (
+from rlkit._util import files as _files
+from rlkit._util.ranks import (
     distributed,
     local_world_size,
     on_all_ranks,
@@ -57,6 +53,10 @@ from rlkit.ranks import (
     timeout_of,
     world_size,
 )
+from rlkit.model.lora import adapters
+from rlkit.model.sharding import mesh_of
+from rlkit.model.weights import clean_name, model_tensors
+from rlkit.parallel.data import each_stage
 
 T = TypeVar("T")
 

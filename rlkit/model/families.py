@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import rlkit
-from rlkit._tensors import readable
-from rlkit.files import cache_folder, replace_file
+from rlkit._util.files import cache_folder, replace_file
+from rlkit._util.tensors import readable
 from rlkit.model.pretrained import NO_CODE
 from rlkit.model.recurrent import TOLL, recurrent_layers, unwrap, wrap
 from rlkit.model.routing import unwrap_routers, wrap_routers

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from rlkit._util.ranks import world_size
 from rlkit.model.sharding import mesh_of
-from rlkit.ranks import world_size
 
 # Dense bf16 matrix products per second, from the data sheets. The first name that the device's contains counts.
 PEAKS = (

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit.files import no_code
+from rlkit._util.files import no_code
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
 from rlkit.model import vision

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlkit._text import printable
-from rlkit.files import base_of, is_adapter
+from rlkit._util.files import base_of, is_adapter
+from rlkit._util.ranks import launched, rank, world_size
+from rlkit._util.text import printable
 from rlkit.model.forward import DTYPES, load_model
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
@@ -31,7 +32,6 @@ from rlkit.model.sharding import device_of, mesh_of
 from rlkit.model.source import said_of, source_of
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh, make_mesh, start
-from rlkit.ranks import launched, rank, world_size
 from rlkit.settings import Bins, ParallelArgs
 
 X = TypeVar("X")

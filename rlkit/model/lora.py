@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rlkit._extras import optional
-from rlkit.files import explain_full_disk, share
+from rlkit._util.extras import optional
+from rlkit._util.files import explain_full_disk, share
+from rlkit._util.ranks import on_rank0
 from rlkit.model.adapter_files import WEIGHTS, read_adapter
 from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import tower_parts
 from rlkit.parallel.data import each_stage
-from rlkit.ranks import on_rank0
 
 if TYPE_CHECKING:
     from rlkit.model.forward import PolicyFn

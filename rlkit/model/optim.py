@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlkit._util.ranks import distributed, reshard, world_size
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.parallel.pipeline import sum_copies
-from rlkit.ranks import distributed, reshard, world_size
 from rlkit.settings import Optim
 
 

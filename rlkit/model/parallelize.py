@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rlkit._util.ranks import local_rank
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.forward import forward, load_model
 from rlkit.model.lora import (
@@ -46,7 +47,6 @@ from rlkit.parallel.attention import recomputing
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage
-from rlkit.ranks import local_rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from rlkit.files import no_code
+from rlkit._util.files import no_code
 
 _CLASSES = [
     metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta,

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlkit.files import base_of, check_model_path, is_adapter
+from rlkit._util.files import base_of, check_model_path, is_adapter
 
 log = logging.getLogger("rlkit.model")
 

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rlkit._tensors import uncompiled
+from rlkit._util.tensors import uncompiled
 from rlkit.parallel.attention import current_plan, rows, segments
 from rlkit.parallel.forest import Forest, forest
 from rlkit.parallel.padded import Block, PaddedRows, by_document, by_segment

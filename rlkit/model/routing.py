@@ -26,7 +26,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlkit._tensors import readable, uncompiled
+from rlkit._util.tensors import readable, uncompiled
 from rlkit.parallel.attention import current_plan
 from rlkit.types import Batch
 

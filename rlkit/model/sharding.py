@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rlkit._util.ranks import reshard
 from rlkit.parallel.mesh import Mesh
-from rlkit.ranks import reshard
 
 
 class ShardedModel(nn.Module):

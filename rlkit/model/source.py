@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit.ranks import is_first
+from rlkit._util.ranks import is_first
 
 log = logging.getLogger("rlkit.model")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

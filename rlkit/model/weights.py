@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlkit import files as _files
+from rlkit._util import files as _files
+from rlkit._util.ranks import on_all_ranks, on_rank0, rank
 from rlkit.model.lora import Adapter, adapter_weights, adapters, clean_of_peft, merged, only_adapter_trains
 from rlkit.model.quantized import dequantized
 from rlkit.model.sharding import mesh_of
@@ -28,7 +29,6 @@ from rlkit.model.source import Source, class_of, corrected, source_of
 from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
-from rlkit.ranks import on_all_ranks, on_rank0, rank
 
 _INDEX = "model.safetensors.index.json"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
-from rlkit._tensors import uncompiled
+from rlkit._util.tensors import uncompiled
 from rlkit.segments import cumulative, seq_lens
 from rlkit.types import Batch
 

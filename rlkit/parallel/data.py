@@ -16,9 +16,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from rlkit import packing
+from rlkit._util.ranks import world_size
 from rlkit.metrics import Metrics, all_reduce, stacked
 from rlkit.parallel.mesh import Mesh
-from rlkit.ranks import world_size
 from rlkit.types import Batch
 
 X = TypeVar("X")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlkit.ranks import launched, local_rank, name_interface, timeout_of
+from rlkit._util.ranks import launched, local_rank, name_interface, timeout_of
 from rlkit.settings import Parallel
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ The reward functions themselves are in `math`, `code` (with its `sandbox`), `tex
 docs/rewards.md.
 """
 
-from rlkit._elsewhere import elsewhere
+from rlkit._util.elsewhere import elsewhere
 from rlkit.rewards.call import Reward, RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.load import load_function
 from rlkit.rewards.scoring import env_rewards, scorer

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rlkit._numbers import show as _show
-from rlkit._numbers import to_number
-from rlkit._text import Explained
+from rlkit._util.numbers import show as _show
+from rlkit._util.numbers import to_number
+from rlkit._util.text import Explained
 from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
 from rlkit.rewards.timeouts import AWAIT, TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import Watched, is_async, own_copy, report_absent, report_once

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import fix_of, name_of, place_in
 from rlkit.rollout.groups import Env, Prompt, Sampler, Score, pieces_of, sample_group

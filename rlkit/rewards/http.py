@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlkit._extras import optional
-from rlkit._retrying import BUSY, retried, retry_after_s
-from rlkit._text import masked
+from rlkit._util.extras import optional
+from rlkit._util.retrying import BUSY, retried, retry_after_s
+from rlkit._util.text import masked
 from rlkit.rewards.timeouts import off_the_clock, turn
 
 if TYPE_CHECKING:

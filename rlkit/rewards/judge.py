@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from rlkit._numbers import is_number, show
-from rlkit._retrying import BUSY
+from rlkit._util.numbers import is_number, show
+from rlkit._util.retrying import BUSY
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.rewards.http import HttpError, post_json
 

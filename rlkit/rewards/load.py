@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 
 PRIVATE = "_rlkit_"  # how the module of a file begins that no `import` would find
 _CALL = re.compile(r"(.+?:\w+)\((.*)\)", re.DOTALL)  # FILE.py:FUNCTION(arguments)

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
-from rlkit._extras import missing, optional
+from rlkit._util.extras import missing, optional
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
 from rlkit.rewards.text import gold_answer, last_boxed, last_tag, no_gold_answer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rlkit._numbers import show
+from rlkit._util.numbers import show
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.rewards.call import Reward, RewardError, Sample, check_ours, run_reward, run_reward_each
 from rlkit.rewards.failures import name_of

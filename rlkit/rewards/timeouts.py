@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from rlkit._platform import refuse_windows
+from rlkit._util.platform import refuse_windows
 
 refuse_windows("rlkit.rewards")
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlkit._elsewhere import elsewhere
-from rlkit._platform import refuse_windows
+from rlkit._util.elsewhere import elsewhere
+from rlkit._util.platform import refuse_windows
 
 if TYPE_CHECKING:
     from rlkit.rollout.groups import rollout as rollout

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from rlkit._numbers import is_number, show
-from rlkit._tensors import check_call
+from rlkit._util.numbers import is_number, show
+from rlkit._util.tensors import check_call
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import Watched, report_absent, report_once
 from rlkit.types import Completion, Generate, Picture, SamplingParams, Trajectory

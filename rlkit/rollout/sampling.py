@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
-from rlkit._tensors import cumsum, upcast
+from rlkit._util.tensors import cumsum, upcast
 from rlkit.losses.corrections import kept_support
 
 _BLOCK, _SMALL = 256, 4096  # tokens of the vocabulary: of a block, and up to which one sum is as fast

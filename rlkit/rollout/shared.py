@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from rlkit._util.ranks import on_this_device, rank, world_size
 from rlkit.model.weights import Form, WeightStream
-from rlkit.ranks import on_this_device, rank, world_size
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.groups import Group, Prompt, rollout
 from rlkit.rollout.stream import Counts, GroupStream

@@ -45,8 +45,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit._text import Explained
-from rlkit.files import append_file, explain_full_disk, replace_file
+from rlkit._util.files import append_file, explain_full_disk, replace_file
+from rlkit._util.text import Explained
 from rlkit.rollout.groups import (
     Env,
     Group,

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from rlkit._text import masked, printable
-from rlkit.ranks import is_first
+from rlkit._util.ranks import is_first
+from rlkit._util.text import masked, printable
 
 TRAINING = "training had started"  # starts the note on an error raised after the set-up of a run
 

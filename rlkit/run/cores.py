@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rlkit.ranks import launched
+from rlkit._util.ranks import launched
 
 SPINS = "10000"  # of a waiting OpenMP thread before it sleeps; 100,000 outlast a scheduler's time slice
 _WINDOW_S = 20.0

@@ -12,7 +12,7 @@
     report.html                        the report (`rlkit report FOLDER` writes it again, or compares runs)
     tensorboard/ wandb/ track_*.log    of --track, see rlkit.run.tracking
     profile/                           of --profile-steps, see rlkit.run.profile
-    model/ best/                       the exported model, and that of --keep-best, each with its card (rlkit.run.card)
+    model/ best/                       the exported model, and that of --keep-best, each with its model card
     checkpoints/                       see rlkit.model.checkpoint
 
 `step` counts optimizer updates: line s describes the s-th update, a checkpoint of step s was written after it, and
@@ -35,9 +35,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rlkit._text import masked
-from rlkit.files import append_file, explain_full_disk, replace_file, sync
-from rlkit.ranks import is_first
+from rlkit._util.files import append_file, explain_full_disk, replace_file, sync
+from rlkit._util.ranks import is_first
+from rlkit._util.text import masked
 from rlkit.run.console import RunDisplay, say, wrapped
 from rlkit.run.cores import Waiting
 from rlkit.run.machine import start_row
@@ -50,7 +50,7 @@ FORMAT = 1  # of a run folder; increased when the files that a resume reads chan
 _RUN = ("metrics.jsonl", "checkpoints", "completions")  # a new run would mix with them
 _OPENED = ("args.json", ".lock", *_RUN)  # a run leaves one of them, however early it ended
 _FULL_FIX = "Free space there and resume: all up to the last checkpoint is safe."
-_DRAW = "import sys; from rlkit.run.plot import plot_run; plot_run(sys.argv[1])"
+_DRAW = "import sys; from rlkit.run.report.plot import plot_run; plot_run(sys.argv[1])"
 _DRAW_S = 60.0  # seconds until this process draws itself
 _held: dict[Path, IO[str]] = {}  # lock files of the run folders that this process holds
 _resumed: dict[Path, dict[str, bytes]] = {}  # new args and config of runs that have not loaded their checkpoint yet
@@ -120,7 +120,7 @@ class Run:
         self._unsynced.clear()
 
     def start_plot(self) -> None:
-        """Start to draw metrics.png in a process of its own, beside other work; `rlkit.run.plot.draw` waits for it.
+        """Start to draw metrics.png in a process of its own, beside other work; `report.plot.draw` waits for it.
 
         No line may be logged in between. Matplotlib's import and 40 MB do not count for this process then. Where it is
         imported already, as in a notebook, nothing is started.

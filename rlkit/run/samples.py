@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlkit._text import printable
+from rlkit._util.text import printable
 from rlkit.data.prompts import Prompt, question_messages
 from rlkit.rewards.text import gold_answer
 from rlkit.rollout.limits import success

@@ -15,21 +15,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlkit._text import Explained
+from rlkit._util.ranks import Stopped, on_all_ranks, on_rank0, world_size
+from rlkit._util.text import Explained
 from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.lora import adapters, save_adapter
 from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
-from rlkit.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
-from rlkit.run.card import write_card
 from rlkit.run.console import TRAINING, say, with_command
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
 from rlkit.run.history import process_gib
-from rlkit.run.plot import draw
 from rlkit.run.profile import Profile
-from rlkit.run.report import report
+from rlkit.run.report.card import write_card
+from rlkit.run.report.page import report
+from rlkit.run.report.plot import draw
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
 from rlkit.run.tracking import tracking
 from rlkit.settings import Schedule
@@ -246,7 +246,7 @@ def _is_best(folder: Path, step: int, metric: str) -> bool:
 
 
 def _write_card(run: Run, folder: Path, *, step: int | None = None) -> None:
-    """The model card (`rlkit.run.card`), on the first rank; what goes wrong is reported, and the model is there."""
+    """The model card, on the first rank; what goes wrong is reported, and the model is there."""
     if not run.active:
         return
     try:

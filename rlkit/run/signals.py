@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from rlkit._text import masked
-from rlkit.ranks import is_first, launched, local_world_size
+from rlkit._util.ranks import is_first, launched, local_world_size
+from rlkit._util.text import masked
 
 Handler = Callable[[int, Any], Any]
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)

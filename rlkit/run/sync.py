@@ -11,7 +11,7 @@ from functools import partial, wraps
 from inspect import isawaitable
 from typing import Any, ParamSpec, TypeVar
 
-from rlkit.ranks import on_this_device
+from rlkit._util.ranks import on_this_device
 from rlkit.run.signals import forward_signals
 
 P = ParamSpec("P")

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from rlkit._text import printable
-from rlkit.files import replace_file
+from rlkit._util.files import replace_file
+from rlkit._util.text import printable
 from rlkit.run.cores import num_cores, usage
 from rlkit.run.folder import CURVES, Run, read_args, read_metrics
 from rlkit.run.trackers import TRACKERS, Row, Tracker, load

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit._extras import lacks
+from rlkit._util.extras import lacks
 from rlkit.rollout.envs.calls import FORMATS
 from rlkit.run.console import data_progress
 from rlkit.scripts.flags import ChatTemplate

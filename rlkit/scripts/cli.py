@@ -29,9 +29,9 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from rlkit._text import Explained, masked, printable
+from rlkit._util.ranks import is_first, launched
+from rlkit._util.text import Explained, masked, printable
 from rlkit.compat import flags as foreign
-from rlkit.ranks import is_first, launched
 from rlkit.run.console import TRAINING, encode_anything, say, warnings_that_fit, with_command, wrapped
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
@@ -42,7 +42,7 @@ from rlkit.settings import collected
 X = TypeVar("X")
 Flat = Annotated[X, FLAT]  # a field of settings whose flags have no prefix
 
-COMMANDS = {
+TRAINERS = {
     "grpo": "reinforcement learning without a critic: GRPO and its variants, synchronous or asynchronous",
     "ppo": "reinforcement learning with a critic: PPO",
     "distill": "distillation from teachers on the student's own samples, with or without a reward",
@@ -50,6 +50,8 @@ COMMANDS = {
     "dpo": "preference optimization on pairs: DPO and its variants",
     "kto": "preference optimization on single responses, each labelled good or bad",
     "reward_model": "train a reward model on pairs",
+}
+TOOLS = {
     "data": "what a data file is: its form, a rendered row, lengths, wrong rows",
     "eval": "measure a model on held-out data, without a run",
     "sweep": "search for the best values of a command's flags (Optuna)",
@@ -58,8 +60,8 @@ COMMANDS = {
     "plot": "draw or compare the curves of run folders",
     "report": "write or serve the report page of a run, or of several",
     "track": "send a run to Weights & Biases, MLflow, TensorBoard or Trackio",
-    "copy": "copy a script to a file of your own",
 }
+COMMANDS = TRAINERS | TOOLS | {"copy": "copy a script to a file of your own"}
 
 
 class LossError(Explained):
@@ -87,8 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     if name == "copy":
         return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
-    script = importlib.import_module(f"rlkit.scripts.{name}")
+    script = importlib.import_module(module_of(name))
     run(script.main, script.Args, script.__doc__)
+
+
+def module_of(command: str) -> str:
+    """The module of a command: a script that trains, or a tool."""
+    return f"rlkit.scripts.{'tools.' if command in TOOLS else ''}{command}"
 
 
 def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv: Sequence[str] | None = None) -> Any:
@@ -275,8 +282,8 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
     if "command" in names:
         return None
     found = []
-    for script in ("grpo", "ppo", "distill", "sft", "dpo", "kto", "reward_model"):
-        kind = importlib.import_module(f"rlkit.scripts.{script}").Args
+    for script in TRAINERS:
+        kind = importlib.import_module(module_of(script)).Args
         if name in {flag.name for flag in list_flags(kind)}:
             found.append(script)
     if len(found) > 3:
@@ -321,7 +328,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
     try:
         result = call(script, *args)
     except KeyboardInterrupt as stopped:
-        number = getattr(stopped, "number", None)  # of rlkit.ranks.Stopped, after the save; else nothing is saved
+        number = getattr(stopped, "number", None)  # of rlkit._util.ranks.Stopped, after the save; else nothing is saved
         if number not in (None, signal.SIGINT) and alone:
             sys.exit(128 + number)
         if alone and not (number is None and _given(args).get("debug")):
@@ -455,7 +462,7 @@ def _copy(argv: list[str]) -> None:
         fail(f"{target} is there already, and is not overwritten: give a new file, such as my_{name}.py")
     try:
         with target.open("x") as file:
-            file.write(Path(__file__).with_name(f"{name}.py").read_text())
+            file.write((Path(__file__).parent / ("tools" if name in TOOLS else "") / f"{name}.py").read_text())
     except OSError as error:
         fail(f"{target}: {error.strerror}")
     say(f"{target}: run it with python {target} --help, or torchrun {target} ...")

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_origin
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 from rlkit.scripts.flags import (
     Flag,
     assigned,
@@ -182,7 +182,7 @@ def _refuse_other_script(entries: Sequence[Entry], kind: type) -> None:
     """A file of a run names its script. A script of one's own takes those of the others."""
     own = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
     for entry in entries:
-        if entry.name == "script" and own.parent == Path(__file__).parent and entry.node.value != own.name:
+        if entry.name == "script" and own.is_relative_to(Path(__file__).parent) and entry.node.value != own.name:
             raise ValueError(f"{entry.place}: this file is for {entry.node.value}, and this is {own.name}")
 
 

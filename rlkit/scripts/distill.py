@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.ranks import is_first, on_all_ranks
+from rlkit._util.ranks import is_first, on_all_ranks
 from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, places_of
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import Place, load_tokenizer, open_place

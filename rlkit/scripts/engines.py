@@ -13,8 +13,8 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit._extras import interpreter, lacks
-from rlkit.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
+from rlkit._util.extras import interpreter, lacks
+from rlkit._util.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
 from rlkit.scripts.args import Model, log
 from rlkit.scripts.trial import function_of
 from rlkit.settings import SERVERS, Engines, refuse_if

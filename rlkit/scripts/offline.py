@@ -9,9 +9,9 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rlkit._util.ranks import launched
 from rlkit.data.load import place_of
 from rlkit.data.vocabulary import check_vocabulary
-from rlkit.ranks import launched
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Data, Episodes, Evaluation, Examples, log
 from rlkit.scripts.start import (

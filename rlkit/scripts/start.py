@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rlkit._util.files import base_of, check_model_path, is_adapter
+from rlkit._util.ranks import is_first, launched
 from rlkit.data.vocabulary import vocabulary_size
-from rlkit.files import base_of, check_model_path, is_adapter
-from rlkit.ranks import is_first, launched
 from rlkit.scripts.args import Data, Lora, Model, log
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.trial import OfTokenizer, own_optimizer
@@ -199,7 +199,7 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
     ValueError for flags that contradict the adapter, and for one that is not trained (see `read_adapter`). Does not
     import torch.
     """
-    from rlkit._extras import lacks
+    from rlkit._util.extras import lacks
     from rlkit.model.adapter_files import read_adapter
 
     path = model.model if is_adapter(model.model) else model.adapter
@@ -268,7 +268,7 @@ def warn_of_steps(args: Flags) -> None:
     """Warn of a run without steps, learning rate or evaluation, and of held-out data or `eval_steps` without use."""
     schedule, data = args.schedule, args.data
     if best := schedule.keep_best:
-        from rlkit.run.meanings import KEYS, meaning_of
+        from rlkit.run.report.meanings import KEYS, meaning_of
 
         near = get_close_matches(best, [name for name in KEYS if name.startswith("eval/")], n=1, cutoff=0)
         refuse_if(meaning_of(best) is None, f"`keep_best` {best} is no metric: perhaps {''.join(near)}")

@@ -209,8 +209,8 @@ def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output:
 
 def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs: Path) -> OfTokenizer:
     """A function from the tokenizer to the environment of `agent`; ValueError for one that cannot start."""
-    from rlkit.rollout.agents.command import check_command, command
-    from rlkit.rollout.agents.server import check_address, tls_of
+    from rlkit.agents.command import check_command, command
+    from rlkit.agents.server import check_address, tls_of
     from rlkit.rollout.calling import takes
 
     assert how.agent is not None
@@ -242,7 +242,7 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
         raise ValueError(f"`agent_certificate`: {error}") from None
 
     def of_tokenizer(tokenizer: Any) -> Any:
-        from rlkit.rollout.envs.endpoint import agent_env
+        from rlkit.agents.endpoint import agent_env
 
         return agent_env(
             agent, tokenizer=tokenizer, parse=parse,

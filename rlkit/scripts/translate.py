@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rlkit._util.ranks import num_ranks
 from rlkit.compat import flags as foreign
 from rlkit.compat.commands import OFF, compute, is_on, machines, texts
-from rlkit.ranks import num_ranks
 from rlkit.scripts.flags import MAIN, Flag, assigned, complaint, is_flag
 
 WIDTH = 76  # of the printed command, in any terminal

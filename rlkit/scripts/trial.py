@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from rlkit._extras import MissingExtra
-from rlkit.ranks import is_first
+from rlkit._util.extras import MissingExtra
+from rlkit._util.ranks import is_first
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Episodes, Evaluation, KlEstimator
 from rlkit.scripts.cli import LossError
 from rlkit.settings import Penalties, refuse_if
@@ -176,9 +176,9 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bo
         try_rewards(found, episodes, *parts, flag=flag)
 
     def of_tokenizer(tokenizer: Any) -> Any:
+        from rlkit.agents.command import scored
         from rlkit.rewards.combine import scalarized, weighted
         from rlkit.rewards.scoring import env_rewards, scorer
-        from rlkit.rollout.agents.command import scored
 
         done = scored if episodes.agent else lambda score: score
         limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}

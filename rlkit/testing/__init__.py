@@ -7,7 +7,7 @@
 `rlkit.testing.laws`, the strategies for packed batches in `rlkit.testing.strategies`.
 """
 
-from rlkit._extras import missing
+from rlkit._util.extras import missing
 
 try:
     import hypothesis  # noqa: F401

@@ -14,15 +14,15 @@ from PIL import Image
 from scripted import Script, check_tree, prompt_of, tokenizer_with
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlkit.agents.command import command
+from rlkit.agents.endpoint import agent_env
+from rlkit.agents.server import tls_of
 from rlkit.data.images import ImageReader
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_vision_model
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.rollout import rollout
-from rlkit.rollout.agents.command import command
-from rlkit.rollout.agents.server import tls_of
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.types import SamplingParams
 
 ROOT, PROGRAMS = Path(__file__).parents[2], Path(__file__).parent / "programs"

@@ -14,11 +14,10 @@ import pytest
 import warm
 from scripted import prompt_of, tokenizer_with
 
+from rlkit.agents import endpoint, server
+from rlkit.agents.command import command, scored
+from rlkit.agents.endpoint import agent_env
 from rlkit.rewards.scoring import env_rewards
-from rlkit.rollout.agents import server
-from rlkit.rollout.agents.command import command, scored
-from rlkit.rollout.envs import endpoint
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.groups import last_pieces, rollout
 from rlkit.testing import FakeEngine
 from rlkit.types import Completion, SamplingParams
@@ -210,7 +209,7 @@ RUN = """
 import asyncio, sys, tempfile
 from pathlib import Path
 tempfile.tempdir = sys.argv[1]
-from rlkit.rollout.agents.command import command
+from rlkit.agents.command import command
 agent = command("sleep 1000", logs=Path(sys.argv[1]), timeout_s=500)
 class Prompt:
     row, index, images = {"prompt": "x"}, 0, ()

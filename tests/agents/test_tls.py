@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from scripted import Script, prompt_of, tokenizer_with
 
-from rlkit.rollout.agents.server import tls_of
-from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.agents.endpoint import agent_env
+from rlkit.agents.server import tls_of
 
 
 async def test_a_client_without_tls_or_trust_gets_nothing(certificate, caplog):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, tokenizer_of
 
+from rlkit.agents.branches import Branches
 from rlkit.data.chat import end_of_turn_id, render, stop_token_ids
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.markup import markup_of
@@ -16,7 +17,6 @@ from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.rewards import Sample, run_reward_each
 from rlkit.rewards.scoring import completion_of, scorer
 from rlkit.rewards.text import think_answer_tags
-from rlkit.rollout.agents.branches import Branches
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.tools import hermes_calls, tool_env
 from rlkit.rollout.text import Text

@@ -104,7 +104,7 @@ def test_ranks_get_as_many_microbatches_and_together_the_batch(ranks, sizes, max
 
 
 def test_balance_over_ranks_is_near_the_bound():
-    from rlkit.balancing import plan_microbatches
+    from rlkit.packing.balancing import plan_microbatches
 
     generator = torch.Generator().manual_seed(0)
     lens = torch.randn(256, generator=generator).exp().mul(60).clamp(4, 960).long().tolist()

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlkit._util.ranks import on_rank0
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import weights
 from rlkit.model.parallelize import parallelize
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.parallel.mesh import Parallel, make_mesh
-from rlkit.ranks import on_rank0
 
 LAYOUTS = {
     "plain": None,

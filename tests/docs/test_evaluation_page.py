@@ -13,8 +13,9 @@ from subprocess import run
 import pytest
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.scripts import cli, eval, grpo, sft, sweep
+from rlkit.scripts import cli, grpo, sft
 from rlkit.scripts.flags import wrong_words
+from rlkit.scripts.tools import eval, sweep
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()

@@ -32,7 +32,7 @@ OURS = [command[1:] for command in COMMANDS if command[0] == "rlkit"]
 def parsed(command: list[str]) -> tuple[Any, Any]:
     """The module of a command, and its flags; those after < and > are the shell's."""
     words = command[1 : min((command.index(sign) for sign in "<>" if sign in command), default=None)]
-    module = importlib.import_module(f"rlkit.scripts.{command[0]}")
+    module = importlib.import_module(cli.module_of(command[0]))
     return module, tyro.cli(module.Args, args=words)
 
 
@@ -71,7 +71,7 @@ def folder(page_folder: Path) -> Path:
 
 
 def call(command: list[str], *more: str, **replaced: str) -> None:
-    module = importlib.import_module(f"rlkit.scripts.{command[0]}")
+    module = importlib.import_module(cli.module_of(command[0]))
     words = [replaced.get(word, word) for word in command[1:]]
     with nullcontext() if command[0] == "plot" else no_pictures():
         cli.run(module.main, module.Args, None, argv=[*words, *more])

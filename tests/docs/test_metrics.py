@@ -17,8 +17,8 @@ from pictures import no_pictures
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.losses import diagnostics
 from rlkit.rewards import Sample, code, math, run_reward
-from rlkit.run.meanings import meaning_of
-from rlkit.run.plot import PANELS
+from rlkit.run.report.meanings import meaning_of
+from rlkit.run.report.plot import PANELS
 from rlkit.scripts.cli import run
 
 ROOT = Path(__file__).parents[2]

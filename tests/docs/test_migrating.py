@@ -28,7 +28,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.grpo import grpo
 from rlkit.rewards import Sample, run_reward
 from rlkit.rewards.load import load_function
-from rlkit.scripts.cli import flags_of, main, run
+from rlkit.scripts.cli import flags_of, main, module_of, run
 from rlkit.scripts.flags import CONFIG
 from rlkit.settings import Engines, ParallelArgs
 
@@ -38,8 +38,8 @@ SCRIPTS = ("grpo", "ppo", "distill", "sft", "dpo", "kto", "reward_model")
 COMMANDS = re.findall(r"^(?:torchrun .*?)?rlkit(?:\.scripts\.| )(\w+) +(--.*)", PAGE.replace("\\\n", " "), re.MULTILINE)
 
 
-def module_of(script: str) -> Any:
-    return importlib.import_module(f"rlkit.scripts.{script}")
+def script_module(script: str) -> Any:
+    return importlib.import_module(module_of(script))
 
 
 @cache
@@ -47,7 +47,7 @@ def defaults(script: str) -> Any:
     """The flags as parsed from a command line with the required ones only."""
     more = {"grpo": ["--reward", "a:b"], "ppo": ["--reward", "a:b"], "distill": ["--teacher", "t"]}
     needed = ["--model", "m", "--data", "d", *more.get(script, [])]
-    return tyro.cli(module_of(script).Args, args=needed)
+    return tyro.cli(script_module(script).Args, args=needed)
 
 
 def value_of(script: str, flag: str) -> Any:
@@ -56,8 +56,9 @@ def value_of(script: str, flag: str) -> Any:
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     value = dict(flags_of(args))[name]
     if value is None and name in ("clip_low", "clip_high", "aggregate"):
-        mean = module_of(script).policy_loss(args, None).aggregate.__name__
-        return mean.removeprefix("per_") if name == "aggregate" else module_of(script).CONSTANTS[args.loss.loss][name]
+        module = script_module(script)
+        mean = module.policy_loss(args, None).aggregate.__name__
+        return mean.removeprefix("per_") if name == "aggregate" else module.CONSTANTS[args.loss.loss][name]
     return value
 
 
@@ -194,7 +195,7 @@ HUB = {
 @pytest.mark.parametrize(("script", "flags"), COMMANDS, ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)])
 def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -> None:
     """Parsed as they stand; run with a tiny model, little data and one process."""
-    module = module_of(script)
+    module = script_module(script)
     args = tyro.cli(module.Args, args=shlex.split(flags.split("#")[0]))
     data = str(task / HUB.get(args.data.data, args.data.data))
     model = replace(args.model, model=str(task / "model"), device="cpu", parallel=ParallelArgs())
@@ -242,7 +243,7 @@ def test_there_is_a_command_for_every_script_of_trl() -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_flags_of_trl_are_answered_by_flags_of_the_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The answer names a flag that the script has, or says why none is needed; never a flag that the script has."""
-    module, answered = module_of(script), set()
+    module, answered = script_module(script), set()
     names = {name for name, _ in flags_of(module.Args)}
     for foreign in sorted({*FLAGS, *NO_FLAG} - names):
         with pytest.raises(SystemExit):
@@ -301,7 +302,7 @@ def test_the_command_line_translates_the_options_of_the_tables_as_the_page_does(
     assert len(pairs) > 150
     wrong = {}
     for (script, option), ours in pairs.items():
-        names = {name for name, _ in flags_of(module_of(script).Args)}
+        names = {name for name, _ in flags_of(script_module(script).Args)}
         if option not in NOT_ONE_TO_ONE and option not in names and ours:
             said = answer(option, names) or ""
             if not ours & {*re.findall(r"--[a-z][\w.-]*\w", said)}:

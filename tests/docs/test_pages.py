@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlkit.scripts.cli import COMMANDS
+from rlkit.scripts.cli import COMMANDS, module_of
 from rlkit.scripts.flags import help_text
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,8 @@ def test_every_page_is_in_the_index() -> None:
 
 def args_of(script: str) -> Any:
     """The dataclass with the flags of a command or an example."""
-    path = ROOT / ("rlkit/scripts" if script in COMMANDS else "examples") / f"{script}.py"
+    name = module_of(script) if script in COMMANDS else f"examples.{script}"
+    path = ROOT / f"{name.replace('.', '/')}.py"
     spec = importlib.util.spec_from_file_location(f"page_{script}", path)
     assert spec is not None
     assert spec.loader is not None

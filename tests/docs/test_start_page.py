@@ -45,7 +45,7 @@ def folder(page_folder: Path) -> Path:
 
 
 def call(command: list[str], *more: str) -> None:
-    module = importlib.import_module(f"rlkit.scripts.{command[0]}")
+    module = importlib.import_module(cli.module_of(command[0]))
     words = ["start" if word == MODEL else word for word in command[1:]]
     with no_pictures():
         cli.run(module.main, module.Args, None, argv=[*words, *more])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from mutant import Mutant
 
 from rlkit import losses as L
-from rlkit._tensors import bounded_exp, masked
+from rlkit._util.tensors import bounded_exp, masked
 from rlkit.metrics import Mean
 from rlkit.segments import broadcast_to_tokens, mean_per_seq, seq_count, seq_lens, sum_per_seq
 

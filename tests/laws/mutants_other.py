@@ -9,7 +9,7 @@ from mutant import Mutant
 
 from rlkit import advantages as A
 from rlkit import controllers as C
-from rlkit._tensors import masked, upcast
+from rlkit._util.tensors import masked, upcast
 from rlkit.advantages.traces import coefficient, end_values, next_action, prepared, scan
 from rlkit.kernels.linear_logp import linear_logp
 from rlkit.kernels.linear_scan import linear_scan

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlkit._tensors import upcast
+from rlkit._util.tensors import upcast
 from rlkit.testing import Case, Subject, laws, subject
 from rlkit.testing.check import LOSS, PACKED, SURROGATE, WEIGHT
 

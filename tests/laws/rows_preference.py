@@ -6,7 +6,7 @@ import torch
 from row import STATISTIC, WEIGHT, WHOLE_BATCH, row
 
 from rlkit import losses as L
-from rlkit._tensors import upcast
+from rlkit._util.tensors import upcast
 from rlkit.testing import Stream, laws
 
 BETA = {"beta": 0.5}

@@ -25,7 +25,7 @@ from rlkit.model import checkpoint
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint
 from rlkit.packing import pack, with_advantages
 from rlkit.run.folder import open_run
-from rlkit.run.plot import draw
+from rlkit.run.report.plot import draw
 from rlkit.run.saving import Job, open_training, save_if_due
 from rlkit.run.signals import Stop
 from rlkit.run.sync import run_in_thread

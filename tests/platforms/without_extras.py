@@ -62,12 +62,12 @@ def script(name: str, *flags: str) -> str:
 
 def uses(folder: Path) -> dict[str, str]:
     """What each use says."""
+    from rlkit.agents.endpoint import agent_env
     from rlkit.data.load import load_rows
     from rlkit.data.tiny import tiny_model, tiny_tokenizer
     from rlkit.model.lora import add_lora
     from rlkit.model.weights import export_hf
     from rlkit.rewards import Sample, judge, run_reward
-    from rlkit.rollout.envs.endpoint import agent_env
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate=64)

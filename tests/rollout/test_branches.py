@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_tree, prompt_of, tokenizer_with
 
+from rlkit.agents.branches import Branches
 from rlkit.data import episode_images
 from rlkit.data.chat import render, render_text
 from rlkit.data.episode_images import EpisodeImages
 from rlkit.packing import pack
 from rlkit.parallel.forest import forest
-from rlkit.rollout.agents.branches import Branches
 from rlkit.rollout.envs.tools import hermes_calls
 from rlkit.types import Completion
 

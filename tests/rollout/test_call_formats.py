@@ -6,12 +6,12 @@ import logging
 import pytest
 from scripted import Script, check_exact, prompt_of
 
+from rlkit.agents.endpoint import agent_env
 from rlkit.data.chat import render_text
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout import calling
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import FORMATS, BadCall, Call, message_of, value_of
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.tools import tool_env, tool_schemas
 
 HEAD = (

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 import pytest
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.agents import AgentError
+from rlkit.agents.endpoint import agent_env
 from rlkit.data.chat import render
 from rlkit.data.tiny import tiny_model
-from rlkit.rollout.agents import AgentError
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.groups import all_or_cancel, rollout
 from rlkit.rollout.limits import limited
 from rlkit.testing import FakeEngine

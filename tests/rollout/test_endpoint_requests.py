@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.rollout.agents import completions, messages, responses
-from rlkit.rollout.agents.request import others
-from rlkit.rollout.envs.endpoint import agent_env
+from rlkit.agents import completions, messages, responses
+from rlkit.agents.endpoint import agent_env
+from rlkit.agents.request import others
 from rlkit.run.sync import run_sync
 from rlkit.settings import SamplingParams
 

@@ -8,9 +8,9 @@ import pytest
 import screens
 from pictures import no_pictures
 
-from rlkit.scripts import eval as eval_script
 from rlkit.scripts import grpo, ppo
 from rlkit.scripts.cli import run
+from rlkit.scripts.tools import eval as eval_script
 
 SOURCE = '''
 from functools import partial

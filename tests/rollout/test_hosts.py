@@ -13,8 +13,8 @@ import torch.distributed as dist
 import warm
 from fake_server import serving
 
-from rlkit import ranks
-from rlkit.ranks import interfaces, name_interface, own_address
+from rlkit._util import ranks
+from rlkit._util.ranks import interfaces, name_interface, own_address
 from rlkit.rollout.engines import hosts
 from rlkit.rollout.engines.sglang import ReplicaError, SGLang
 from rlkit.rollout.engines.sglang.weights import _store

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.agents.endpoint import agent_env
 from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout.calling import is_async
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.limits import limited

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 from rlkit.rollout.engines.servers import process as server
 from rlkit.rollout.engines.sglang import launch
 from rlkit.rollout.engines.vllm import launch as launch_vllm

@@ -19,6 +19,8 @@ from scripted import Script, check_tree, tokenizer_with
 from test_endpoint_requests import changed, send
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from rlkit.agents import completions, endpoint, messages, responses
+from rlkit.agents.endpoint import agent_env
 from rlkit.data.images import ImageReader
 from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.data.tiny import tiny_vision_model
@@ -26,11 +28,8 @@ from rlkit.model.forward import forward, load_model
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.model.vision import token_types
 from rlkit.packing import pack, unpack
-from rlkit.rollout.agents import completions, messages, responses
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.envs import endpoint
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.envs.endpoint import agent_env
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.envs.turns import Turns

@@ -9,7 +9,7 @@ import screens
 import yaml
 from transformers import AutoModelForCausalLM
 
-from rlkit.run.card import card
+from rlkit.run.report.card import card
 from rlkit.scripts import cli
 
 

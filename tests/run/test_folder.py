@@ -24,7 +24,7 @@ from rlkit.run.folder import (
     open_run,
     read_metrics,
 )
-from rlkit.run.plot import draw
+from rlkit.run.report.plot import draw
 from rlkit.run.saving import restore
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +270,7 @@ def test_a_full_disk_cuts_no_line_and_is_explained(tmp_path):
 
 def test_reading_runs_and_plots_needs_no_torch():
     child = python(
-        "import sys, rlkit.run.plot; print({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules))"
+        "import sys, rlkit.run.report.plot; print({'torch', 'transformers', 'rich', 'matplotlib'} & set(sys.modules))"
     )
     out, err = child.communicate()
     assert out == "set()\n", err

@@ -7,11 +7,11 @@ import json
 import pytest
 import yaml
 
-from rlkit.run import report
-from rlkit.run.card import card
 from rlkit.run.folder import keep_args, open_run
 from rlkit.run.history import best, compare_answers, peak_memory, read_starts, seen, seen_text
-from rlkit.run.meanings import set_of
+from rlkit.run.report import page as report
+from rlkit.run.report.card import card
+from rlkit.run.report.meanings import set_of
 
 
 def lines(path, rows):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rlkit.loops import pareto
 from rlkit.run.folder import open_run, read_metrics
-from rlkit.run.plot import draw, plot_run, smooth
+from rlkit.run.report.plot import draw, plot_run, smooth
 from rlkit.scripts import cli
 
 ROOT = Path(__file__).parents[1]
@@ -196,7 +196,7 @@ def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
 PLOT = """
 import sys
 from rlkit.run.folder import open_run
-from rlkit.run.plot import draw
+from rlkit.run.report.plot import draw
 with open_run(sys.argv[1], steps=1, active=True) as run:  # told so, it needs no torch
     run.log(1, {"reward/mean": 1.0})
     print(draw(run))

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.run import report, trajectories
+from rlkit.run import trajectories
 from rlkit.run.folder import open_run
+from rlkit.run.report import page as report
 from rlkit.scripts import cli
 
 OLD = Path(__file__).parent / "old" / "runs_0.1.0.tar.xz"

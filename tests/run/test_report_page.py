@@ -10,8 +10,8 @@ from pathlib import Path
 import browser
 import pytest
 
-from rlkit.run.report import write_report
-from rlkit.run.serve import server
+from rlkit.run.report.page import write_report
+from rlkit.run.report.serve import server
 
 pytestmark = pytest.mark.skipif(
     bool(browser.MISSING), reason=f"{browser.MISSING}: apt-get install chromium chromium-driver"

@@ -118,6 +118,6 @@ def test_an_agent_that_cannot_start_is_refused_before_a_model_is_loaded(files, h
 
 def test_the_folder_of_the_command_line_is_that_of_its_files(files):
     """Words that name files are made absolute: the command runs in another folder."""
-    from rlkit.rollout.agents.command import _words
+    from rlkit.agents.command import _words
 
     assert _words("python agent.py {prompt}") == ["python", str(Path(files, "agent.py")), "{prompt}"]

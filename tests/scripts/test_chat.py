@@ -18,7 +18,8 @@ import warm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.scripts import chat, cli, sft
+from rlkit.scripts import cli, sft
+from rlkit.scripts.tools import chat
 
 sys.path.append(str(Path(__file__).parents[1] / "terminal"))
 from screen import Terminal

@@ -79,7 +79,7 @@ def call(task, script, output, *flags, steps=1):
 
 
 def chat(monkeypatch, *flags):
-    from rlkit.scripts import chat
+    from rlkit.scripts.tools import chat
 
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     run(chat.main, chat.Args, None, argv=[*map(str, flags), "--prompt", "hi", "--max-new-tokens", "2"])

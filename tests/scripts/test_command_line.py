@@ -223,7 +223,7 @@ def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     for script, flags, message in [
         (["examples/tool_use.py"], ["--task", "code"], "--task code needs --data"),
-        (["-m", "rlkit.scripts.sweep"], [], "nothing to search over"),
+        (["-m", "rlkit.scripts.tools.sweep"], [], "nothing to search over"),
     ]:
         command = [sys.executable, *script, "--output", str(tmp_path / "other"), *flags]
         done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)

@@ -40,7 +40,7 @@ EXAMPLES = ["demo", "tool_use"]
 
 def module_of(script):
     if script in SCRIPTS:
-        return importlib.import_module(f"rlkit.scripts.{script}")
+        return importlib.import_module(cli.module_of(script))
     spec = importlib.util.spec_from_file_location(script, ROOT / "examples" / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[script] = module
@@ -282,7 +282,7 @@ def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_s
         assert len(groups) >= 5
         flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
         assert len(flags) == len({*flags})
-        kind = importlib.import_module(f"rlkit.scripts.{command}").Args
+        kind = importlib.import_module(cli.module_of(command)).Args
         in_python = {"lr_at", "critic_lr_at", "controllers", "make_optimizer"}
         known = {f"--{name}".replace("_", "-") for name, _ in flags_of(kind) if name not in in_python}
         known |= {"--no-chat-template", *config}  # the other flag of chat_template; those for a file
@@ -327,7 +327,7 @@ def test_the_check_of_the_words_accepts_what_tyro_accepts():
         ("track", "--to wandb run"), ("track", "run --follow --to=mlflow"),
         ("sweep", "--range lr 1 2 lr_schedule -1 inf -- rlkit sft --steps x"), ("sweep", "--seed 3 rlkit"),
     ]:  # fmt: skip
-        kind = importlib.import_module(f"rlkit.scripts.{command}").Args
+        kind = importlib.import_module(cli.module_of(command)).Args
         argv = (needed * (command == "grpo") + words).split()
         tyro.cli(kind, args=argv)
         assert wrong_words(argv, kind) == {}, words
@@ -603,7 +603,8 @@ def test_ctrl_c_before_training_shows_no_traceback(debug):
 
 def test_a_swept_command_keeps_its_own_flags():
     argv = ["--range", "x", "0", "1", "--", "rlkit", "dpo", "--beta", "0.1", "--max-steps", "3"]
-    found = cli.run(lambda args: args.command, importlib.import_module("rlkit.scripts.sweep").Args, None, argv=argv)
+    sweep = importlib.import_module("rlkit.scripts.tools.sweep")
+    found = cli.run(lambda args: args.command, sweep.Args, None, argv=argv)
     assert found == ("rlkit", "dpo", "--beta", "0.1", "--max-steps", "3")
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlkit.scripts.cli import COMMANDS
+from rlkit.scripts.cli import COMMANDS, module_of
 from rlkit.scripts.flags import help_of, list_flags
 from rlkit.settings import OWN, check, check_relations, collected, relations
 
@@ -35,7 +35,7 @@ SENTENCES = {"needs": "requires {}", "for": "is for {}", "without": "excludes `"
 
 
 def args_of(script):
-    return importlib.import_module(f"rlkit.scripts.{script}").Args
+    return importlib.import_module(module_of(script)).Args
 
 
 def kinds_of(kind):

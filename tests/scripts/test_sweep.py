@@ -18,7 +18,7 @@ import screens
 import warm
 
 from rlkit.scripts.cli import run
-from rlkit.scripts.sweep import Args, main
+from rlkit.scripts.tools.sweep import Args, main
 
 TRAIN = """
 import argparse, json, pathlib, time
@@ -73,7 +73,7 @@ def test_two_processes_divide_a_grid_and_a_third_finds_nothing_left(tmp_path, ca
     """Each combination once, whoever takes it; the table has all, the best first, and a picture the importances."""
     (tmp_path / "train.py").write_text(TRAIN)
     flags = ["--output", "out", "--metric", "score", "--sampler", "grid", "--choice", "x", "1,2,3", "kind", "a,b"]
-    command = [sys.executable, "-m", "rlkit.scripts.sweep", *flags, "--", sys.executable, "train.py"]
+    command = [sys.executable, "-m", "rlkit.scripts.tools.sweep", *flags, "--", sys.executable, "train.py"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     both = [warm.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
@@ -178,7 +178,8 @@ print("saved" if len(asked) == 1 else "aborted", flush=True)
 def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     flags = ["--output", str(tmp_path / "out"), "--metric", "x", "--range", "x", "0", "1"]
-    command = [sys.executable, "-m", "rlkit.scripts.sweep", *flags, "--", sys.executable, str(tmp_path / "steps.py")]
+    sweep = [sys.executable, "-m", "rlkit.scripts.tools.sweep", *flags]
+    command = [*sweep, "--", sys.executable, str(tmp_path / "steps.py")]
     child, terminal = pty.fork()
     if child == 0:
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])

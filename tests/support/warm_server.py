@@ -25,11 +25,11 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "rlkit.model.forward", "rlkit.model.checkpoint", "rlkit.model.optim",
     "rlkit.loops.grpo", "rlkit.loops.ppo", "rlkit.loops.sft", "rlkit.loops.preference", "rlkit.loops.reward_model",
-    "rlkit.rollout.engines.local", "rlkit.run.plot", "rlkit.rollout.envs.chat", "rlkit.rollout.text",
+    "rlkit.rollout.engines.local", "rlkit.run.report.plot", "rlkit.rollout.envs.chat", "rlkit.rollout.text",
     "rlkit.scripts.cli", "rlkit.scripts.task", "rlkit.scripts.engines", "rlkit.compat.flags", "rlkit.model.launch",
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.nn",
     "torch.distributed.tensor.parallel", "torch.utils.serialization.config", "torch.utils._device", "numpy.random",
-    "rlkit.objectives", "rlkit.rewards.combine", "rlkit.compat.envs", "rlkit.rollout.envs.endpoint",
+    "rlkit.objectives", "rlkit.rewards.combine", "rlkit.compat.envs", "rlkit.agents.endpoint",
     "rlkit.rollout.envs.gym", "rlkit.compat.recognise", "rlkit.rollout.envs.tools", "typeguard",
     "tyro._backends._argparse_formatter", "tyro.constructors._struct_spec_dataclass",
 )  # fmt: skip

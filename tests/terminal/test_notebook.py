@@ -194,6 +194,6 @@ def test_one_interrupt_of_a_cell_saves_and_a_second_aborts(tmp_path, monkeypatch
 
 def test_a_stopped_run_stops_the_notebook(tmp_path, monkeypatch):
     """The cells after it would train on from a model that is not done."""
-    stop = "from rlkit.ranks import Stopped\nraise Stopped(2)"
+    stop = "from rlkit._util.ranks import Stopped\nraise Stopped(2)"
     with pytest.raises(CellExecutionError, match="stopped after saving a checkpoint; resume it"):
         notebook(tmp_path, monkeypatch, stop, "print('next')").execute()

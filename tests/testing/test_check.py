@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit import advantages, losses
-from rlkit._tensors import upcast
+from rlkit._util.tensors import upcast
 from rlkit.advantages import discounted_returns, group_centered
 from rlkit.losses import seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 from rlkit.kernels._triton import NEEDED
 
 try:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit._tensors import cumsum
+from rlkit._util.tensors import cumsum
 from rlkit.kernels.linear_logp.reference import LOWEST, Partials, combine, compute_dtype, no_partials
 
 LOG2_E = 1 / math.log(2)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkit._tensors import readable
+from rlkit._util.tensors import readable
 from rlkit.kernels import _triton
 from rlkit.kernels.linear_logp import chunked
 from rlkit.kernels.linear_logp.chunked import Head, KeptRows, row_terms

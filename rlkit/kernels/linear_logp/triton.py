@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkit._extras import MissingExtra
+from rlkit._util.extras import MissingExtra
 from rlkit.kernels._triton import NEEDED
 from rlkit.kernels.linear_logp.chunked import Grads, Head, Rows, blocks, full_sums, padded, product_dtype, product_into
 from rlkit.kernels.linear_logp.reference import no_partials

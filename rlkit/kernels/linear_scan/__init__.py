@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_cu_seqlens, check_float, check_same_device, check_same_shape, upcast
+from rlkit._util.tensors import check_cu_seqlens, check_float, check_same_device, check_same_shape, upcast
 from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, ops
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import check_float, check_mask
+from rlkit._util.tensors import check_float, check_mask
 from rlkit.kernels import _triton
 from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials

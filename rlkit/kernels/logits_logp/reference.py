@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._tensors import upcast
+from rlkit._util.tensors import upcast
 from rlkit.kernels.linear_logp.reference import from_logits
 from rlkit.types import LogProbs
 

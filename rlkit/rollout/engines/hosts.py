@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 
 
 def host_of(url: str) -> str:

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from reprlib import Repr
 from typing import Any, TypeVar
 
-from rlkit._extras import missing
-from rlkit._retrying import BUSY, retried, retry_after_s
-from rlkit._text import masked
+from rlkit._util.extras import missing
+from rlkit._util.retrying import BUSY, retried, retry_after_s
+from rlkit._util.text import masked
 from rlkit.rollout.engines import EngineError
 from rlkit.types import Completion
 

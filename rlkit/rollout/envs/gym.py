@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit._numbers import is_number, to_number
+from rlkit._util.numbers import is_number, to_number
 from rlkit.data.episode_images import parts_of
 from rlkit.rollout.calling import accepted, call
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn

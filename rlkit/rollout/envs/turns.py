@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlkit._numbers import is_number, to_number
+from rlkit._util.numbers import is_number, to_number
 from rlkit.rollout.groups import Sampler, joined_experts
 from rlkit.types import Completion, FinishReason, Picture, Trajectory
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rlkit._tensors import upcast
+from rlkit._util.tensors import upcast
 from rlkit.model import vision
 from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.model.positions import check_positions, positions

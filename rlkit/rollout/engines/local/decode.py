@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rlkit._tensors import upcast
+from rlkit._util.ranks import reshard
+from rlkit._util.tensors import upcast
 from rlkit.model.lora import adapter_of, is_low_rank, merged
 from rlkit.model.quantized import Quantized
 from rlkit.parallel.attention import causal_sdpa, sdpa
-from rlkit.ranks import reshard
 
 KEEP_BYTES = 64 << 20
 TALL = range(16, 257)

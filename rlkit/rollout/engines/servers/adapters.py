@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 from rlkit.model.lora import lora_config, write_adapter
 from rlkit.model.weights import AdapterStream, Form
 from rlkit.rollout.engines.hosts import is_here

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, Self
 from uuid import uuid4
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.model.weights import AdapterStream, Form, WeightStream
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere

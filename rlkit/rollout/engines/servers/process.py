@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlkit._extras import interpreter
+from rlkit._util.extras import interpreter
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.servers.checks import config_of
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading
 from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits, parse_version
 from rlkit.rollout.engines.servers.checks import experts_of, vocab_size

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._retrying import retried
-from rlkit._text import masked
-from rlkit.ranks import is_first, on_all_ranks
+from rlkit._util.ranks import is_first, on_all_ranks
+from rlkit._util.retrying import retried
+from rlkit._util.text import masked
 from rlkit.rollout.engines.http import Http, Refused, ReplicaError, reading
 from rlkit.rollout.engines.servers.api import Api, LogProbs
 from rlkit.rollout.engines.servers.kinds import kind_of

@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rlkit.files import share
+from rlkit._util.files import share
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica

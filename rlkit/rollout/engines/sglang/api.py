@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from jaxtyping import Int
 
-from rlkit._retrying import BUSY
+from rlkit._util.retrying import BUSY
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
-from rlkit.ranks import own_address
+from rlkit._util.ranks import own_address
 from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.engines.hosts import is_here
 from rlkit.rollout.engines.http import all_done

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 from jaxtyping import Int
 
-from rlkit._text import masked
+from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (

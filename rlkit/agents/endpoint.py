@@ -17,13 +17,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
-from rlkit._extras import optional
+from rlkit._util.extras import optional
+from rlkit.agents import AgentError
+from rlkit.agents.branches import Branches
+from rlkit.agents.request import Answer, BadRequest, Request, answer_of, others
+from rlkit.agents.server import Server
 from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
-from rlkit.rollout.agents import AgentError
-from rlkit.rollout.agents.branches import Branches
-from rlkit.rollout.agents.request import Answer, BadRequest, Request, answer_of, others
-from rlkit.rollout.agents.server import Server
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import Found, Parse, Schemas
@@ -64,7 +64,7 @@ def agent_env(
         models                   one model, "policy"; requests may name any
 
     with streaming: the engine gives whole turns, so a stream has each text and call in one piece. All episodes share
-    the port of `address`, HOST or HOST:PORT; it is open while an episode is. With `tls` (`rlkit.rollout.agents.server`
+    the port of `address`, HOST or HOST:PORT; it is open while an episode is. With `tls` (`rlkit.agents.server`
     has `tls_of`) URLs begin with https. The server reads messages, tools, `n`, the
     limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
     requests that ask for others than `params` (`temperature`, `response_format`, a forced `tool_choice`) are answered

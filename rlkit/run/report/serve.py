@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlkit.run import report
+from rlkit.run.report import page as report
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -22,17 +22,17 @@ from typing import Annotated, Any
 
 import tyro
 
+from rlkit._util.files import check_model_path, is_adapter, replace_file
 from rlkit.data.vocabulary import check_vocabulary
-from rlkit.files import check_model_path, is_adapter, replace_file
 from rlkit.run.console import data_progress, say
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Data, Episodes, Evaluation, Model
-from rlkit.scripts.chat import kept_flags, load
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets, read_env
+from rlkit.scripts.tools.chat import kept_flags, load
 from rlkit.scripts.trial import own_rewards, read_reward, try_env
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 

@@ -32,7 +32,7 @@ class Args:
 
 def main(args: Args) -> None:
     """Draw, and print the picture's path."""
-    from rlkit.run.plot import plot_run
+    from rlkit.run.report.plot import plot_run
 
     sys.stdout.write(f"{plot_run(*args.folders, out=args.out, title=args.title)}\n")
 

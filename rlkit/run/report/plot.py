@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit._extras import optional
-from rlkit.files import replace_file
+from rlkit._util.extras import optional
+from rlkit._util.files import replace_file
 from rlkit.run.console import in_notebook, reward_parts
 from rlkit.run.folder import CURVES, PARETO, Run, read_metrics
 from rlkit.run.history import read_starts

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit.rollout.agents.request import (
+from rlkit.agents.request import (
     Answer,
     Event,
     Request,

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from rlkit._text import printable
-from rlkit.files import check_model_path
+from rlkit._util.files import check_model_path
+from rlkit._util.text import printable
 from rlkit.run.console import data_progress, say
 from rlkit.scripts.args import Data, Episodes
 from rlkit.scripts.cli import run

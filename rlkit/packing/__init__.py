@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._numbers import show
-from rlkit._tensors import check_bool, check_same_device, check_same_shape, masked, readable
-from rlkit.balancing import plan_microbatches
+from rlkit._util.numbers import show
+from rlkit._util.tensors import check_bool, check_same_device, check_same_shape, masked, readable
+from rlkit.packing.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
 from rlkit.types import Batch, Picture, Trajectory
 

@@ -18,7 +18,7 @@ class Meaning(NamedTuple):
 
 def _read() -> dict[str, list[Meaning]]:
     sections: dict[str, list[Meaning]] = {}
-    for line in files("rlkit.run").joinpath("page/metrics.tsv").read_text(encoding="utf-8").splitlines():
+    for line in files("rlkit.run.report").joinpath("assets/metrics.tsv").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             rows = sections[line[3:]] = []
         elif not line.startswith("#"):

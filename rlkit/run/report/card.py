@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlkit import advantages, losses
-from rlkit._text import masked, printable
+from rlkit._util.text import masked, printable
 from rlkit.run.folder import CONFIG, CURVES, read_args, read_lines
 from rlkit.run.history import best, compare_answers, peak_memory, read_starts, seen_text
-from rlkit.run.meanings import meaning_of, set_of
+from rlkit.run.report.meanings import meaning_of, set_of
 
 Row = Mapping[str, Any]
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
+from rlkit.agents.branches import Said
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
-from rlkit.rollout.agents.branches import Said
 from rlkit.rollout.envs.calls import message_of
 from rlkit.settings import SamplingParams
 

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 import tyro
 
-from rlkit._extras import optional
+from rlkit._util.extras import optional
 from rlkit.compat.flags import answer
 from rlkit.run.console import say, with_command
 from rlkit.run.folder import read_metrics

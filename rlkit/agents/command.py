@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rlkit._numbers import is_number
+from rlkit import agents
+from rlkit._util.numbers import is_number
+from rlkit.agents import AgentError
 from rlkit.data.images import MARK, PLACE, gathered
 from rlkit.data.prompts import question_messages
-from rlkit.rollout import agents
-from rlkit.rollout.agents import AgentError
 from rlkit.rollout.calling import in_own_thread
 
 if TYPE_CHECKING:

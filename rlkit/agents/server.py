@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlkit.rollout.agents import completions, messages, responses
-from rlkit.rollout.agents.request import Answer, BadRequest, Request, event_stream, parsed
+from rlkit.agents import completions, messages, responses
+from rlkit.agents.request import Answer, BadRequest, Request, event_stream, parsed
 
 if TYPE_CHECKING:
     from aiohttp import web

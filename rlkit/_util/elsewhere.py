@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parent
-_OTHERS = _ROOT / "names.tsv"
+_ROOT = Path(__file__).parents[1]
+_OTHERS = Path(__file__).with_name("names.tsv")
 
 
 def elsewhere(module: str) -> Callable[[str], Any]:

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from rlkit._numbers import show
+from rlkit._util.numbers import show
 
 P = ParamSpec("P")
 R = TypeVar("R")

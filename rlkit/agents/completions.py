@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit.rollout.agents.request import (
+from rlkit.agents.request import (
     Answer,
     Event,
     Request,

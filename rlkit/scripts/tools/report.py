@@ -44,12 +44,12 @@ class Args:
 
 def main(args: Args) -> None:
     """Write the page and print its path, or serve it."""
-    from rlkit.run.report import write_report
+    from rlkit.run.report.page import write_report
 
     if not args.serve:
         sys.stdout.write(f"{write_report(*args.folders, out=args.out, force=args.force)}\n")
         return
-    from rlkit.run.serve import server
+    from rlkit.run.report.serve import server
 
     with server(*args.folders, host=args.host, port=args.port) as serving, suppress(KeyboardInterrupt):
         sys.stdout.write(

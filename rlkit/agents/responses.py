@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlkit.rollout.agents.completions import ROLES, SHOWING, failure
-from rlkit.rollout.agents.request import (
+from rlkit.agents.completions import ROLES, SHOWING, failure
+from rlkit.agents.request import (
     Answer,
     BadRequest,
     Event,

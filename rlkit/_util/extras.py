@@ -20,7 +20,7 @@ def optional(module: str, extra: str, why: str) -> Any:
 
     >>> optional("no_such_module", "plot", "plots need")
     Traceback (most recent call last):
-    rlkit._extras.MissingExtra: plots need no_such_module: pip install 'matplotlib>=3.8'
+    rlkit._util.extras.MissingExtra: plots need no_such_module: pip install 'matplotlib>=3.8'
     """
     try:
         return importlib.import_module(module)

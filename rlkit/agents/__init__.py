@@ -1,4 +1,4 @@
-"""Programs that call the policy as a model behind HTTP: what `rlkit.rollout.envs.endpoint` is made of.
+"""Programs that call the policy as a model behind HTTP: what `rlkit.agents.endpoint` is made of.
 
 request                              a request and its answer, whatever format they have
 completions, responses, messages     the formats: OpenAI's chat completions and Responses, Anthropic's Messages

@@ -17,11 +17,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rlkit.files import replace_file
+from rlkit._util.files import replace_file
 from rlkit.run.folder import FORMAT, Run, read_args, read_metrics
 from rlkit.run.history import OWN, best, compare_answers, peak_memory, read_starts, seen_text
-from rlkit.run.meanings import meaning_of
-from rlkit.run.plot import Panel, label, panels_of
+from rlkit.run.report.meanings import meaning_of
+from rlkit.run.report.plot import Panel, label, panels_of
 from rlkit.run.trajectories import Group, Trajectories, read_trajectories
 
 MAX_POINTS = 4000  # of one curve
@@ -362,7 +362,7 @@ def _packed(text: str) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return files("rlkit.run").joinpath("page", name).read_text(encoding="utf-8")
+    return files("rlkit.run.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from rlkit._text import printable
-from rlkit.files import check_model_path
+from rlkit._util.files import check_model_path
+from rlkit._util.text import printable
 from rlkit.run.folder import read_args
 from rlkit.scripts.args import Data, Model
 from rlkit.scripts.cli import run
