@@ -26,7 +26,7 @@ from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.groups import Group
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
-from rlkit.rollout.shared import SharedStream, publish, reached, rest, samplers_of, state_at
+from rlkit.rollout.shared import SharedStream, publish, reached, samplers_of, state_at
 from rlkit.run import saving
 from rlkit.run.folder import Run
 from rlkit.run.samples import Samples
@@ -81,7 +81,6 @@ async def rl(
     engine that reads the trainer's weights, for a policy or reference at another temperature than the rollouts', for a
     batch without `kept_mass` under top-p or top-k, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
-    no_scores: dict[str, float] = {}
     check_rl(policy, tokenizer, engine, task, rollouts, schedule, penalties, state=state, reference=reference)
     saved = saving.restore(schedule.output, **state) if schedule.resume else {}
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
@@ -107,24 +106,18 @@ async def rl(
             kept = carried.to_save(rules, now) | {"order": order}
             return saving.save_if_due(job, done, stream=stream, **state, state=kept)
 
-        await in_time(send(version=first), None)
-        if start < 0 and (scores := await in_time(look(0), no_scores)):
-            now = carried.evaluated(now, scores, step=0)
-            log(0, scores | pareto.logged(now.front, schedule.output))
-        async with stream_of(
-            task, engine, rollouts, schedule, on_group=samples.completed, leg=leg, version=first, state=before
-        ) as stream:
+        await in_time(send(version=first))
+        scores, now = await in_time(look(0, now)) or ({}, now) if start < 0 else ({}, now)
+        if scores:
+            log(0, scores)
+        async with stream_of(task, engine, rollouts, schedule, samples, leg, version=first, state=before) as stream:
             for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
                 done, clock = index + 1, Clock(memory=schedule.profile_memory)
                 stream.advance(version=index)
-                groups = await in_time(stream.take(partial(send, version=index)), None)
+                groups = await in_time(stream.take(partial(send, version=index)))
                 if groups is None:  # the engine hangs, and a stop was requested
-                    if index > first:
-                        save(index)
+                    save(index)
                     break
-                if not rollouts.overlap:
-                    await stream.pause()
-                    await in_time(rest(engine), None)
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 step = Step(index, **carried.of_step(now), check=partial(watch.batch, step=done))
                 with samples.training(stream.prompts, groups, step=done) as known:
@@ -137,36 +130,30 @@ async def rl(
                         known.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 clock.lap("score")
                 metrics = merge(rollout_metrics(groups, version=index), await call(update, batch, step))
-                if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
-                    state["reference"].load_state_dict(policy.model.state_dict())
+                move_reference(state, policy, penalties, done=done)
                 clock.lap("train")
-                sent = await in_time(send(version=done), None)
-                line = finalize(metrics) | stream.facts(ready=rollouts.overlap) | ({"sync/bytes": sent} if sent else {})
+                line = finalize(metrics) | stream.facts() | (await in_time(send(version=done)) or {})
                 line |= watch.update(line, step=done) | carried.logged(rules, now)
                 now = carried.after(rules, now, line, groups)
                 clock.lap("sync")
-                if scores := await in_time(look(done), no_scores):
-                    now = carried.evaluated(now, scores, step=done)
-                    line |= scores | pareto.logged(now.front, schedule.output)
+                scores, now = await in_time(look(done, now)) or ({}, now)
                 clock.lap("eval")
-                log(done, line | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
+                log(done, line | scores | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
                 watch.signal(batch)
                 if save(done):
                     break
-        return saving.finish(
-            job, policy.model, tokenizer, steps=max(start, schedule.steps), others=others_of(state, policy)
-        )
+        return saving.finish(job, policy.model, tokenizer, others=others_of(state, policy))
 
 
 def stream_of(
-    task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, *, leg: Leg, **options: Any
+    task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, samples: Samples, leg: Leg, **options: Any
 ) -> SharedStream:
     """The groups of the task's prompts in their order, sampled as the settings say."""
     return SharedStream(
         prompt_order(task.prompts, seed=schedule.seed, parts=task.parts, leg=leg), engine=engine,
         params=rollouts.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
-        staleness=rollouts.max_age, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
-        max_dropped=rollouts.max_dropped,
+        staleness=rollouts.max_age, turns=not rollouts.overlap, seed=schedule.seed, env=task.env, score=task.score,
+        keep=task.keep_group, max_dropped=rollouts.max_dropped, on_group=samples.completed,
         journal=schedule.output / "completions" if rollouts.journal or rollouts.overlap else None, **options,
     )  # fmt: skip
 
@@ -177,22 +164,31 @@ async def held_out_scores(
     rollouts: Rollouts,
     schedule: Schedule,
     done: int,
+    now: carried.Carried,
     *,
     samples: Samples,
     send: Callable[..., Awaitable[object]],
     policy: Policy,
     tokenizer: Any,
     **options: Any,
-) -> dict[str, float]:
-    """`evaluate_sets` on the task's held-out prompts where it is due after `done` steps."""
+) -> tuple[dict[str, float], carried.Carried]:
+    """`evaluate_sets` on the task's held-out prompts where it is due after `done` steps, and what it moves."""
     if not task.held_out or not is_due(done, schedule):
-        return {}
-    return await evaluate_sets(
+        return {}, now
+    scores = await evaluate_sets(
         task.held_out, generate=engine.generate, params=rollouts.params, num_samples=rollouts.eval_samples,
         env=task.env, score=task.score, seed=schedule.seed, policy=policy, mesh=policy.mesh,
         on_group=partial(samples.completed, step=done), engine=engine, resend=partial(send, version=done),
         answer=partial(answer_of, tokenizer=tokenizer), **options,
     )  # fmt: skip
+    now = carried.evaluated(now, scores, step=done)
+    return scores | pareto.logged(now.front, schedule.output), now
+
+
+def move_reference(state: Mapping[str, Any], policy: Policy, penalties: Penalties, *, done: int) -> None:
+    """Copy the policy into the reference where `penalties.ref_sync_steps` says so after `done` steps."""
+    if penalties.ref_sync_steps and done % penalties.ref_sync_steps == 0:
+        state["reference"].load_state_dict(policy.model.state_dict())
 
 
 def others_of(state: Mapping[str, Any], policy: Policy) -> dict[str, Any]:

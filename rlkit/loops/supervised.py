@@ -203,7 +203,7 @@ def supervised(
             order = {"order": to_save(parts, leg, position=done * batch_size)}
             if saving.save_if_due(job, done, model=model, optimizer=optimizer, state=order):
                 break
-        return saving.finish(job, model, tokenizer, steps=max(start, schedule.steps))
+        return saving.finish(job, model, tokenizer)
 
 
 async def _answered(

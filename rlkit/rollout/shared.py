@@ -134,8 +134,8 @@ async def shared_rollout(
 SEND_TRIES = 5
 
 
-async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: int) -> int:
-    """Send the weights to the engine; returns the bytes that it has read of them.
+async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: int) -> dict[str, float]:
+    """Send the weights to the engine; returns the bytes that it has read of them as `sync/bytes`, if any.
 
     A server may fail meanwhile: those that are up then get the weights anew, in at most `SEND_TRIES` tries.
     """
@@ -147,7 +147,7 @@ async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: 
         except EngineError:
             if not left or not hasattr(engine, "lost"):
                 raise
-    return stream.num_bytes
+    return {"sync/bytes": stream.num_bytes} if stream.num_bytes else {}
 
 
 async def rest(engine: Any) -> None:
@@ -254,16 +254,17 @@ class SharedStream:
             sampler dropped.
         journal: of `GroupStream`; the k-th sampler's is `{journal}_{k}`, except the first one's.
         max_dropped: of `GroupStream`; each sampler has its share.
+        turns: sampling and training take turns: after each `take` the stream pauses, and the engine rests.
         options: the other arguments of `GroupStream`.
     """
 
     def __init__(
         self, prompt_at: Callable[[int], Prompt], *, engine: Any, groups_per_step: int, on_group: Callable[..., None],
         journal: Path | None = None, max_dropped: int | None = None, state: Mapping[str, Any] | None = None,
-        **options: Any,
+        turns: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         self._engine, self._on_group, self._group_size = engine, on_group, options["group_size"]
-        self._samplers = samplers_of(engine)[:groups_per_step]
+        self._samplers, self._turns = samplers_of(engine)[:groups_per_step], turns
         self._number = self._samplers.index(rank()) if rank() in self._samplers else None
         self._dropped: list[tuple[Prompt, Group, int]] = []
         self._stream: GroupStream | None = None
@@ -292,6 +293,9 @@ class SharedStream:
     async def take(self, resend: Resend | None = None) -> list[Group]:
         """The next groups of all samplers, on every rank, in the order in which they were started. See `sampled`."""
         found = await sampled(self._take, engine=self._engine, samplers=self._samplers, resend=resend)
+        if self._turns:
+            await self.pause()
+            await rest(self._engine)
         self.num_dropped = sum(x.num_dropped for x in found)
         self.prompts = [prompt for x in found for prompt in x.prompts]
         self.outcomes = [outcome for x in found for outcome in x.outcomes]
@@ -316,13 +320,13 @@ class SharedStream:
         if not kept:
             self._dropped.append((prompt, group, step))
 
-    def facts(self, *, ready: bool) -> dict[str, float]:
+    def facts(self) -> dict[str, float]:
         """Metrics of the last `take`: the groups dropped, the share whose rewards are all equal (of groups of several
-        samples), and with `ready` the number that can be taken now."""
+        samples), and without `turns` the number that can be taken now."""
         line: dict[str, float] = {"groups/dropped": self.num_dropped}
         if self._group_size > 1:
             line["groups/equal"] = sum(not varied for _, varied in self.outcomes) / len(self.outcomes)
-        return line | ({"groups/ready": self.progress.ready} if ready else {})
+        return line if self._turns else line | {"groups/ready": self.progress.ready}
 
     async def pause(self) -> None:
         """See `GroupStream`."""

@@ -35,25 +35,27 @@ from rlkit.run.tracking import tracking
 from rlkit.settings import Schedule
 
 X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in progress: its folder, the stop request of this process, and the saver of `checkpoints/`."""
+    """A training run in progress: its folder, the stop request of this process, and the saver of `checkpoints/`.
+
+    `start`: the number of steps that it had taken when it was resumed; -1: a new one.
+    """
 
     run: Run
     stop: Stop
     saver: BackgroundSaver
     schedule: Schedule
+    start: int
 
 
-async def unless_hung(waiting: Awaitable[X], otherwise: Y, *, engine: Any, stop: Stop, run: Run) -> X | Y:
-    """Await what needs the engine; after a stop request give up and return `otherwise`, if the engine is silent for
-    30 s.
+async def unless_hung(waiting: Awaitable[X], *, engine: Any, stop: Stop, run: Run) -> X | None:
+    """Await what needs the engine; after a stop request give up and return None, if the engine is silent for 30 s.
 
     Without a stop request a silent engine is waited for: it may be slow. `silent_s` is an optional member of an engine.
-    Errors: EngineError in place of `otherwise` if there are several ranks, which wait for each other.
+    Errors: EngineError in place of None if there are several ranks, which wait for each other.
     """
     task = asyncio.ensure_future(waiting)
     try:
@@ -64,7 +66,7 @@ async def unless_hung(waiting: Awaitable[X], otherwise: Y, *, engine: Any, stop:
                 if world_size() > 1:
                     raise EngineError(said)
                 run.say(said)
-                return otherwise
+                return None
         return task.result()
     finally:
         if not task.done():
@@ -92,7 +94,7 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[Job]:
                 run.say(f"nothing to train: {what}; args.json stays as it was")
             started = True
             with tracking(run, schedule), _profiled(run, schedule, start=max(start, 0)):
-                yield Job(run, stop, saver, schedule)
+                yield Job(run, stop, saver, schedule, start)
     except Exception as error:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
@@ -139,6 +141,8 @@ def save_if_due(
     the run. A stop is reported with the command that resumes the run.
     """
     run, saver, schedule = job.run, job.saver, job.schedule
+    if step <= max(job.start, 0):  # no step was taken
+        return job.stop.requested
     stopping = any_rank(job.stop.requested)
     every, must = schedule.save_steps, stopping or step == schedule.steps
     due = must or (every > 0 and step % every == 0)
@@ -261,17 +265,15 @@ def dtype_of(schedule: Schedule) -> torch.dtype | None:
     return named[schedule.dtype_export]
 
 
-def finish(
-    job: Job, model: Any, tokenizer: Any, *, steps: int, others: Mapping[str, Any] = MappingProxyType({})
-) -> Path:
+def finish(job: Job, model: Any, tokenizer: Any, *, others: Mapping[str, Any] = MappingProxyType({})) -> Path:
     """Draw the curves, export the model and the `others` by their names, and write the report of the run.
 
-    Returns the folder of the exported model. After 0 `steps` nothing is exported, and it returns the run folder.
+    Returns the folder of the exported model. After 0 steps nothing is exported, and it returns the run folder.
     """
     run = job.run
     draw(run)
     exported = run.folder
-    if steps > 0:
+    if max(job.start, job.schedule.steps) > 0:
         for name, other in others.items():
             export_hf(other, tokenizer, run.folder / name, dtype=dtype_of(job.schedule))
         exported = export(run, model, tokenizer, schedule=job.schedule)

@@ -168,7 +168,7 @@ def saving(tmp_path):
         def due(step, *, wait=False):
             stream.state = {"at": step}
             net.weight.data.fill_(step)
-            job = Job(run, stop, saver, schedule)
+            job = Job(run, stop, saver, schedule, start=-1)
             out = save_if_due(job, step, model=net, optimizer=optimizer, state={"mine": step}, stream=stream)
             while wait and not saver.idle:
                 time.sleep(0.001)
