@@ -13,12 +13,12 @@ Intervals are 95%, mean +- 1.96 standard errors over the prompts: too narrow for
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 
@@ -30,11 +30,14 @@ from rlkit.scripts.args import Data, Episodes, Evaluation, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
-from rlkit.scripts.start import check_device, load_tokenizer, note_strings, template_file
+from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets, read_env
 from rlkit.scripts.tools.chat import kept_flags, load
-from rlkit.scripts.trial import own_rewards, read_reward, try_env
+from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
+
+if TYPE_CHECKING:
+    from rlkit.loops.evaluate import EvalSet
 
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
 
@@ -83,15 +86,44 @@ class Args:
         refuse_if(self.episodes.eval_kl, "`eval_kl` compares a run with its reference: drop it")
 
 
+class Asked(NamedTuple):
+    """The rows of each set, and what judges their answers, checked without torch: functions of the tokenizer.
+
+    `own` are the rewards of sets that have one of their own; `config` is that of the model.
+    """
+
+    rows: dict[str, Rows]
+    own: Mapping[str, OfTokenizer]
+    env: OfTokenizer
+    score: OfTokenizer
+    config: Any
+
+
 def main(args: Args) -> None:
     """Print the numbers of each set, and write them and the answers to `output`."""
-    from rlkit.data.rows import PROMPT
-    from rlkit.model.pretrained import load_config
     from rlkit.run.sync import run_sync
 
     folder = Path(args.model)
     kept = kept_flags(folder)
     flags = flags_of_grpo(args, kept)
+    asked = bring(args, flags, kept)
+    model, tokenizer = load_for(flags, folder, kept)
+    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
+    sets, env = make_sets(flags, asked, model, tokenizer)
+    with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
+        spec = engine_of(flags, flags.model, args.output or Path(scratch))
+        found, answers = run_sync(measure(args, flags, spec, model, tokenizer, sets, env, asked.score(tokenizer)))
+    for line in table(found, {name: len(one.prompts) for name, one in sets.items()}):
+        say(line)
+    if args.output:
+        write(args.output, found, answers)
+
+
+def bring(args: Args, flags: grpo.Args, kept: Mapping[str, Any]) -> Asked:
+    """Read the data and the user's code; ValueError for what cannot be measured."""
+    from rlkit.data.rows import PROMPT
+    from rlkit.model.pretrained import load_config
+
     if not kept or flags.engine.engine != "local":
         check_model_path(flags.model.model)
     served = f"`engine` {flags.engine.engine} has no adapter {args.model}: use local, or give the merged model"
@@ -105,50 +137,57 @@ def main(args: Args) -> None:
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
     own = own_rewards(args.evaluation, args.episodes, rows)
-    make_env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
+    env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
     others = (part for name, part in rows.items() if name not in own)
-    make_score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
+    score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not kept
     config = load_config(flags.model.model if exported else kept["model"])
     check_context(args.episodes, flags.rollouts, config, packed=False)
-    model, tokenizer = load_for(flags, folder, kept)
-    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
-    sets, env = eval_sets(flags, tokenizer, config, rows, own), make_env(tokenizer)
-    size = config.get_text_config().vocab_size
+    return Asked(rows, own, env, score, config)
+
+
+def make_sets(flags: grpo.Args, asked: Asked, model: Any, tokenizer: Any) -> tuple[dict[str, EvalSet], Any]:
+    """The sets, tokenized, and the environment, which is tried."""
+    sets, env = eval_sets(flags, tokenizer, asked.config, asked.rows, asked.own), asked.env(tokenizer)
+    size = asked.config.get_text_config().vocab_size
     size = model.get_input_embeddings().num_embeddings if model is not None else size
     for name, one in sets.items():
-        check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=rows[name])
-    if args.evaluation.trial:
-        try_env(args.episodes, tokenizer, env, next(iter(sets.values())).prompts, ends=flags.rollouts.stop_token_ids)
-    for part in rows.values():
+        check_vocabulary(one.prompts, tokenizer=tokenizer, num_rows=size, rows=asked.rows[name])
+    if flags.evaluation.trial:
+        try_env(flags.episodes, tokenizer, env, next(iter(sets.values())).prompts, ends=flags.rollouts.stop_token_ids)
+    for part in asked.rows.values():
         note_strings(flags.data, part)
+    return sets, env
+
+
+async def measure(
+    args: Args, flags: grpo.Args, spec: EngineSpec, model: Any, tokenizer: Any, sets: Mapping[str, EvalSet], env: Any,
+    score: Any,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:  # fmt: skip
+    """The numbers of each set, and the answers."""
+    from rlkit.loops.evaluate import answer_of, evaluate_sets
+    from rlkit.run.samples import trajectory_row
+
     answers: list[dict[str, Any]] = []
 
-    async def measure(spec: EngineSpec) -> dict[str, float]:
-        from rlkit.loops.evaluate import answer_of, evaluate_sets
-        from rlkit.run.samples import trajectory_row
+    def keep(prompt: Any, group: Any, *, kind: str) -> None:
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
 
-        def keep(prompt: Any, group: Any, *, kind: str) -> None:
-            decode = partial(tokenizer.decode, skip_special_tokens=False)
-            answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
+    async with open_engine(spec, model, tokenizer) as engine:
+        found = await evaluate_sets(
+            sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples, env=env,
+            score=score, seed=args.seed, on_group=keep, engine=engine, answer=partial(answer_of, tokenizer=tokenizer),
+        )  # fmt: skip
+    return found, answers
 
-        async with open_engine(spec, model, tokenizer) as engine:
-            return await evaluate_sets(
-                sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples,
-                env=env, score=make_score(tokenizer), seed=args.seed, on_group=keep, engine=engine,
-                answer=partial(answer_of, tokenizer=tokenizer),
-            )  # fmt: skip
 
-    with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
-        found = run_sync(measure(engine_of(flags, flags.model, args.output or Path(scratch))))
-    for line in table(found, {name: len(one.prompts) for name, one in sets.items()}):
-        say(line)
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        replace_file(args.output / "metrics.json", (json.dumps(found, indent=1) + "\n").encode())
-        lines = "".join(json.dumps(row) + "\n" for row in answers)
-        replace_file(args.output / "answers.jsonl", lines.encode())
-        say(f"wrote {args.output / 'metrics.json'} and answers.jsonl")
+def write(output: Path, found: Mapping[str, float], answers: Sequence[Mapping[str, Any]]) -> None:
+    """Write metrics.json and answers.jsonl."""
+    output.mkdir(parents=True, exist_ok=True)
+    replace_file(output / "metrics.json", (json.dumps(found, indent=1) + "\n").encode())
+    replace_file(output / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in answers).encode())
+    say(f"wrote {output / 'metrics.json'} and answers.jsonl")
 
 
 def flags_of_grpo(args: Args, kept: Mapping[str, Any]) -> grpo.Args:
