@@ -216,6 +216,11 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
         same = {*lora.lora_targets} in (set(), file.last_names)
         refuse_if(not same, f"`lora_targets`: {what} {', '.join(sorted(file.last_names))}: {fix}")
         lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
+        if file.dropout and not lora.lora_dropout:
+            fix = f"--lora-rank {file.rank} --lora-dropout {file.dropout:g} keeps it in training on fixed data"
+            log.warning(
+                "%s lora_dropout %g, and trains on without dropout, as its export says: %s", what, file.dropout, fix
+            )
     return replace(model, model=base, adapter=path), lora
 
 
