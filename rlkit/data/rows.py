@@ -150,12 +150,12 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     Raises ValueError, with the row (see `place_of`), for a row that fits none of them or holds a bad value.
     """
     ((name, value),) = limit.items()
-    if len(rows) == 0:
+    turns = []
+    found = check_columns(rows, *forms, apply_chat_template=template.apply)
+    if not found:
         raise ValueError("rows is empty: there is nothing to train on")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    turns = []
-    found = check_columns(rows, *forms, apply_chat_template=template.apply)
     unused, told = columns.Unused(rows), template.system_prompt
     if template.apply:
         markup_of(template.tokenizer).report()
