@@ -256,7 +256,7 @@ def kto_unpaired(
 
     `kl` is the reference point, one number for the whole batch of all ranks: `kto_reference_point` of mismatched
     responses, or 0. The mean log-ratio of the responses that train is no estimate of the KL: it moves with them. A `kl`
-    is not clamped: the paper's is at least 0, and a negative one shifts all log-ratios up. No gradient flows through it.
+    is not clamped: the paper's is at least 0, and a negative one shifts log-ratios up. No gradient flows through it.
     For unbalanced data choose w_d n_d / (w_u n_u) in [1, 4/3] (n: number of responses); TRL warns outside this range.
     Reference: arXiv:2402.01306, equation 7 (with lambda_D, lambda_U as weights of the loss, as in both systems).
     """

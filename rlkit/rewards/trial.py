@@ -105,8 +105,7 @@ async def try_reward(
     if numbers.pop(gold) > max(numbers.values(), default=-math.inf):
         return found
     if written := await _written(call, gold, other, numbers[""]):
-        text, result = written
-        return replace(found, tried=[(text, f"its gold answer as {_shown(text)}", result), *tried])
+        return replace(found, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
     if blind:
         return found
     same = alone and not _is_ours(function) and len(values) == 1
