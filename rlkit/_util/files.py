@@ -13,7 +13,7 @@ import shutil
 import socket
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _FULL = {
 }
 _CHUNK = 1 << 22
 ADAPTER = "adapter_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_CONFIG = 16 << 20  # bytes; adapters name their layers in it
 
 
@@ -54,6 +55,18 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
         raise FileNotFoundError(f"{of} {str(path)!r}: {what}; {fix}")
     if reason := _no_hub(str(path)):
         raise FileNotFoundError(f"{of} {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads: the single one, else those of the index, else all.
+
+    Some repositories hold the weights twice, with other names in `consolidated.safetensors`.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    with suppress(OSError, ValueError, LookupError):  # none, or damaged
+        return [folder / name for name in sorted({*json.loads((folder / INDEX).read_bytes())["weight_map"].values()})]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:

@@ -204,7 +204,6 @@ def preference_pairs(
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
     """
-    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     template = replace(template, continue_answer=continue_answer)
     return _pairs(rows, template, max_example_tokens, too_long)

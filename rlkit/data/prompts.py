@@ -19,7 +19,6 @@ from rlkit.data.rows import (
     Template,
     TooLong,
     check_begun,
-    check_dicts,
     drop,
     prompt_messages,
     prompt_text,
@@ -92,7 +91,6 @@ def rl_prompts(
 
     Differs: verl `rollout.prompt_length` cuts the tokens of a longer prompt, bos, system message and headers too.
     """
-    check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, of_run=True, images=images)
     turns = read_rows(rows, template, PROMPT, max_prompt_tokens=max_prompt_tokens)
     check_begun(rows, [turn for (turn,) in turns], continue_answer=continue_answer)

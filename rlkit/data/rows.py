@@ -150,12 +150,12 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     Raises ValueError, with the row (see `place_of`), for a row that fits none of them or holds a bad value.
     """
     ((name, value),) = limit.items()
-    if len(rows) == 0:
+    turns = []
+    found = check_columns(rows, *forms, apply_chat_template=template.apply)
+    if not found:
         raise ValueError("rows is empty: there is nothing to train on")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    turns = []
-    found = check_columns(rows, *forms, apply_chat_template=template.apply)
     unused, told = columns.Unused(rows), template.system_prompt
     if template.apply:
         markup_of(template.tokenizer).report()
@@ -728,7 +728,9 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
         turn = _turn(messages, end, place, template)
         if turn.blocks is None and not turn.whole.startswith(turn.prompt):
             raise template.reopened(messages, end, place)
-        template.writes(messages[end], turn.whole.removeprefix(turn.prompt), place)
+        written = turn.whole.removeprefix(turn.prompt)
+        if template.writes(messages[end], written, place):
+            template.name_trimmed(messages[end], written, place)
         first, unanswered = messages[0]["role"] == "assistant", ends[-1] + 1 < len(messages)
         turns.append(turn._replace(untrained=first, unanswered=unanswered))
     if not turns:
@@ -761,7 +763,10 @@ def _answered(messages: list[dict[str, Any]], response: str, place: str, templat
     tags, opened = REASONING.findall(response), REASONING.findall(opened_by(turn.prompt))
     as_said = tags in ([], REASONING.findall(written), opened + REASONING.findall(written))
     same = template.writes(message, written, place, literal=True) and turn.whole.startswith(turn.prompt)
-    return turn if same and as_said else None
+    if not (same and as_said):
+        return None
+    template.name_trimmed(message, written, place)
+    return turn
 
 
 def _response(row: Converted, place: str, template: Template, *, names: Sequence[str] = RESPONSES) -> list[Turn]:

@@ -14,7 +14,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import markup_of, mentioned_end, opened_by, reasoned
+from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned
 from rlkit.data.messages import row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -321,6 +321,16 @@ class Template:
             line = "%s: the chat template changes texts of the %s: it does not write %r as it stands%s"
             _log.warning(line, place, role, named[0][:60], how)
         return not missing
+
+    def name_trimmed(self, message: Message, written: str, place: str) -> None:
+        """Name, once, an answer around which the text has less white space: the template trims it."""
+        markup = markup_of(self.tokenizer)
+        texts = REASONING.split(said := markup.without_stop(str(message.get("content") or "")))
+        trimmed = texts[0].rstrip() not in written or texts[-1].lstrip() not in written
+        if trimmed and "trimmed" not in markup.told:
+            markup.told.add("trimmed")
+            line = "%s: the chat template trims white space around an answer, %r: answers train without it"
+            _log.warning(line, place, said if len(said) <= 60 else f"{said[:30]}...{said[-30:]}")
 
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""

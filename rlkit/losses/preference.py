@@ -234,7 +234,7 @@ def kto(
 
         loss = w_d (1 - sigmoid(beta (chosen_log_ratio - kl))) + w_u (1 - sigmoid(beta (kl - rejected_log_ratio)))
 
-    `kl` is the reference point, one detached number for the whole batch (`kto_reference_point`).
+    `kl` is the reference point, see `kto_unpaired`.
     Limits: kl = 0 (the default) with unit weights is APO-zero (arXiv:2408.06266, equation 7).
     Differs: TRL `KTOTrainer` averages over the 2N responses, so its mean is half the mean of this loss.
     Reference: arXiv:2402.01306, equation 7.
@@ -262,8 +262,10 @@ def kto_unpaired(
         loss = w_d (1 - sigmoid(beta (log_ratio - kl)))     where desirable
                w_u (1 - sigmoid(beta (kl - log_ratio)))     elsewhere
 
-    No gradient flows through `kl`. For unbalanced data choose w_d n_d / (w_u n_u) in [1, 4/3] (n: number of responses);
-    TRL warns outside this range.
+    `kl` is the reference point, one number for the whole batch of all ranks: `kto_reference_point` of mismatched
+    responses, or 0. The mean log-ratio of the responses that train is no estimate of the KL: it moves with them. A `kl`
+    is not clamped: the paper's is at least 0, and a negative one shifts log-ratios up. No gradient flows through it.
+    For unbalanced data choose w_d n_d / (w_u n_u) in [1, 4/3] (n: number of responses); TRL warns outside this range.
     Reference: arXiv:2402.01306, equation 7 (with lambda_D, lambda_U as weights of the loss, as in both systems).
     """
     check_positive(beta=beta)
@@ -272,11 +274,19 @@ def kto_unpaired(
     if desirable.dtype != torch.bool:
         raise TypeError(f"desirable must be bool (True = desirable), got {desirable.dtype}")
     (log_ratio,) = prepared(mask, log_ratio=log_ratio)
-    gain = log_ratio - (kl.detach() if isinstance(kl, Tensor) else kl)
+    gain = log_ratio - _one_number(kl=kl)
     loss = torch.where(
         desirable, desirable_weight * torch.sigmoid(-beta * gain), undesirable_weight * torch.sigmoid(beta * gain)
     )
     return masked(loss, mask)
+
+
+def _one_number(**given: float | Tensor) -> float | Tensor:
+    """The statistic of a whole batch, detached; ValueError, with its name, for one number per response."""
+    ((name, x),) = given.items()
+    if isinstance(x, Tensor) and x.ndim:
+        raise ValueError(f"{name} must be one number for the whole batch, got shape {list(x.shape)}")
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def kto_reference_point(log_ratio: Pairs, *, mask: PairMask = None) -> Float[Tensor, ""]:
@@ -310,7 +320,7 @@ def bco_pair(
     """
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
-    shift = delta.detach() if isinstance(delta, Tensor) else delta
+    shift = _one_number(delta=delta)
     return masked(-F.logsigmoid(beta * chosen - shift) - F.logsigmoid(shift - beta * rejected), mask)
 
 

@@ -27,7 +27,8 @@ class AdapterFile(NamedTuple):
     """A LoRA adapter on the disk, `W + scale B A` in each layer; scale = alpha / rank (`rslora`: alpha / sqrt(rank)).
 
     `targets` are the names of its linear layers and, as its config has them, of its fused experts. `patterns` are the
-    `rank_pattern` and `alpha_pattern` of layers with others than `rank` and `alpha`.
+    `rank_pattern` and `alpha_pattern` of layers with others than `rank` and `alpha`. `dropout` is the one that it was
+    trained with; who trains it on chooses anew.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class AdapterFile(NamedTuple):
     targets: list[str]
     rslora: bool
     patterns: dict[str, dict[str, Any]]
+    dropout: float
 
     @property
     def last_names(self) -> set[str]:
@@ -65,11 +67,14 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
         raise ValueError(f"{refuse} has trained biases (bias {bias!r}), which rlkit does not train: {fix}")
     if (start := config.get("init_lora_weights", True)) not in _KEEPS_BASE:
         raise ValueError(f"{refuse} began with {start} (init_lora_weights), which changes the base weights: {fix}")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
         raise ValueError(f"{folder / ADAPTER} is damaged: r is {rank!r} and lora_alpha {alpha!r}")
+    if not isinstance(dropout, int | float):
+        raise ValueError(f"{folder / ADAPTER} is damaged: lora_dropout is {dropout!r}")
     patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    return AdapterFile(folder, rank, float(alpha), _targets(folder, config), bool(config.get("use_rslora")), patterns)
+    targets, rslora = _targets(folder, config), bool(config.get("use_rslora"))
+    return AdapterFile(folder, rank, float(alpha), targets, rslora, patterns, dropout)
 
 
 def _targets(folder: Path, config: dict[str, Any]) -> list[str]:

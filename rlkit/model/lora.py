@@ -129,8 +129,8 @@ def load_adapter(
     """`add_lora` with the rank, the scale, the layers and the weights of an adapter: training it goes on.
 
     The folder is one of `save_adapter`, or of peft's `save_pretrained`, with rank and scale of their own for some
-    layers (`rank_pattern`) and `use_rslora` too. Without `fill` its weights are not read: `fill_adapter` does so once
-    the model is cut.
+    layers (`rank_pattern`) and `use_rslora` too. `dropout` is that of the training to come, which is exported, and not
+    the adapter's own. Without `fill` its weights are not read: `fill_adapter` does so once the model is cut.
 
     Errors: those of `rlkit.model.adapter_files.read_adapter`; ValueError for an adapter of another model.
     """

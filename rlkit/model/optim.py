@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlkit._util.ranks import distributed, reshard, world_size
+from rlkit._util.ranks import distributed, on_all_ranks, reshard, world_size
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.parallel.pipeline import sum_copies
@@ -56,8 +56,11 @@ def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.
 
     The function gets `parameter_groups`. Its learning rate is set before each step, the same for all groups.
 
-    Errors: ValueError for an optimizer that lacks a trainable parameter; those of `muon` and `check_optimizer`.
+    Errors: ValueError for an optimizer that lacks a trainable parameter, and for one that is NaN or infinite; those of
+    `muon` and `check_optimizer`.
     """
+    if broken := broken_weights(model):
+        raise ValueError(f"the model's weights are damaged, NaN or infinite: {broken}; copy or download it again")
     if optim.make_optimizer is None:
         return (muon if optim.optimizer == "muon" else adamw)(model, lr=lr, weight_decay=optim.weight_decay)
     optimizer = check_optimizer(optim.make_optimizer(parameter_groups(model, weight_decay=optim.weight_decay)))
@@ -67,6 +70,14 @@ def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.
         raise ValueError(f"{what}: pass all groups on")
     set_lr(optimizer, lr)
     return optimizer
+
+
+def broken_weights(model: nn.Module) -> str:
+    """How many trainable parameters hold NaN or infinities on any rank, and the name of one; "" for none."""
+    trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+    found = on_all_ranks(lambda: [name for name, p in trained if not _local(p).isfinite().all()])
+    names = sorted({name for of_rank in found for name in of_rank})
+    return f"{len(names)} of {len(trained)} tensors, such as {names[0]}" if names else ""
 
 
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlkit._util.files import base_of, check_model_path, is_adapter
+from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapter
 
 log = logging.getLogger("rlkit.model")
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # for every call of transformers that takes it
+_OF_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # that classes read into `rope_parameters`
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
 
@@ -29,12 +33,19 @@ def _report_code(path: str, what: str) -> None:
     log.warning("%r has a %s in Python (auto_map), which is not run: transformers' is used", path, what)
 
 
+@cache
+def _report_unread(path: str, key: str, near: str, kind: str) -> None:
+    """Warn, once in a process, of a key that changes nothing."""
+    log.warning("%r: config.json has %s, which %s does not read, and no %s: is it misspelt?", path, key, kind, near)
+
+
 def load_config(path: str | os.PathLike[str]) -> Any:
     """The config of a folder or hub id, of an adapter that of its base model.
 
-    ValueError for one that needs code of its own, or that is damaged.
+    ValueError for one that needs code of its own, that is damaged, that names a kernel which transformers lacks, or
+    whose folder holds two sets of weights with other names. A key that is misspelt is logged.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be the folder of a model or a hub id, got {path!r:.80}")
@@ -45,14 +56,72 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"model {str(path)!r} has an adapter beside its weights (adapter_config.json): {fix}")
     with explained(path, "config"):
         config = AutoConfig.from_pretrained(str(path), **NO_CODE)
-    for name in ("_attn_implementation", "_experts_implementation"):
-        kernel = next((k for c in _configs(config) if "/" in str(k := getattr(c, name, None))), None)
-        if kernel is not None:
-            what = f"names the kernel {kernel!r}, and rlkit runs no code of the hub: remove {name[1:]}"
-            raise ValueError(f"model {str(path)!r}: config.json {what} there")
+        raw = PreTrainedConfig.get_config_dict(str(path))[0]
+        twice = _disagreement(Path(path))
+    for name in ("attn_implementation", "experts_implementation"):
+        kernel = next((str(k) for c in _configs(config) if (k := getattr(c, f"_{name}", None))), "eager")
+        if why := _why_no_kernel(kernel.removeprefix("paged|"), name):
+            key = name if f"_{name}" not in raw else f"_{name}"
+            fix = f"remove {key} there, since rlkit chooses kernels itself"
+            raise ValueError(f"model {str(path)!r}: config.json names the kernel {kernel!r}, {why}: {fix}")
+    if twice:
+        what = f"has {SINGLE} and an index of other weights, {INDEX} ({twice} is in one of them)"
+        raise ValueError(f"model {str(path)!r} {what}: delete the one that is not meant, with its files")
     if getattr(config, "auto_map", None):
         _report_code(str(path), "model")
+    for key, near in _misspelt(config, raw):
+        _report_unread(str(path), key, near, type(config).__name__)
     return config
+
+
+def _why_no_kernel(name: str, kind: str) -> str:
+    """Why transformers cannot compute with a kernel that a config names; "" where it can."""
+    if "/" in name:
+        return "and rlkit runs no code of the hub"
+    if name in ("eager", "sdpa"):
+        return ""
+    from transformers import modeling_utils as known
+
+    kernels: Any = known.ALL_ATTENTION_FUNCTIONS if kind.startswith("attn") else known.ALL_EXPERTS_FUNCTIONS
+    if name not in kernels.valid_keys():
+        return "which transformers does not have"
+    flash = name.startswith("flash") and not any(map(find_spec, ("flash_attn", "flash_attn_interface")))
+    return "which is not installed" if flash else ""
+
+
+def _disagreement(folder: Path) -> str:
+    """A weight that only one of model.safetensors and the index beside it has; "" where there are not both.
+
+    transformers reads the first, and servers read the files of the index.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if not (single.is_file() and index.is_file()):
+        return ""
+    from safetensors import SafetensorError, safe_open
+
+    with suppress(SafetensorError), safe_open(single, "np") as tensors:  # a damaged one is named where it is read
+        return min({*tensors.keys()} ^ {*json.loads(index.read_bytes())["weight_map"]}, default="")
+    return ""
+
+
+def _misspelt(config: Any, raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys of config.json that its class does not read, each with the nearly equal one that is read and not there.
+
+    Other keys are no news: those of other frameworks and of later versions are common, as are ids of further tokens
+    and keys that all models once had.
+    """
+    from transformers import PreTrainedConfig
+
+    kind: Any = type(config)
+    known = {*kind.__dataclass_fields__, *kind.attribute_map, *_OF_ROPE}
+    lacking = known - {*PreTrainedConfig.__dataclass_fields__} - raw.keys()
+    for key in sorted(raw.keys() & vars(config).keys() - known):
+        near = get_close_matches(key, lacking, n=1, cutoff=0.9)
+        if near and not hasattr(kind, key) and not re.search("_token_(id|index)$", key):
+            yield key, near[0]
+    for name in kind.sub_configs:
+        if isinstance(raw.get(name), dict) and (inner := getattr(config, name, None)) is not None:
+            yield from _misspelt(inner, raw[name])
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkit._util.files import weight_files
 from rlkit._util.ranks import is_first
 
 log = logging.getLogger("rlkit.model")
@@ -34,11 +35,11 @@ class Stored(NamedTuple):
 
 
 def stored(path: str | Path) -> dict[str, Stored]:
-    """The tensors of the safetensors files of a folder or a downloaded hub id; {} where there are none (any more)."""
+    """The tensors of the `weight_files` of a folder or a downloaded hub id; {} where there are none (any more)."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Stored] = {}
-    for file in sorted(_folder(path).glob("*.safetensors")):
+    for file in weight_files(_folder(path)):
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118

@@ -30,7 +30,6 @@ from rlkit.model.vision import copy_processor
 from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 
-_INDEX = "model.safetensors.index.json"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added by torch.compile and by activation checkpointing
 _WHAT, _FIX = "the model", "The previous content of the path is untouched. Free space there or give another path."
 
@@ -263,12 +262,12 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_by
     flush()
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     if len(files) == 1:
-        names = ["model.safetensors"]
+        names = [_files.SINGLE]
     for i, name in enumerate(names):
         (folder / f"{i}.part").rename(folder / name)
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": {k: n for n, ks in zip(names, files) for k in ks}}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / _files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return written
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rlkit._util.files import weight_files
 from rlkit.parallel.collectives import Exchanged
 from rlkit.parallel.mesh import Mesh, grid
 
@@ -118,7 +119,7 @@ def read_experts(weights: Mapping[str, Any], folder: Path) -> list[str]:
 
     fused = {name: parts for name in weights for end, parts in PARTS.items() if name.endswith(end)}
     stored: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors") if fused else ():
+    for path in weight_files(folder) if fused else ():
         file = safe_open(path, framework="pt")
         stored |= dict.fromkeys(file.keys(), file)
     for name, parts in fused.items():

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,9 @@ _FORMS = (  # in which rewards look for an answer
 class Trial:
     """What a reward function gave: texts with the words for what they are, and the result of each.
 
-    `place` is the row's, and `note` says that the gold answer gets no more than the others, or that a text's reward
-    depends on its place in the batch (empty: neither, or the function does not compare with the gold answer).
+    `place` is the row's, and `note` says that the gold answer gets no more than the others, that a text's reward
+    depends on its place in the batch, or that two calls give it two (empty: none of these, or the function does not
+    compare with the gold answer).
     """
 
     place: str
@@ -93,19 +94,39 @@ async def try_reward(
     found, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, known)
     if blind and found.failures:
         return None
-    if batched and not found.failures and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
-        return Trial(found.place, tried, f"{name_of(function)} {moved}")
+    if not found.failures and not _is_ours(function):
+        found = replace(found, note=await _random(function, partial(call, [*texts]), tried))
+    steady = not (found.failures or found.note)
+    if batched and steady and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
+        return replace(found, note=f"{name_of(function)} {moved}")
     if gold is None or found.failures:
         return found
     numbers = {text: _number(result) for text, _, result in tried}
     if numbers.pop(gold) > max(numbers.values(), default=-math.inf):
         return found
     if written := await _written(call, gold, other, numbers[""]):
-        return Trial(found.place, [(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
+        return replace(found, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
     if blind:
         return found
     same = alone and not _is_ours(function) and len(values) == 1
-    return Trial(found.place, tried, _note(function, row, tried) if same or _reads_gold(function, seen) else "")
+    return replace(found, note=_note(function, row, tried)) if same or _reads_gold(function, seen) else found
+
+
+async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that goes on to give one text other rewards; empty for none.
+
+    One that settles after the first call, such as a reward for what was not seen before, is not random.
+    """
+    first = [_number(result) for *_, result in tried]
+    size = 1e-3 * max((abs(x) for x in first if not math.isnan(x)), default=0.0)
+    differ = lambda x, y: [i for i, (a, b) in enumerate(zip(x, y)) if abs(a - b) > size]  # noqa: E731
+    second = [*map(_number, await call())]
+    found = differ(first, second)
+    later = [[*map(_number, await call())] for _ in range(2 if found else 0)]
+    if not any(differ(second, numbers) for numbers in later):
+        return ""
+    what = f"{first[found[0]]:g} and {second[found[0]]:g} to {tried[found[0]][1]}"
+    return f"{name_of(function)} gives {what} in two calls: is it random, or does it remember earlier calls?"
 
 
 async def _moved(call: Callable[..., Any], texts: Mapping[str, str], first: Sequence[float], gold: str | None) -> str:

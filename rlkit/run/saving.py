@@ -19,6 +19,7 @@ from rlkit._util.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit._util.text import Explained
 from rlkit.model.checkpoint import BackgroundSaver, load_latest
 from rlkit.model.lora import adapters, save_adapter
+from rlkit.model.optim import broken_weights
 from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
 from rlkit.rollout.engines import EngineError, silence
@@ -138,7 +139,7 @@ def save_if_due(
     synced before the checkpoint that refers to it. The stream's state is saved with `state`, and its journal is
     truncated once the checkpoint is on the disk (at once if there are no checkpoints to resume from). On a full disk
     the previous checkpoint is kept, the error is reported and training continues, unless this is the last checkpoint of
-    the run. A stop is reported with the command that resumes the run.
+    the run. A stop is reported with the command that resumes the run. Errors: see `check_finite`.
     """
     run, saver, schedule = job.run, job.saver, job.schedule
     if step <= max(job.start, 0):  # no step was taken
@@ -157,6 +158,7 @@ def save_if_due(
         run.note(process_gib=process_gib())
         run.start_plot()
     if due:
+        check_finite(model, when=f"after step {step} ")
         run.status("saving a checkpoint")
         with _reported(run, fatal=must):
             on_all_ranks(run.sync)
@@ -171,6 +173,14 @@ def save_if_due(
         said = with_command(f"saved after step {step}; go on with", resume_command("--resume"), sys.stdout)
         run.say(said, whole=True)
     return stopping
+
+
+def check_finite(model: Any, *, when: str = "") -> None:
+    """Explained where weights that train have become NaN or infinite: what was saved before stays."""
+    if broken := broken_weights(model):
+        fix = "try a lower learning rate, or --dtype fp32"
+        what = f"{when}weights are NaN or infinite: {broken}"
+        raise Explained(f"{what}; they are not saved, and earlier checkpoints and exports stay: {fix}")
 
 
 @contextmanager
@@ -285,8 +295,9 @@ def export(run: Run, model: Any, tokenizer: Any, *, schedule: Schedule) -> Path:
     """Write the model, with its card, to `model/` in the run folder, for transformers' `from_pretrained`.
 
     LoRA adapters are merged into its weights, and also written to `adapter/`, with the tokenizer, for
-    `peft.AutoPeftModelForCausalLM.from_pretrained`.
+    `peft.AutoPeftModelForCausalLM.from_pretrained`. Errors: see `check_finite`.
     """
+    check_finite(model)
     run.status("saving the model")
     if adapters(model) and not hasattr(model, "score"):  # of a reward model peft's file would lack the head
         save_adapter(model, run.folder / "adapter", tokenizer=tokenizer)

@@ -59,8 +59,8 @@ def bring(args: Offline, *forms: Any) -> Brought:
         how.eval_reward and launched(),
         "`eval_reward` samples in one process: drop it, and run rlkit eval on the export",
     )
-    own = own_rewards(how, Episodes(), questions(how, held_out))
-    return Brought(model, lora, args.data.expanded(), parts, held_out, own)
+    own = own_rewards(how, Episodes(), asked_sets := questions(how, held_out))
+    return Brought(model, lora, args.data.expanded(), parts, held_out, own, questions=asked_sets)
 
 
 def make_examples(
@@ -152,8 +152,9 @@ def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model
 
     found, tokenizer, data = {}, place.tokenizer, brought.data
     longest = min(args.examples.max_example_tokens, (positions(place.config) or sys.maxsize) - 1)
-    for name, part in questions(args.evaluation, brought.held_out).items():
-        ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
+    stops = data.chat_template and brought.questions
+    ends = stop_token_ids(tokenizer, model.config, model.generation_config) if stops else ()
+    for name, part in brought.questions.items():
         sampling = args.evaluation.sampling_of(name)
         samples = sampling.pop("samples", 1)
         prompts = rl_prompts(

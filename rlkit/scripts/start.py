@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ class Brought:
 
     The base model and its adapter are apart, `lora` has the adapter's rank and scale, and `data` the files of its
     globs. `parts` are the training rows of each part of the data; `own_rewards` are of held-out sets with a reward of
-    their own. `env` and `reward` are those of a script that samples.
+    their own, on whose `questions` a script on fixed data samples. `env` and `reward` are those of one that samples.
     """
 
     model: Model
@@ -54,6 +54,7 @@ class Brought:
     own_rewards: Mapping[str, OfTokenizer]
     env: OfTokenizer | None = None
     reward: OfTokenizer | None = None
+    questions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,11 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
         same = {*lora.lora_targets} in (set(), file.last_names)
         refuse_if(not same, f"`lora_targets`: {what} {', '.join(sorted(file.last_names))}: {fix}")
         lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
+        if file.dropout and not lora.lora_dropout:
+            fix = f"--lora-rank {file.rank} --lora-dropout {file.dropout:g} keeps it in training on fixed data"
+            log.warning(
+                "%s lora_dropout %g, and trains on without dropout, as its export says: %s", what, file.dropout, fix
+            )
     return replace(model, model=base, adapter=path), lora
 
 

@@ -603,6 +603,30 @@ def test_a_template_that_changes_an_answer_is_named_on_every_road(change, tmp_pa
         caplog.clear()
 
 
+@pytest.mark.parametrize("said", [" 4", "4\n", "<think>\nr\n</think>\n\n4\n"])
+def test_a_template_that_trims_an_answer_is_named_where_answers_have_blanks(said, tmp_path, caplog):
+    """As that of Llama 3.1 does; on each road of ready answers, once."""
+    roads = [{"prompt": "hi", "response": said}, {"messages": [user("hi"), assistant(said)]}]
+    roads = [(sft_examples, row) for row in roads]
+    roads += [(preference_pairs, {"prompt": "hi", "chosen": said, "rejected": "no"})]
+    roads += [(labelled_examples, {"prompt": "hi", "completion": said, "label": True})]
+    line = f"row 1: the chat template trims white space around an answer, {said!r}: answers train without it"
+    for trims in (True, False):
+        for make, row in roads:
+            tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+            new = "{{ m.content | trim }}" if trims else "{{ m.content }}"
+            tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", new)
+            bare = {key: said.strip() if x == said else x for key, x in row.items() if key != "messages"}
+            if bare:
+                make([bare], tokenizer=tokenizer, max_example_tokens=99)
+            assert caplog.text == ""
+            made = make([row, row], tokenizer=tokenizer, max_example_tokens=99)[0][0]
+            ids = next(x for name in ("response", "chosen", "ids") if (x := getattr(made, name, None)) is not None)
+            assert (said in tokenizer.decode(ids)) is not trims
+            assert caplog.text.count(line) == caplog.text.count("trims white space") == trims, (make, caplog.text)
+            caplog.clear()
+
+
 def test_reasoning_that_the_template_drops_is_named_where_it_would_be_trained(tmp_path, caplog):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     without = "{{ m.content.split('</think>')[-1] | trim }}"

@@ -301,11 +301,6 @@ REFUSED = {  # script, row, the message after the file and the place
         ": columns 'output' and 'response' hold different texts; columns found: ['instruction', 'output', 'response']; "
         "rename the one that is not meant, e.g. --rename response OTHER",
     ),
-    "two labelled responses of an Alpaca row": (
-        "kto", {"instruction": "hi", "output": "yo", "completion": "no", "kto_tag": True},
-        ": columns 'output' and 'completion' hold different texts; columns found: ['completion', 'instruction', "
-        "'kto_tag', 'output']; rename the one that is not meant, e.g. --rename completion OTHER",
-    ),
     "two responses after a context": (
         "sft", {"context": [user("hi")], "completion": "no", "response": [answer("yo")]},
         ": columns 'response' and 'completion' hold different texts; columns found: ['completion', 'context', "

@@ -6,16 +6,22 @@ import asyncio
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from small import SIZES, CopyEngine, async_grpo, call, small_model, tokenizer
 from transformers import AutoModelForTokenClassification
 
+from rlkit import losses
+from rlkit._util.text import Explained
+from rlkit.data.examples import Example, Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
+from rlkit.loops.preference import dpo, kto
+from rlkit.loops.sft import sft
 from rlkit.loops.updates import clipped
 from rlkit.model.heads import load_value_model
 from rlkit.packing import pack, with_streams
@@ -25,6 +31,7 @@ from rlkit.rollout.limits import success_between
 from rlkit.types import Trajectory
 
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
+LOSSES = {dpo: losses.dpo, kto: losses.kto_unpaired}
 FIRST_TOKEN = PROMPTS[2].ids[0]
 
 
@@ -35,9 +42,9 @@ def without_plots(monkeypatch):
 
 
 def with_broken_token(model):
-    """The model with a NaN in the embedding of a token that only the third prompt has."""
+    """The model with a NaN in the embedding, which does not train, of a token that only the third prompt has."""
     with torch.no_grad():
-        model.get_input_embeddings().weight[FIRST_TOKEN, 0] = math.nan
+        model.get_input_embeddings().weight.requires_grad_(False)[FIRST_TOKEN, 0] = math.nan
     return model
 
 
@@ -159,6 +166,45 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path):
     fresh = small_model().state_dict()
     assert all(torch.equal(x, fresh[name]) for name, x in model.state_dict().items())
     assert [line["skipped_step"] for line in lines_of(tmp_path / "skips")] == [1.0, 1.0]
+
+
+class Rash(torch.optim.AdamW):
+    """An optimizer of the user's own, with a learning rate of its own."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, fused=True)
+        self.own = lr
+
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] = self.own
+        super().step()
+
+
+@pytest.mark.parametrize("loop", [grpo, sft, dpo, kto])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, loop):
+    """The third step takes the weights past fp32: the checkpoint and the export of the second stay as they were."""
+    fixed = {
+        sft: [Example([65, 66, 67 + i], [False, True, True]) for i in range(4)],
+        dpo: [Pair([65], [66, 67 + i], [68]) for i in range(4)],
+        kto: [Labelled([65], [66, 67 + i], i % 2 == 0) for i in range(4)],
+    }
+    out = tmp_path / "run"
+
+    def train(steps, lr, **more):
+        if loop is grpo:
+            return run(grpo, out, steps=steps, lr_at=lambda _: lr, **more)
+        own = {"loss": partial(LOSSES[loop], beta=0.1), "reference": small_model()} if loop in LOSSES else {}
+        own |= {"make_optimizer": lambda groups: Rash(groups, lr), "warmup_steps": 0, "batch_size": 4}
+        return call(loop, small_model(), tokenizer(), fixed[loop], output=out, steps=steps, **own, **more)
+
+    train(2, 1e-3)
+    before = (out / "model/model.safetensors").read_bytes()
+    match = r"^after step 3 weights are NaN or infinite: \d+ of \d+ tensors, such as .*; they are not saved, and "
+    with pytest.raises(Explained, match=match):
+        train(3, 1e39, resume=True)
+    assert (out / "model/model.safetensors").read_bytes() == before
+    assert [file.name for file in (out / "checkpoints").glob("step*")] == ["step_00000002"]
 
 
 def batch_of(**streams):

@@ -219,6 +219,8 @@ def test_any_shape_and_dtypes(name: str) -> None:
         (lambda c, r: L.exo_pair(c, r, beta=0.1, label_smoothing=0.0), "label_smoothing"),
         (lambda c, r: L.discopop(c, r, beta=0.1, tau=0.0), "tau"),
         (lambda c, r: L.kto(c, r, beta=0.1, desirable_weight=-1.0), "desirable_weight"),
+        (lambda c, r: L.kto(c, r, beta=0.1, kl=c), "kl must be one number for the whole batch, got shape"),
+        (lambda c, r: L.bco_pair(c, r, beta=0.1, delta=c), "delta must be one number for the whole batch, got shape"),
         (lambda c, r: L.dpo(c, r[:2], beta=0.1), "rejected_log_ratio must have the shape of chosen_log_ratio"),
         (lambda c, r: L.orpo(c, r[:2], beta=0.1), "rejected_logp must have the shape of chosen_logp"),
         (

@@ -193,6 +193,7 @@ def test_the_base_is_found_from_here_and_from_the_adapter(base, tmp_path, monkey
         ({"bias": "all"}, r"has trained biases \(bias 'all'\)"),
         ({"init_lora_weights": "pissa"}, r"began with pissa \(init_lora_weights\), which changes the base weights"),
         ({"r": "2"}, r"adapter_config.json is damaged: r is '2'"),
+        ({"lora_dropout": "a"}, r"adapter_config.json is damaged: lora_dropout is 'a'"),
         ({"r": 3}, r"is of another model: .*q_proj.lora_A.weight is \[2, 32\], not \[3, 32\]"),
     ],
 )

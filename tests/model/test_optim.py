@@ -101,6 +101,16 @@ def test_what_is_no_optimizer_of_the_model_is_refused(make, message):
         make_optimizer(model(), Optim(make_optimizer=make), lr=0.1)
 
 
+def test_weights_that_are_damaged_are_refused_where_they_would_train():
+    net = model()
+    with torch.no_grad():
+        net.model.norm.weight[3] = torch.inf
+    with pytest.raises(ValueError, match=r"NaN or infinite: 1 of \d+ tensors, such as model\.norm\.weight; copy or"):
+        make_optimizer(net, Optim(), lr=0.1)
+    net.model.norm.weight.requires_grad_(False)
+    make_optimizer(net, Optim(), lr=0.1)
+
+
 def test_muon_and_a_function_exclude_each_other():
     with pytest.raises(ValueError, match=r"`make_optimizer` is for `optimizer` adamw or FILE.py:FUNCTION, not muon"):
         replace(Optim(optimizer="muon"), make_optimizer=sgd)

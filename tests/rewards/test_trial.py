@@ -102,6 +102,16 @@ MISTAKES = {
     "a batch in reverse": (
         "def f(completions, rows):\n    return [float(c == r['answer']) for c, r in zip(completions, rows)][::-1]\n",
         PARIS, f"~{MOVED}"),
+    "a judge at random": (
+        "import random\n\ndef f(completions, rows):\n"
+        "    return [float(c == r['answer']) + random.random() for c, r in zip(completions, rows)]\n", PARIS,
+        "~in two calls: is it random, or does it remember earlier calls?"),
+    "a coin": (
+        "import random\n\nrandom.seed(0)\n\ndef f(completion, row):\n    return float(random.random() < 0.5)\n", PARIS,
+        "~gives 0 and 1 to its gold answer 'Paris' in two calls: is it random"),
+    "what counts its calls": (
+        "calls = [0]\n\ndef f(completion, row):\n    calls[0] += 1\n    return float(calls[0])\n", [{"prompt": "a"}],
+        "~gives 1 and 4 to an empty completion in two calls: is it random, or does it remember earlier calls?"),
     "the whole solution": ("return float(completion.strip() == row['answer'].split('#')[2])", GSM, f"~gives 0 {NEVER}"),
     "a format that none writes": (
         "m = re.fullmatch(r'<answer>(\\d)</answer>', completion)\nreturn float(m is not None and m[0] == row['answer'])",
@@ -125,9 +135,6 @@ RIGHT = {
         "def f(completions, rows):\n    right = [c == r['answer'] for c, r in zip(completions, rows)]\n"
         "    return [x - sum(right) / len(right) - 1e-4 * sorted(map(len, completions)).index(len(c))\n"
         "            for x, c in zip(right, completions)]\n", PARIS),
-    "a judge at random": (
-        "import random\n\ndef f(completions, rows):\n"
-        "    return [float(c == r['answer']) + random.random() for c, r in zip(completions, rows)]\n", PARIS),
     "what was seen before": (
         "old = set()\n\ndef f(completions, rows):\n    new = [float(c not in old) for c in completions]\n"
         "    old.update(completions)\n    return [2 * (c == r['answer']) + x for x, c, r in zip(new, completions, rows)]\n", PARIS),
@@ -314,6 +321,15 @@ def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
         cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
     assert ended.value.code == 1
     assert "the row has no column 'gold'" in capsys.readouterr().out
+
+
+def test_rlkit_data_names_a_random_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, ROWS)
+    spec_of(tmp_path, "import random\nreturn len(completion) + random.random()")
+    cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
+    assert "  mine.py:f gives 1" in (said := capsys.readouterr().out)
+    assert "in two calls: is it random, or does it remember earlier calls?" in said
 
 
 def test_what_a_function_reads_of_a_row_is_noted(tmp_path):

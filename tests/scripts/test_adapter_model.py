@@ -18,6 +18,8 @@ from rlkit.model.lora import add_lora, merge_adapter, save_adapter
 from rlkit.model.weights import export_hf
 from rlkit.run.folder import read_args, read_metrics
 from rlkit.scripts import cli
+from rlkit.scripts.args import Lora, Model
+from rlkit.scripts.start import with_adapter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 REWARD = "def score(completion, row):\n    return len(set(completion)) % 3\n"
@@ -164,6 +166,23 @@ def test_what_contradicts_the_adapter_is_refused(flags, message, task, tmp_path,
     )
     argv = ["grpo", *f"{flags} {ROADS['grpo']} --output {tmp_path}/run".split()]
     assert f"error: {message}" in " ".join(screens.refused(cli.main, argv).split())
+
+
+@pytest.mark.parametrize(
+    ("dropout", "lora", "named"),
+    [
+        (0.1, {}, True),
+        (0.1, {"lora_rank": 3, "lora_dropout": 0.2}, False),
+        (0.1, {"lora_rank": 0}, False),
+        (0, {}, False),
+    ],
+)
+def test_a_dropout_of_the_adapter_that_does_not_go_on_is_named(dropout, lora, named, task, tmp_path, caplog):
+    folder = shutil.copytree(task / "adapter", tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_of(folder) | {"lora_dropout": dropout}))
+    with_adapter(Model(model=str(folder)), Lora(**lora))
+    line = f"the adapter {folder} has lora_dropout 0.1, and trains on without dropout, as its export says: "
+    assert caplog.messages == [f"{line}--lora-rank 3 --lora-dropout 0.1 keeps it in training on fixed data"] * named
 
 
 def test_the_base_of_an_adapter_that_lost_it_is_given(command, task, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
+from rlkit._util.files import weight_files
 from rlkit.types import Completion
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -63,7 +64,7 @@ def shapes(model_path: str | None) -> Shapes:
     """Name and shape of every weight, from the safetensors headers; empty where they are not on this machine."""
     found: dict[str, tuple[int, ...]] = {}
     try:
-        for path in _files(_folder(model_path)):
+        for path in weight_files(_folder(model_path)):
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             header.pop("__metadata__", None)
@@ -125,15 +126,6 @@ def check_probe(probe: Probe, out: Completion, *, url: str, version: int) -> Non
             "tensor names that the server does not know, a prefix cache that was not flushed, an update that was only "
             "half done, a temperature or dtype that differs."
         )
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of the index (some repositories hold the weights twice), else the single file, else all."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
-    single = folder / "model.safetensors"
-    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def _folder(model_path: str | None) -> Path:
