@@ -18,7 +18,7 @@ from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
-from rlkit.data.rows import begins_answer
+from rlkit.data.turns import begins_answer
 from rlkit.rollout.envs.calls import Call, Parse, message_of
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
 from rlkit.rollout.envs.turns import Turns

@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
 from rlkit._util.text import Explained
+from rlkit.data.drop import NothingLeft
 from rlkit.data.files import format_of, need_datasets, parsed_line
 from rlkit.data.load import Rows, checked_row, sources_of
-from rlkit.data.rows import NothingLeft
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")

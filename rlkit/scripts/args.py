@@ -172,7 +172,7 @@ class Data:
         ValueError for a row that has none of the `forms`.
         """
         from rlkit.data.load import load_rows, mixed_types
-        from rlkit.data.rows import PROMPT
+        from rlkit.data.turns import PROMPT
 
         elsewhere, rows = {*self.rename}, []
         for files, _ in self.parts():

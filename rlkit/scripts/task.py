@@ -43,7 +43,7 @@ _OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena
 
 def bring(args: Sampled) -> Brought:
     """What the user brought: rows, rewards and environment, checked before torch is loaded."""
-    from rlkit.data.rows import PROMPT
+    from rlkit.data.turns import PROMPT
 
     model, lora = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
