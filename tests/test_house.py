@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {
-    "advantages": 600, "compat": 1720, "data": 3645, "kernels": 1780, "loops": 2370, "losses": 1630, "model": 3970,
-    "parallel": 1300, "rewards": 3260, "rollout": 7260, "run": 2640, "scripts": 4540, "testing": 1480,
-    "modules right below rlkit": 2300,
+    "advantages": 600, "compat": 1720, "data": 3795, "kernels": 1780, "loops": 2370, "losses": 1630, "model": 4060,
+    "parallel": 1300, "rewards": 3260, "rollout": 7335, "run": 2665, "scripts": 4540, "testing": 1480,
+    "modules right below rlkit": 2410,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,
@@ -30,7 +30,6 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "loops/supervised.py:supervised": 47,
     "loops/updates.py:grpo_update": 46,
     "model/parallelize.py:parallelize": 41,
-    "rollout/agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
     "scripts/eval.py:main": 59,
     "scripts/sweep.py:main": 53,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1] / "rlkit"
 LAYERS = (  # each may import what stands before it; left before right within a line
-    "_platform _elsewhere _extras _numbers _retrying _text settings files ranks types _tensors",
+    "_platform _elsewhere _extras _numbers _retrying _text untrusted settings files ranks types _tensors",
     "segments metrics kernels",
     "advantages losses controllers objectives",
     "balancing packing",
