@@ -15,7 +15,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.load import place_of
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
@@ -225,7 +224,7 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
         elsewhere = sys.platform != "linux" and how.agent_memory is not None
         refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
-            check_command(how.agent, [(place_of(rows, i), row) for rows in parts for i, row in enumerate(rows)])
+            check_command(how.agent, *parts)
         except ValueError as error:
             raise ValueError(f"`agent` {how.agent}: {error}") from None
         agent = command(

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from rlkit._numbers import is_number
 from rlkit.data.images import MARK, PLACE, gathered
+from rlkit.data.load import place_of
 from rlkit.data.prompts import question_messages
 from rlkit.rollout import agents
 from rlkit.rollout.agents import AgentError
@@ -96,17 +97,20 @@ def command(
     return agent
 
 
-def check_command(line: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def check_command(line: str, *parts: Sequence[Any]) -> None:
     """ValueError for a command that cannot start, or that names a column that a row does not have, or one whose text is
-    longer than a word of a command line may be. `rows` are given with their places."""
-    words, columns = _words(line), rows[0][1] if rows else {}
+    longer than a word of a command line may be. `parts` are rows."""
+    words = _words(line)
+    columns: Mapping[str, Any] = next((row for rows in parts for row in rows), {})
     names = [name for word in words for name in _NAME.findall(word)]
     if absent := [name for name in names if name != "prompt" and name not in columns]:
         raise ValueError(f"the data has no column {absent[0]!r}; found: {', '.join(columns)}")
-    for place, row in (x for x in rows if names and len(str(x[1])) > _MAX_WORD // 4):  # 4 bytes a character
+    long = ((rows, i) for rows in parts if names for i, row in enumerate(rows) if len(str(row)) > _MAX_WORD // 4)
+    for rows, i in long:  # a character has at most 4 bytes
         for word in filter(_NAME.search, words):
-            if (size := len(_filled(word, row).encode(errors="replace"))) >= _MAX_WORD:
-                what = f"{place}: {word} has {size:,} bytes, and a word of a command line may have {_MAX_WORD:,}"
+            if (size := len(_filled(word, rows[i]).encode(errors="replace"))) >= _MAX_WORD:
+                place, most = place_of(rows, i), f"a word of a command line may have {_MAX_WORD:,}"
+                what = f"{place}: {word} has {size:,} bytes, and {most}"
                 raise ValueError(f"{what}: let the program read the row from the file $RLKIT_ROW, and drop that word")
     if shutil.which(words[0]) is None:
         raise ValueError(f"there is no program {words[0]!r}: give a command, such as 'python my_agent.py'")
