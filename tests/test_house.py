@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 665, "advantages": 585, "data": 3680, "kernels": 1770, "loops": 2370, "losses": 1645, "model": 4020,
-    "packing": 490, "parallel": 1300, "rewards": 2150, "rollout": 5910, "run": 1835, "run/report": 815, "scripts": 3340,
+    "_util": 800, "advantages": 585, "data": 3830, "kernels": 1770, "loops": 2370, "losses": 1645, "model": 4115,
+    "packing": 490, "parallel": 1300, "rewards": 2150, "rollout": 5910, "run": 1860, "run/report": 815, "scripts": 3350,
     "testing": 1470, "modules right below rlkit": 1130,
-    "agents": 1340, "compat": 1680, "rewards/sandbox": 1120, "scripts/tools": 1180,
+    "agents": 1425, "compat": 1680, "rewards/sandbox": 1120, "scripts/tools": 1180,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,

@@ -243,13 +243,17 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             replace_file(path, whole)
-        for line in whole.splitlines():
-            row = json.loads(line)
-            key = tuple(row.pop("key"))
-            if "experts" in row:
-                *shape, data = row["experts"]
-                row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
-            self._known[key] = Completion(**row)
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                key = tuple(row.pop("key"))
+                if "experts" in row:
+                    *shape, data = row["experts"]
+                    row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
+                self._known[key] = Completion(**row)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                fix = "delete the file, and its completions are sampled again"
+                raise ValueError(f"{path}, line {number} is no completion ({error!r}): {fix}") from None
 
 
 def _key(seed: int | None, prompt_ids: list[int], images: str) -> Key:

@@ -224,7 +224,7 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
         elsewhere = sys.platform != "linux" and how.agent_memory is not None
         refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
-            check_command(how.agent, next((row for rows in parts for row in rows), {}))
+            check_command(how.agent, *parts)
         except ValueError as error:
             raise ValueError(f"`agent` {how.agent}: {error}") from None
         agent = command(
