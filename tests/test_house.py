@@ -31,7 +31,6 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "loops/supervised.py:supervised": 47,
     "loops/updates.py:grpo_update": 46,
     "model/parallelize.py:parallelize": 41,
-    "agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
     "scripts/tools/sweep.py:main": 53,
     "scripts/tools/sweep.py:check_command": 44,

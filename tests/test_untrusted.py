@@ -27,7 +27,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import load_model
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.run.folder import drop_after, read_args, read_metrics
-from rlkit.run.report import write_report
+from rlkit.run.report.page import write_report
 from rlkit.run.report.plot import plot_run
 from rlkit.scripts import cli, sft
 
