@@ -112,8 +112,9 @@ async def rl(
             now = carried.evaluated(now, scores, step=0)
             log(0, scores | pareto.logged(now.front, schedule.output))
         async with stream_of(
-            task, engine, rollouts, schedule, on_group=samples.completed, leg=leg, version=first, state=before
-        ) as stream:
+            task, engine, rollouts, schedule, tokenizer=tokenizer, on_group=samples.completed, leg=leg, version=first,
+            state=before,
+        ) as stream:  # fmt: skip
             for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
                 done, clock = index + 1, Clock(memory=schedule.profile_memory)
                 stream.advance(version=index)

@@ -167,6 +167,7 @@ class SharedEngine:
     def __init__(self, engine: Any, *, samplers: Sequence[int] = (0,)) -> None:
         self.engine, self.samplers = engine, tuple(samplers)
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
+        self.positional_noise = getattr(engine, "positional_noise", False)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
         """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks.
@@ -277,6 +278,7 @@ class SharedStream:
             self._stream = GroupStream(
                 prompt_at, generate=engine.generate, abort=engine.abort, groups_per_step=share.size,
                 index_of=share.place, on_group=self._note if k else on_group, journal=folder, max_dropped=limit,
+                positional_noise=getattr(engine, "positional_noise", False),
                 state=state and state_of(state, k=k, samplers=len(self._samplers), num=groups_per_step), **options,
             )  # fmt: skip
 

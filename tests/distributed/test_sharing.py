@@ -57,7 +57,7 @@ async def alone(steps, num, **options):
     engine, taken = FakeEngine(), []
     stream = GroupStream(
         prompt_at, generate=engine.generate, abort=engine.abort, groups_per_step=num, score=by_place,
-        **OPTIONS | options,
+        positional_noise=True, **OPTIONS | options,
     )  # fmt: skip
     async with stream:
         for step in range(steps):

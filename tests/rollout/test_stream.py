@@ -28,7 +28,7 @@ DELAYS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 def stream_of(engine, prompts, **changes):
     options = {
         "generate": engine.generate, "abort": engine.abort, "params": PARAMS, "group_size": 2, "groups_per_step": 3,
-        "seed": 0,
+        "seed": 0, "positional_noise": True,
     }  # fmt: skip
     return GroupStream(prompts, **options | changes)
 

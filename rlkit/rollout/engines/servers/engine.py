@@ -90,6 +90,8 @@ class ServerEngine:
             requests go elsewhere.
         tries: attempts of a generation until its error is raised. Weight updates are never repeated.
         wait_s: seconds for which requests and updates wait for a server to come back where none is up; see `lost`.
+        tokenizer: of the model; with stop strings it keeps every token of a request that an update interrupts, see
+            `rlkit.rollout.stream.continue_aborted`.
         vocab_size: number of token ids of the model, to check prompts and replies; by default that of the served
             checkpoint, where this machine can read it.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
@@ -113,6 +115,7 @@ class ServerEngine:
         stall: float = 120.0,
         tries: int = 3,
         wait_s: float = 0.0,
+        tokenizer: Any = None,
         vocab_size: int | None = None,
         backoff_s: float = 0.5,
         busy_s: float = 600.0,
@@ -123,7 +126,7 @@ class ServerEngine:
             raise ValueError("urls must be one or more addresses, as http://127.0.0.1:30000")
         for url in [*addresses, *routers]:
             host_of(url)
-        self.version = 0
+        self.version, self.positional_noise, self._tokenizer = 0, api.positional_noise, tokenizer
         self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
         self._servers = Replicas(self._http, addresses, api, stall=stall, vocab_size=vocab_size)
         self._serving = Replicas(self._http, routers, api, stall=stall) if routers else self._servers
@@ -188,7 +191,10 @@ class ServerEngine:
             return await self._sampled(call, context, left, limits)
 
         try:
-            done = await continue_aborted(part, prompt_ids, params, again=lambda: call.again)
+            done = await continue_aborted(
+                part, prompt_ids, params, again=lambda: call.again, tokenizer=self._tokenizer,
+                positional_noise=self.positional_noise,
+            )  # fmt: skip
             self._num_tokens += len(done.ids)
             return done
         finally:
