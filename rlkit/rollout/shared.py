@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rlkit.model.weights import Form, WeightStream
 from rlkit.ranks import on_this_device, rank, world_size
-from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines import EngineError, Unreachable
 from rlkit.rollout.groups import Group, Prompt, rollout
 from rlkit.rollout.stream import Counts, GroupStream
 
@@ -44,8 +44,8 @@ async def gathered(work: Callable[[], Awaitable[X]], *, samplers: Sequence[int] 
         try:
             mine[0] = await work()
         except Exception as e:
-            of_engine = isinstance(e, EngineError)  # its message says all: one line on every rank
-            error, mine[1] = e, EngineError(str(e)) if of_engine else RuntimeError(f"rank {rank()}: {e!r}")
+            kind = Unreachable if isinstance(e, Unreachable) else EngineError  # its message says all: one line
+            error, mine[1] = e, kind(str(e)) if isinstance(e, EngineError) else RuntimeError(f"rank {rank()}: {e!r}")
     share = partial(_broadcast, mine, samplers)
     sent = await asyncio.to_thread(on_this_device(share)) if len(samplers) > 1 else share()
     for source, (_, failed) in zip(samplers, sent, strict=True):
@@ -144,8 +144,8 @@ async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: 
         try:
             await engine.update_weights(stream, version=version)
             break
-        except EngineError:
-            if not left or not hasattr(engine, "lost"):
+        except EngineError as error:
+            if not left or not hasattr(engine, "lost") or isinstance(error, Unreachable):
                 raise
     return stream.num_bytes
 
