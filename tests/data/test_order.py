@@ -162,7 +162,7 @@ def test_each_part_of_a_mixture_has_a_place_of_its_own():
 
 @pytest.mark.parametrize("sizes", [(60, 60), (60, 70)])
 def test_parallel_parts_do_not_meet(sizes):
-    """Row i of each part in the same batch for all i: the orders were those of one seed, also of parts of other sizes."""
+    """The orders were those of one seed, also in parts of other sizes: row i of each came in the same batch."""
     n, m = sizes
     stream = [mixed_index(place, parts=[(n, float(n)), (m, float(m))], seed=3) for place in range(n + m)]
     assert sorted(stream) == [*range(n + m)]

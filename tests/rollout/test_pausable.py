@@ -79,7 +79,7 @@ class Drawing:
 
 @pytest.mark.parametrize("stop", [(), ("ab",), ("ab", "baa")])
 def test_a_pause_keeps_the_distribution(stop):
-    """Of an engine that ignores seeds: all sequences of draws of "a", "b", "z", paused after one token and after two."""
+    """Of an engine that ignores seeds: all sequences of draws of "a", "b", "z", paused after one token and two."""
 
     async def law(ticks):
         found = Counter()
