@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {
-    "advantages": 600, "compat": 1720, "data": 3645, "kernels": 1780, "loops": 2370, "losses": 1630, "model": 3970,
-    "parallel": 1300, "rewards": 3260, "rollout": 7260, "run": 2640, "scripts": 4540, "testing": 1480,
+    "advantages": 600, "compat": 1720, "data": 3660, "kernels": 1780, "loops": 2385, "losses": 1630, "model": 3970,
+    "parallel": 1300, "rewards": 3260, "rollout": 7335, "run": 2640, "scripts": 4540, "testing": 1480,
     "modules right below rlkit": 2300,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
@@ -49,8 +49,8 @@ LONG_SIGNATURES = {  # parameters, without `self`
     "loops/preference.py:dpo": 13,
     "loops/rl.py:rl": 13,
     "loops/updates.py:grpo_update": 13,
-    "rollout/engines/servers/engine.py:ServerEngine.__init__": 16,
-    "rollout/stream.py:GroupStream.__init__": 18,
+    "rollout/engines/servers/engine.py:ServerEngine.__init__": 17,
+    "rollout/stream.py:GroupStream.__init__": 19,
 }
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

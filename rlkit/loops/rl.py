@@ -112,9 +112,8 @@ async def rl(
             now = carried.evaluated(now, scores, step=0)
             log(0, scores | pareto.logged(now.front, schedule.output))
         async with stream_of(
-            task, engine, rollouts, schedule, tokenizer=tokenizer, on_group=samples.completed, leg=leg, version=first,
-            state=before,
-        ) as stream:  # fmt: skip
+            task, engine, rollouts, schedule, tokenizer, leg, on_group=samples.completed, version=first, state=before
+        ) as stream:
             for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
                 done, clock = index + 1, Clock(memory=schedule.profile_memory)
                 stream.advance(version=index)
@@ -160,14 +159,14 @@ async def rl(
 
 
 def stream_of(
-    task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, *, leg: Leg, **options: Any
+    task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, tokenizer: Any, leg: Leg, **options: Any
 ) -> SharedStream:
     """The groups of the task's prompts in their order, sampled as the settings say."""
     return SharedStream(
         prompt_order(task.prompts, seed=schedule.seed, parts=task.parts, leg=leg), engine=engine,
         params=rollouts.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
         staleness=rollouts.max_age, seed=schedule.seed, env=task.env, score=task.score, keep=task.keep_group,
-        max_dropped=rollouts.max_dropped,
+        max_dropped=rollouts.max_dropped, tokenizer=tokenizer,
         journal=schedule.output / "completions" if rollouts.journal or rollouts.overlap else None, **options,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from rlkit.model.weights import Form, WeightStream
 from rlkit.ranks import on_this_device, rank, world_size
 from rlkit.rollout.engines import EngineError, Unreachable
 from rlkit.rollout.groups import Group, Prompt, rollout
-from rlkit.rollout.stream import Counts, GroupStream
+from rlkit.rollout.stream import Counts, GroupStream, continue_aborted
 
 X = TypeVar("X")
 Resend = Callable[[], Awaitable[object]]  # publishes the current weights again, on all ranks together
@@ -255,13 +255,14 @@ class SharedStream:
             sampler dropped.
         journal: of `GroupStream`; the k-th sampler's is `{journal}_{k}`, except the first one's.
         max_dropped: of `GroupStream`; each sampler has its share.
+        tokenizer: of `continue_aborted`.
         options: the other arguments of `GroupStream`.
     """
 
     def __init__(
         self, prompt_at: Callable[[int], Prompt], *, engine: Any, groups_per_step: int, on_group: Callable[..., None],
         journal: Path | None = None, max_dropped: int | None = None, state: Mapping[str, Any] | None = None,
-        **options: Any,
+        tokenizer: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         self._engine, self._on_group, self._group_size = engine, on_group, options["group_size"]
         self._samplers = samplers_of(engine)[:groups_per_step]
@@ -272,13 +273,14 @@ class SharedStream:
         self.outcomes = list[tuple[int, bool]]()
         self.state: dict[str, Any] = {}
         if (k := self._number) is not None:
+            positional = getattr(engine, "positional_noise", False)
             share = Share.of(k, len(self._samplers), groups_per_step)
             folder = journal.with_name(f"{journal.name}_{k}") if journal is not None and k else journal
             limit = None if max_dropped is None else -(-max_dropped * share.size // groups_per_step)
             self._stream = GroupStream(
                 prompt_at, generate=engine.generate, abort=engine.abort, groups_per_step=share.size,
                 index_of=share.place, on_group=self._note if k else on_group, journal=folder, max_dropped=limit,
-                positional_noise=getattr(engine, "positional_noise", False),
+                continued=partial(continue_aborted, tokenizer=tokenizer, positional_noise=positional),
                 state=state and state_of(state, k=k, samplers=len(self._samplers), num=groups_per_step), **options,
             )  # fmt: skip
 

@@ -61,6 +61,7 @@ from rlkit.rollout.groups import (
 from rlkit.rollout.limits import success, varies
 from rlkit.types import Completion, Generate, SamplingParams
 
+Continued = Callable[..., Awaitable[Completion]]  # as `continue_aborted`
 NOTHING = Completion([], [], [], "abort")
 
 
@@ -76,19 +77,17 @@ class Pausable:
     is paused wait. A caller of `generate` notices only the delay, so any environment can be interrupted in the middle
     of a turn.
 
-    A pause changes no distribution: no token is sampled a second time, and no noise is used twice (see
-    `continue_aborted` for `tokenizer` and `positional_noise`). With `positional_noise`, under unchanged weights, a
-    completion is the same with or without pauses, up to the rounding of its prefill.
+    A pause changes no distribution: no token is sampled a second time, and no noise is used twice, if `continued` is
+    `continue_aborted` with the tokenizer. With positional noise, under unchanged weights, a completion is the same with
+    or without pauses, up to the rounding of its prefill.
 
     `abort(None)` ends all requests of the engine, including those of other callers.
     """
 
     def __init__(
-        self, generate: Generate, abort: Callable[..., Awaitable[Any]], *, tokenizer: Any = None,
-        positional_noise: bool = False,
-    ) -> None:  # fmt: skip
-        self._generate, self._abort = generate, abort
-        self._continued = partial(continue_aborted, tokenizer=tokenizer, positional_noise=positional_noise)
+        self, generate: Generate, abort: Callable[..., Awaitable[Any]], *, continued: Continued | None = None
+    ) -> None:
+        self._generate, self._abort, self._continued = generate, abort, continued or continue_aborted
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._pauses = 0
@@ -211,8 +210,8 @@ class Journal:
     """A `generate` that writes each completion to disk before it returns it, and replays completions it finds there.
 
     The key of a completion is the seed of its request and its context with its images, so each request needs its own
-    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token, as `continue_aborted`
-    does with the same arguments. An environment that runs
+    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token, by
+    `continued` (see `Pausable`). An environment that runs
     again after a crash gets the same turns as long as its contexts are the same; from the first different context (a
     search that returns another result), it is sampled again.
 
@@ -224,11 +223,9 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, generate: Generate, *, version: int = 0, tokenizer: Any = None,
-        positional_noise: bool = False,
-    ) -> None:  # fmt: skip
-        self._folder, self._generate = folder, generate
-        self._continued = partial(continue_aborted, tokenizer=tokenizer, positional_noise=positional_noise)
+        self, folder: Path, generate: Generate, *, version: int = 0, continued: Continued | None = None
+    ) -> None:
+        self._folder, self._generate, self._continued = folder, generate, continued or continue_aborted
         self._known: dict[Key, Completion] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.jsonl"), key=_version):
@@ -342,7 +339,7 @@ class GroupStream:
         on_group: called with (prompt, group, step, kept) when a group has its rewards. `step` is the step in progress,
             not necessarily the one that trains on the group, so a checkpoint after a step contains no later one.
         journal: folder to which every completion is written at once; see `Journal`.
-        tokenizer, positional_noise: see `continue_aborted`.
+        continued: `continue_aborted` with what the engine needs; see `Pausable`.
         index_of: the index of the j-th prompt that is started, where several streams share the prompts; None: j.
         rests: whether to pass over the prompt of an index; None: no prompt.
         version: version of the engine's current weights, which is also the number of steps taken so far.
@@ -369,8 +366,7 @@ class GroupStream:
         max_dropped: int | None = None,
         on_group: Callable[..., None] | None = None,
         journal: Path | None = None,
-        tokenizer: Any = None,
-        positional_noise: bool = False,
+        continued: Continued | None = None,
         index_of: Callable[[int], int] | None = None,
         rests: Callable[[int], bool] | None = None,
         version: int = 0,
@@ -378,9 +374,9 @@ class GroupStream:
     ) -> None:
         if group_size < 1 or groups_per_step < 1 or not 0 <= staleness < math.inf:
             raise ValueError(f"{group_size=}, {groups_per_step=} must be at least 1 and {staleness=} at least 0")
-        goes_on: Any = {"tokenizer": tokenizer, "positional_noise": positional_noise}
-        self._journal = None if journal is None else Journal(journal, generate, version=version, **goes_on)
-        self._pausable = Pausable(generate if self._journal is None else self._journal.generate, abort, **goes_on)
+        self._journal = None if journal is None else Journal(journal, generate, version=version, continued=continued)
+        sampled = generate if self._journal is None else self._journal.generate
+        self._pausable = Pausable(sampled, abort, continued=continued)
         self._sample = partial(
             seeded_group, generate=self._pausable.generate, params=params, group_size=group_size, env=env, score=score
         )

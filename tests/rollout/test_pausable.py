@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ticking import Ticking
 
-from rlkit.rollout.stream import Journal, Pausable
+from rlkit.rollout.stream import Journal, Pausable, continue_aborted
 from rlkit.types import Completion, SamplingParams
 
 LETTERS = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("a") + i) for i in ids))
-GOES_ON = {"tokenizer": LETTERS, "positional_noise": True}  # of `Ticking`
+GOES_ON = {"continued": partial(continue_aborted, tokenizer=LETTERS, positional_noise=True)}  # of `Ticking`
 STOPS = st.lists(st.sampled_from(["cd", "efg", "nopq", "vwab"]), max_size=2, unique=True)
 
 
@@ -86,7 +86,7 @@ def test_a_pause_keeps_the_distribution(stop):
         for draws in product((0, 1, 25), repeat=4):
             left = iter(draws)
             engine = Drawing(lambda _, left=left: lambda: next(left))
-            pausable = Pausable(engine.generate, engine.abort, tokenizer=LETTERS)
+            pausable = Pausable(engine.generate, engine.abort, continued=partial(continue_aborted, tokenizer=LETTERS))
             calls = [pausable.generate([1], params=params(3, stop, limit=4))]
             (out,) = await interrupted(pausable, calls, ticks)
             found[LETTERS.decode(out.ids), out.finish_reason] += 1
