@@ -191,8 +191,8 @@ class ImageReader:
     def image(self, source: Any, folder: Path = Path(), *, max_pixels: float | None = None) -> Image:
         """The image of a file, bytes, a data: URL, `{"bytes": ..., "path": ...}`, or a picture of Pillow.
 
-        ValueError where it has more than `max_pixels`, or is beyond a limit of `rlkit._util.untrusted`; and errors of files
-        and of Pillow.
+        ValueError where it has more than `max_pixels`, or is beyond a limit (docs/data.md); and errors of files and of
+        Pillow.
         """
         content = _content(source, folder)
         _check_size(content, max_pixels)
