@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.compat.flags import VALUES
-from rlkit.data.schema import GOLD
+from rlkit.data.schema import GOLD, columns_of
 
 Given = Mapping[str, list[str]]  # the row of each option, and its values
 OFFLINE = ("sft", "dpo", "kto", "reward_model")
 OFF = {"", "0", "false", "no", "none", "null", "off", "disable"}
 _PROMPTS = {"prompt", "messages", "question", "problem", "instruction", "conversations", "context_messages"}
-_RESPONSES = {"response", "completion", "answer", "output", "solution"}
+_RESPONSES = {*columns_of("response", "answer")}
 _NOT_DUAL = {"gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "vespo", "clip_cov", "kl_cov"}
 
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from rlkit.scripts import distill, grpo, ppo
     from rlkit.scripts.start import Sampled
 
-_OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
-
 
 def bring(args: Sampled) -> Brought:
     """What the user brought: rows, rewards and environment, checked before torch is loaded."""
@@ -289,14 +287,14 @@ def _foreign_env(episodes: Episodes) -> Any:
 
 def _check_reward_and_template(how: Episodes, foreign: Any, *, has_template: bool) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
-    from rlkit.compat.recognise import kind_of
+    from rlkit.compat.recognise import OF_MESSAGES, kind_of
 
     kind = kind_of(foreign) if foreign is not None else "tools" if how.tools or how.agent else ""
     refuse_if(
         kind == "interact" and not how.reward,
         f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
     )
-    if has_template or kind not in (*_OF_MESSAGES, "object"):
+    if has_template or kind not in (*OF_MESSAGES, "object"):
         return
     if kind == "object":  # whose reset may give token ids
         log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)
