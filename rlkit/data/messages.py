@@ -10,10 +10,12 @@ from os.path import commonprefix
 from typing import Any
 
 from rlkit.data.columns import is_empty, truth, without_nulls
-from rlkit.data.load import Row, as_messages, column_error, turns_of_text
+from rlkit.data.load import FromText, Row, as_messages, column_error, turns_of_text
 from rlkit.data.schema import OF_MESSAGES, PROMPTS
 
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
+ARGUMENTS = ("arguments", "args", "parameters", "input")  # keys of OpenAI, LangChain, Llama 3, Anthropic
+_SCHEMAS = ("input_schema", "inputSchema")  # for `parameters`: Anthropic, MCP
 
 
 class Converted(dict[str, Any]):
@@ -65,12 +67,12 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     A template expects `tool_calls` with the arguments as an object. OpenAI has them as JSON text, its older files one
     `function_call`, and LLaMA-Factory and ms-swift a turn of its own whose text is the call; several in a row are one
-    message.
+    message. Nulls in JSON text stay.
     """
     found: list[dict[str, Any]] = []
     role = None
     for message in messages:
-        new = without_nulls(message)
+        new = {key: without_nulls(value) for key, value in message.items() if value is not None}
         last, role = role, new.get("role")
         if role in CALLS:
             calls = json_of(new.get("content"))
@@ -102,8 +104,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def json_of(value: Any) -> Any:
     """The value of a JSON text; anything else as it is."""
     if isinstance(value, str):
-        with suppress(ValueError):
-            return json.loads(value)
+        with suppress(ValueError, RecursionError):
+            return json.loads(value, object_hook=FromText)
     return value
 
 
@@ -149,8 +151,18 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         found = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
         raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
-    schemas = without_nulls(tools) or None
+    schemas = [*map(_with_parameters, without_nulls(tools))] or None
     return [{"type": "function", "function": tool} for tool in schemas] if schemas and name == "functions" else schemas
+
+
+def _with_parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool with its schema as `parameters`, in OpenAI's form, where it has another name."""
+    function = tool.get("function", tool)
+    key = next((key for key in _SCHEMAS if isinstance(function, Mapping) and key in function), None)
+    if key is None or "parameters" in function:
+        return tool
+    renamed = {"parameters" if name == key else name: value for name, value in function.items() if name != "type"}
+    return {**(tool if "function" in tool else {}), "type": "function", "function": renamed}
 
 
 def row_template_args(row: Row, place: str) -> Row:
@@ -181,14 +193,40 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
+def object_of(arguments: Any) -> Mapping[str, Any] | None:
+    """The object that the arguments of a call are, or that is in their JSON text; None for anything else.
+
+    Text may be encoded twice. Null and an empty text are no arguments. ValueError for text that is nested too deep.
+    """
+    try:
+        while isinstance(arguments, str):
+            arguments = json.loads(arguments, object_hook=FromText) if arguments.strip() else {}
+    except RecursionError:
+        raise ValueError("the arguments of a call are nested too deep") from None
+    except ValueError:
+        return None
+    return {} if arguments is None else arguments if isinstance(arguments, Mapping) else None
+
+
 def _call(given: Any) -> Any:
-    """A tool call with its arguments as an object."""
+    """A tool call in OpenAI's form, with its arguments as an object."""
     if not isinstance(given, Mapping):
         return given
     function = given.get("function", given)
     if not isinstance(function, Mapping) or "name" not in function:
         return given
-    given = given if "function" in given else {"type": "function"}
-    arguments = json_of(function.get("arguments", {}))
-    arguments = without_nulls(arguments) if isinstance(arguments, Mapping) else function.get("arguments")
-    return {**given, "function": {**function, "arguments": arguments}}
+    found = [(key, part[key]) for part in (function, given) for key in ARGUMENTS if part.get(key) is not None]
+    read = [(key, object_of(value)) for key, value in found]
+    for (key, arguments), (_, value) in zip(read, found, strict=True):
+        if arguments is None:
+            what = f"the {key!r} of a call of {function['name']!r} must be a JSON object like {{'city': 'Rome'}}"
+            raise ValueError(f"{what}, got {repr(value)[:80]}: write them with json.dumps, or drop the row")
+        if arguments != read[0][1]:
+            raise ValueError(f"a call of {function['name']!r} has other {key!r} than {read[0][0]!r}: drop one of them")
+    flat = function is given
+    moved = (*ARGUMENTS, "name") if flat else ARGUMENTS
+    inner = {key: value for key, value in function.items() if value is not None and (not flat or key in moved)}
+    inner = {"arguments" if key in ARGUMENTS else key: value for key, value in inner.items()}
+    outer = {key: value for key, value in given.items() if value is not None and key not in moved}
+    outer |= {"type": "function"} if flat else {}
+    return {**outer, "function": {**inner, "arguments": read[0][1] if read else {}}}
