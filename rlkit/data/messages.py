@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
@@ -16,6 +16,8 @@ from rlkit.data.schema import OF_MESSAGES, PROMPTS
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
 ARGUMENTS = ("arguments", "args", "parameters", "input")  # keys of OpenAI, LangChain, Llama 3, Anthropic
 _SCHEMAS = ("input_schema", "inputSchema")  # for `parameters`: Anthropic, MCP
+_OPEN = ("patternProperties", "anyOf", "oneOf", "allOf", "$ref")  # a schema with more arguments than `properties`
+_NOT_RESULTS = ("assistant", "user", "system", "developer")
 
 
 class Converted(dict[str, Any]):
@@ -163,6 +165,64 @@ def _with_parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
         return tool
     renamed = {"parameters" if name == key else name: value for name, value in function.items() if name != "type"}
     return {**(tool if "function" in tool else {}), "type": "function", "function": renamed}
+
+
+def name_of(tool: Any) -> str | None:
+    """The name in a tool's schema, or of a function; None if it has none."""
+    if not isinstance(tool, Mapping):
+        return getattr(tool, "__name__", None)
+    inner = tool.get("function", tool)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def parameters_of(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
+    """The JSON schema of the arguments of a tool; empty where there is none."""
+    tool = next((tool for tool in tools if isinstance(tool, Mapping) and name_of(tool) == name), {})
+    found = tool.get("function", tool).get("parameters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """What of the calls does not fit the tools and the results, as (name, what it is).
+
+    A result without the id of a call answers all calls before it, and so may a user's message.
+    """
+    names, last, waiting = [*map(name_of, tools)], 0, list[tuple[int, Any, str]]()
+    for number, message in enumerate([*messages, {"role": "user"}]):
+        role, calls, found = message["role"], message.get("tool_calls") or (), message.get("tool_call_id")
+        last = number if role == "assistant" else last
+        if role == "user" or (role == "assistant" and not calls):
+            for turn, _, name in waiting:
+                if turn < last:
+                    yield name, "as the tool of a call that no result answers before the assistant goes on"
+            waiting = []
+        elif role not in _NOT_RESULTS:
+            waiting = [call for call in waiting if found in [other[1] for other in waiting] and call[1] != found]
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"].get("arguments")
+            waiting.append((number, call.get("id"), name))
+            if names and None not in names and name not in names:
+                yield name, "as the tool of a call, and not among the tools that the model is given"
+            schema = parameters_of(tools, name)
+            known = schema.get("properties")
+            closed = schema.get("additionalProperties", False) is False and not {*_OPEN} & {*schema}
+            if isinstance(known, Mapping) and isinstance(arguments, Mapping) and closed:
+                for key in (key for key in arguments if key not in known):
+                    yield f"{name}({key})", "in a call, an argument that the schema of the tool does not have"
+
+
+def disordered(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The id of the first result that stands after that of a later call of the same message."""
+    ids, at = [], 0
+    for message in messages:
+        if message["role"] == "assistant":
+            ids, at = [call.get("id") for call in message.get("tool_calls") or ()], 0
+        elif (found := message.get("tool_call_id")) is not None and found in ids:
+            if ids.index(found) < at:
+                return str(found)
+            at = ids.index(found)
+    return None
 
 
 def row_template_args(row: Row, place: str) -> Row:

@@ -207,6 +207,79 @@ def test_arguments_that_are_no_object_are_refused_with_their_row(tmp_path, made,
             read(path, road, tokenizer_of())
 
 
+def test_other_keys_of_a_call_are_named_where_the_template_does_not_write_them(tmp_path, caplog):
+    made = flat(args=OBJECT, id="c1", index=0, result="20 C", note=None)
+    made["tool_calls"][0]["function"] = {"name": "weather", "mood": "sad", "arguments": OBJECT}
+    path = write(tmp_path / "rows.jsonl", [ROADS["sft"]([made])] * 2)
+    read(path, "sft", tokenizer_of())
+    names = "tool_calls.result, tool_calls.mood"
+    assert caplog.messages == [f"{path}: message keys {names} are not written by the chat template"]
+    caplog.clear()
+    read(path, "sft", tokenizer_of(CALLS.replace("<call>", "<call>{{ c.result }}{{ c.function.mood }} ")))
+    assert caplog.messages == []
+
+
+def results(*ids):
+    return [said("tool", f"of {i}", tool_call_id=i) for i in ids]
+
+
+def two(first="weather", second="weather", **more):
+    calls = [{**call(name, OBJECT), "id": i} for name, i in ((first, "c1"), (second, "c2"))]
+    return answer("", tool_calls=calls, **more)
+
+
+NO_TOOL = "1 of the rows hold 'add' as the tool of a call, and not among the tools that the model is given: line 2"
+NO_RESULT = (
+    "1 of the rows hold 'weather' as the tool of a call that no result answers before the assistant goes on: line 2"
+)
+NO_ORDER = (
+    "1 of the rows hold 'c1' as a result in another order than the calls, and the chat template does not write which "
+    "call a result is of: line 2"
+)
+WEATHER_TOOL = tool("weather", city=TEXT)
+OPEN = {**tool("add"), "function": {"name": "add", "parameters": {"additionalProperties": {}, "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("made", "tools", "line"),
+    [
+        ([two(), *results("c1", "c2")], [WEATHER_TOOL], None),
+        ([two(), said("tool", "both")], [WEATHER_TOOL], None),
+        ([two(), *results("other")], [WEATHER_TOOL], None),
+        ([two(), user("20, 20")], [WEATHER_TOOL], None),
+        ([two(), *results("c1", "c2"), two(), *results("c1", "c2")], [], None),
+        ([two("weather", "add"), *results("c1", "c2")], [], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, OPEN], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, {"name": "add", "parameters": {}}], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL], NO_TOOL),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, tool("add", x=NUMBER)],
+         "1 of the rows hold 'add(city)' in a call, an argument that the schema of the tool does not have: line 2"),
+        ([two(), *results("c2", "c1")], [], NO_ORDER),
+        ([two()], [], NO_RESULT),
+        ([two(), *results("c1")], [], NO_RESULT),
+        ([two(), *results("c1"), CALLED["LangChain"], *results("c1"), user("And?")], [], NO_RESULT),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_fit_tools_or_results_are_named_once(tmp_path, caplog, made, tools, line):
+    rows = {
+        "sft": {"messages": [user("?"), *made, answer("20")]},
+        "grpo": {"prompt": [user("?"), *made, answer("20"), user("And?")]},
+        "dpo": {"prompt": [user("?"), *made, answer("20"), user("And?")], "chosen": "20", "rejected": "30"},
+    }
+    for road, row in rows.items():
+        first = ROADS[road]([CALLED["OpenAI"]])
+        path = write(tmp_path / f"{road}.jsonl", [first, {**row, **({"tools": tools} if tools else {})}])
+        read(path, road, tokenizer_of())
+        assert caplog.messages == ([f"{path}: {line}"] if line else [])
+        caplog.clear()
+
+
+def test_results_in_another_order_are_fine_where_the_template_writes_their_calls(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [user("?"), two(), *results("c2", "c1"), answer("20")]}])
+    read(path, "sft", tokenizer_of(CALLS.replace("{{ m.role }}\n", "{{ m.role }}{{ m.tool_call_id }}\n")))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("text", [False, True])
 @pytest.mark.parametrize("key", ["input_schema", "inputSchema"])
 def test_tools_of_anthropic_and_mcp_have_their_schema_as_parameters(tmp_path, caplog, key, text):
