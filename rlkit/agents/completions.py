@@ -16,6 +16,7 @@ from rlkit.agents.request import (
     options,
     text_of,
 )
+from rlkit.data.messages import ARGUMENTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SHOWING = ("user", "tool", "function")  # roles whose messages may show images
@@ -101,7 +102,8 @@ def _call(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     function = given.get("function")
     need(isinstance(function, dict), f"{place} must have a function's name")
     assert isinstance(function, dict)
-    return call_of(function.get("name"), function.get("arguments"), given.get("id"), place)
+    arguments = next((function[key] for key in ARGUMENTS if function.get(key) is not None), None)
+    return call_of(function.get("name"), arguments, given.get("id"), place)
 
 
 def _is_tool(tool: Any) -> bool:

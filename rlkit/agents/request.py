@@ -14,6 +14,7 @@ from rlkit._util.untrusted import depth_is_fine
 from rlkit.agents.branches import Said
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
+from rlkit.data.messages import object_of
 from rlkit.rollout.envs.calls import message_of
 from rlkit.settings import SamplingParams
 
@@ -185,17 +186,14 @@ def _image(part: Mapping[str, Any], place: str) -> bytes:
 
 
 def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, Any]:
-    """A call of the history in the form of chat templates; arguments that are not JSON stay text in an object."""
+    """A call of the history in the form of chat templates; arguments that are no object stay as they are in one."""
     need(isinstance(name, str), f"{place} must have a function's name")
     need(isinstance(identity, str | None), f"{place}: the id must be a string")
-    arguments = arguments or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except RecursionError:
-            arguments = None
-        except ValueError:
-            arguments = {"arguments": arguments}
+    try:
+        found = object_of(arguments or {})
+        arguments = {"arguments": arguments} if found is None else found
+    except ValueError:
+        arguments = None
     fine = arguments is not None and depth_is_fine(arguments, MAX_DEPTH)
     need(fine, f"{place}: the arguments are nested more than {MAX_DEPTH} deep")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}

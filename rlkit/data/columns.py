@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlkit.data.load import Row, Rows, column_error, place_of
+from rlkit.data.load import FromText, Row, Rows, column_error, place_of
 from rlkit.data.schema import ASKED, FOR_REWARDS, OF_MESSAGES, RESPONSES
 
 MEDIA = (
@@ -57,8 +57,10 @@ def without_nulls(value: Any) -> Any:
     """The value without the null entries of its objects, at any depth.
 
     Arrow tables fill the keys that an object lacks with null, and a template would write them.
-    Nulls in lists stay. TRL removes the same.
+    Nulls in lists stay, and those of JSON text. TRL removes the same.
     """
+    if isinstance(value, FromText):
+        return value
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(without_nulls, value)] if isinstance(value, list | tuple) else value

@@ -20,10 +20,14 @@ from rlkit.data.sources import Source, expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "function", "function_call", "tool_call"}
-_JSON_TURNS = re.compile(r"\s*\[\s*\{")
-_PYTHON_TURNS = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)'\s*:")
+_JSON_TURNS = re.compile(r"\s*(\[\s*)?\{")
+_PYTHON_TURNS = re.compile(r"\s*(\[\s*)?\{\s*'(role|content|from|value)'\s*:")
 _PROGRESS = 1000  # rows between two log lines
 _progress = logging.getLogger("rlkit.data.progress")
+
+
+class FromText(dict[str, Any]):
+    """An object of JSON text: a table has not filled it with nulls."""
 
 
 class PythonText(ValueError):
@@ -235,17 +239,22 @@ def as_messages(value: Any) -> Any:
 
 
 def turns_of_text(value: Any, *, any_role: bool = False) -> Any:
-    """Messages from their JSON text, with roles that are known unless `any_role`; else the value."""
+    """Messages from their JSON text, with roles that are known unless `any_role`; else the value.
+
+    The text of one message is a list of it, if it has content.
+    """
     if not isinstance(value, str) or not _JSON_TURNS.match(value):
         return value
     if _PYTHON_TURNS.match(value):
         raise PythonText(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
     try:
-        read = json.loads(value)
-    except ValueError:
+        read = json.loads(value, object_hook=FromText)
+    except (ValueError, RecursionError):
         return value
+    if isinstance(read, dict):
+        read = [read] if {"content", "value"} & {*read} else []
     roles = [turn.get("role", turn.get("from")) if isinstance(turn, dict) else None for turn in read]
-    known = all(isinstance(role, str) and (any_role or role in ROLES) for role in roles)
+    known = bool(read) and all(isinstance(role, str) and (any_role or role in ROLES) for role in roles)
     return as_messages(read) if known else value
 
 

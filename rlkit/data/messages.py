@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
 from rlkit.data.columns import is_empty, truth, without_nulls
-from rlkit.data.load import Row, as_messages, column_error, turns_of_text
+from rlkit.data.load import FromText, Row, as_messages, column_error, turns_of_text
 from rlkit.data.schema import OF_MESSAGES, PROMPTS
 
 CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: the turn's text is a call
+ARGUMENTS = ("arguments", "args", "parameters", "input")  # keys of OpenAI, LangChain, Llama 3, Anthropic
+_SCHEMAS = ("input_schema", "inputSchema")  # for `parameters`: Anthropic, MCP
+_OPEN = ("patternProperties", "anyOf", "oneOf", "allOf", "$ref")  # a schema with more arguments than `properties`
+_NOT_RESULTS = ("assistant", "user", "system", "developer")
 
 
 class Converted(dict[str, Any]):
@@ -65,12 +69,12 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     A template expects `tool_calls` with the arguments as an object. OpenAI has them as JSON text, its older files one
     `function_call`, and LLaMA-Factory and ms-swift a turn of its own whose text is the call; several in a row are one
-    message.
+    message. Nulls in JSON text stay.
     """
     found: list[dict[str, Any]] = []
     role = None
     for message in messages:
-        new = without_nulls(message)
+        new = {key: without_nulls(value) for key, value in message.items() if value is not None}
         last, role = role, new.get("role")
         if role in CALLS:
             calls = json_of(new.get("content"))
@@ -102,8 +106,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def json_of(value: Any) -> Any:
     """The value of a JSON text; anything else as it is."""
     if isinstance(value, str):
-        with suppress(ValueError):
-            return json.loads(value)
+        with suppress(ValueError, RecursionError):
+            return json.loads(value, object_hook=FromText)
     return value
 
 
@@ -149,8 +153,76 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         found = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
         raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
-    schemas = without_nulls(tools) or None
+    schemas = [*map(_with_parameters, without_nulls(tools))] or None
     return [{"type": "function", "function": tool} for tool in schemas] if schemas and name == "functions" else schemas
+
+
+def _with_parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool with its schema as `parameters`, in OpenAI's form, where it has another name."""
+    function = tool.get("function", tool)
+    key = next((key for key in _SCHEMAS if isinstance(function, Mapping) and key in function), None)
+    if key is None or "parameters" in function:
+        return tool
+    renamed = {"parameters" if name == key else name: value for name, value in function.items() if name != "type"}
+    return {**(tool if "function" in tool else {}), "type": "function", "function": renamed}
+
+
+def name_of(tool: Any) -> str | None:
+    """The name in a tool's schema, or of a function; None if it has none."""
+    if not isinstance(tool, Mapping):
+        return getattr(tool, "__name__", None)
+    inner = tool.get("function", tool)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def parameters_of(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
+    """The JSON schema of the arguments of a tool; empty where there is none."""
+    tool = next((tool for tool in tools if isinstance(tool, Mapping) and name_of(tool) == name), {})
+    found = tool.get("function", tool).get("parameters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """What of the calls does not fit the tools and the results, as (name, what it is).
+
+    A result without the id of a call answers all calls before it, and so may a user's message.
+    """
+    names, last, waiting = [*map(name_of, tools)], 0, list[tuple[int, Any, str]]()
+    for number, message in enumerate([*messages, {"role": "user"}]):
+        role, calls, found = message["role"], message.get("tool_calls") or (), message.get("tool_call_id")
+        last = number if role == "assistant" else last
+        if role == "user" or (role == "assistant" and not calls):
+            for turn, _, name in waiting:
+                if turn < last:
+                    yield name, "as the tool of a call that no result answers before the assistant goes on"
+            waiting = []
+        elif role not in _NOT_RESULTS:
+            waiting = [call for call in waiting if found in [other[1] for other in waiting] and call[1] != found]
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"].get("arguments")
+            waiting.append((number, call.get("id"), name))
+            if names and None not in names and name not in names:
+                yield name, "as the tool of a call, and not among the tools that the model is given"
+            schema = parameters_of(tools, name)
+            known = schema.get("properties")
+            closed = schema.get("additionalProperties", False) is False and not {*_OPEN} & {*schema}
+            if isinstance(known, Mapping) and isinstance(arguments, Mapping) and closed:
+                for key in (key for key in arguments if key not in known):
+                    yield f"{name}({key})", "in a call, an argument that the schema of the tool does not have"
+
+
+def disordered(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The id of the first result that stands after that of a later call of the same message."""
+    ids, at = [], 0
+    for message in messages:
+        if message["role"] == "assistant":
+            ids, at = [call.get("id") for call in message.get("tool_calls") or ()], 0
+        elif (found := message.get("tool_call_id")) is not None and found in ids:
+            if ids.index(found) < at:
+                return str(found)
+            at = ids.index(found)
+    return None
 
 
 def row_template_args(row: Row, place: str) -> Row:
@@ -181,14 +253,40 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
+def object_of(arguments: Any) -> Mapping[str, Any] | None:
+    """The object that the arguments of a call are, or that is in their JSON text; None for anything else.
+
+    Text may be encoded twice. Null and an empty text are no arguments. ValueError for text that is nested too deep.
+    """
+    try:
+        while isinstance(arguments, str):
+            arguments = json.loads(arguments, object_hook=FromText) if arguments.strip() else {}
+    except RecursionError:
+        raise ValueError("the arguments of a call are nested too deep") from None
+    except ValueError:
+        return None
+    return {} if arguments is None else arguments if isinstance(arguments, Mapping) else None
+
+
 def _call(given: Any) -> Any:
-    """A tool call with its arguments as an object."""
+    """A tool call in OpenAI's form, with its arguments as an object."""
     if not isinstance(given, Mapping):
         return given
     function = given.get("function", given)
     if not isinstance(function, Mapping) or "name" not in function:
         return given
-    given = given if "function" in given else {"type": "function"}
-    arguments = json_of(function.get("arguments", {}))
-    arguments = without_nulls(arguments) if isinstance(arguments, Mapping) else function.get("arguments")
-    return {**given, "function": {**function, "arguments": arguments}}
+    found = [(key, part[key]) for part in (function, given) for key in ARGUMENTS if part.get(key) is not None]
+    read = [(key, object_of(value)) for key, value in found]
+    for (key, arguments), (_, value) in zip(read, found, strict=True):
+        if arguments is None:
+            what = f"the {key!r} of a call of {function['name']!r} must be a JSON object like {{'city': 'Rome'}}"
+            raise ValueError(f"{what}, got {repr(value)[:80]}: write them with json.dumps, or drop the row")
+        if arguments != read[0][1]:
+            raise ValueError(f"a call of {function['name']!r} has other {key!r} than {read[0][0]!r}: drop one of them")
+    flat = function is given
+    moved = (*ARGUMENTS, "name") if flat else ARGUMENTS
+    inner = {key: value for key, value in function.items() if value is not None and (not flat or key in moved)}
+    inner = {"arguments" if key in ARGUMENTS else key: value for key, value in inner.items()}
+    outer = {key: value for key, value in given.items() if value is not None and key not in moved}
+    outer |= {"type": "function"} if flat else {}
+    return {**outer, "function": {**inner, "arguments": read[0][1] if read else {}}}

@@ -15,7 +15,7 @@ from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, ren
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
 from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned
-from rlkit.data.messages import row_template_args, row_tools
+from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +31,15 @@ _OTHER_NAMES = {  # of these, for templates that do not name them
     "developer": "system", "function": "tool", "observation": "tool",
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
+_OF_CALLS = ("type", "function", "name", "arguments")
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
 _THINKS = ("enable_thinking", "thinking")  # arguments that turn reasoning off in the templates of 2026
 _WRITTEN = (
     "in their text, which the chat template writes itself (ready-made prompts and responses are read with "
     "--no-chat-template)"
+)
+_DISORDERED = (
+    "as a result in another order than the calls, and the chat template does not write which call a result is of"
 )
 _PLAIN = "in messages that are not the assistant's it is read as text, no token"
 _STOP_OF_OTHERS = (
@@ -79,7 +83,7 @@ class Template:
     continue_answer: bool = False
     """whether an assistant message that ends the prompt begins the answer, in any row"""
     lost: dict[Any, None] = field(default_factory=dict, compare=False)
-    """the keys and arguments of a row that changed none of its texts, and markup of the template in its texts"""
+    """keys and arguments of a row that changed none of its texts; markup in them, and calls that do not fit"""
 
     def __post_init__(self) -> None:
         if not hasattr(self.tokenizer, "decode"):
@@ -168,8 +172,12 @@ class Template:
         reasoning the text is that of the conversation up to it, since templates drop the reasoning of past turns.
         Keys and arguments that change no text are collected in `lost`.
         """
-        for number, message in enumerate(messages):
+        for message in messages:
             _check_calls(message, place)
+        self.lost.update({("markup", *found): None for found in misfits(messages, self.tools or ())})
+        if (first := disordered(messages)) and not self._tells_results(messages, place):
+            self.lost["markup", first, _DISORDERED] = None
+        for number, message in enumerate(messages):
             what = f"{place}: the text of the {message['role']}"
             text = str(message.get("content") or "")
             self.refuse_markup(text, what, role=message["role"])
@@ -334,13 +342,22 @@ class Template:
 
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""
-        names = [name for tool in self.tools or () if (name := _name_of(tool))]
+        names = [name for tool in self.tools or () if (name := name_of(tool))]
         text = self.text(messages, place, opened=False)
         try:
             without = replace(self, tools=None).text(messages, place, opened=False)
         except ValueError:
             return True
         return text != without and all(text.count(name) > without.count(name) for name in names)
+
+    def _tells_results(self, messages: Sequence[Message], place: str) -> bool:
+        """Whether the text tells which call a result is of, by its id or name."""
+        names = ("tool_call_id", "name")
+        other = [{key: "x" if key in names and value else value for key, value in m.items()} for m in messages]
+        try:
+            return self.text(messages, place, opened=False) != self.text(other, place, opened=False)
+        except ValueError:
+            return True
 
     def _find_lost(self, messages: Sequence[Message], place: str) -> None:
         """Collect the keys of messages, and the arguments, that the text does not depend on."""
@@ -352,8 +369,7 @@ class Template:
             yield from (replace(self, args=given).text(messages, place, opened=opened) for opened in (True, False))
 
         for number, message in enumerate(messages):
-            for key in (key for key, value in message.items() if columns.is_unknown_key(key, value)):
-                less = {name: value for name, value in message.items() if name != key}
+            for key, less in _without_each(message):
                 rest = [
                     messages[number + 1 :],
                     *([[]] if message["role"] == "assistant" else []),
@@ -412,10 +428,15 @@ def _check_calls(message: Message, place: str) -> None:
             raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {repr(call)[:80]}")
 
 
-def _name_of(tool: Any) -> str | None:
-    """The name in a tool's schema, or of a function; None if it has none."""
-    if not isinstance(tool, Mapping):
-        return getattr(tool, "__name__", None)
-    inner = tool.get("function", tool)
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    return name if isinstance(name, str) else None
+def _without_each(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each unknown key of a message and of its calls ("tool_calls.KEY"), and the message without it."""
+    for key in [key for key, value in message.items() if columns.is_unknown_key(key, value)]:
+        yield key, {name: value for name, value in message.items() if name != key}
+    calls = message.get("tool_calls") or ()
+    every = [item for call in calls for item in (*call.items(), *call["function"].items())]
+    for key in dict.fromkeys(k for k, value in every if k not in _OF_CALLS and columns.is_unknown_key(k, value)):
+        without = [
+            {k: {n: v for n, v in item.items() if n != key} if k == "function" else item for k, item in call.items()}
+            for call in ({k: item for k, item in call.items() if k != key} for call in calls)
+        ]
+        yield f"tool_calls.{key}", {**message, "tool_calls": without}

@@ -12,6 +12,7 @@ from chat_rows import (
     HI_YO,
     NUMBER,
     PAIR_OF,
+    ROME,
     SUM,
     TEXT,
     WEATHER,
@@ -100,3 +101,191 @@ def test_one_turn_of_from_and_value_is_a_message():
         "chosen": [{"role": "assistant", "content": "yo"}],
         "rejected": [{"role": "assistant", "content": "no"}],
     }
+
+
+def called(**function):
+    """An assistant's message with one call in OpenAI's form, of these keys beside the name."""
+    return answer("", tool_calls=[{"id": "c1", "type": "function", "function": {"name": "weather", **function}}])
+
+
+def flat(**keys):
+    """The same as an object without `function` around it."""
+    return answer("", tool_calls=[{"name": "weather", **keys}])
+
+
+def turn_of(value, role="function_call"):
+    return said(role, value if isinstance(value, str) else json.dumps(value))
+
+
+OBJECT = {"city": "Rome"}
+CALLED = {
+    "OpenAI": called(arguments=ROME),
+    "an object": called(arguments=OBJECT),
+    "LangChain": flat(args=OBJECT, id="c1", type="tool_call"),
+    "Anthropic": flat(input=OBJECT, id="c1", type="tool_use"),
+    "parameters": called(parameters=OBJECT),
+    "parameters as text": called(parameters=ROME),
+    "beside the function": answer("", tool_calls=[{"function": {"name": "weather"}, "args": OBJECT}]),
+    "the same twice": called(arguments=ROME, parameters=OBJECT, args=None),
+    "encoded twice": called(arguments=json.dumps(ROME)),
+    "older files": answer("", function_call={"name": "weather", "parameters": OBJECT}),
+    "a turn of Llama 3": turn_of({"name": "weather", "parameters": OBJECT}),
+    "a turn with args": turn_of([{"name": "weather", "args": ROME}], "tool_call"),
+    "calls as text": answer("", tool_calls=json.dumps([{"name": "weather", "input": OBJECT}])),
+}
+ROADS = {  # the row that holds some messages, and what stands there of them
+    "sft": lambda made: {"messages": [user("?"), *made, said("tool", "20"), answer("20")]},
+    "grpo": lambda made: {"prompt": [user("?"), *made, said("tool", "20")]},
+    "dpo": lambda made: {"prompt": [user("?"), *made, said("tool", "20")], "chosen": "20", "rejected": "30"},
+}
+
+
+def trained(path, road, made):
+    """The text of the calls `made` in a row of the road."""
+    (found,) = read(write(path, [ROADS[road](made)]), road, tokenizer_of())
+    text = found if isinstance(found, str) else found[0]
+    start, end = "<user>?;<assistant>", ";<tool>20;<assistant>"
+    assert text.startswith(start)
+    assert end in text
+    return text[len(start) : text.index(end)]
+
+
+@pytest.mark.parametrize("form", CALLED)
+def test_the_arguments_of_a_call_are_read_under_every_name(tmp_path, caplog, form):
+    for road in ROADS:
+        assert trained(tmp_path / "rows.jsonl", road, [CALLED[form]]) == f"<call>weather {ROME}</call>"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments"),
+    [
+        (called(), "{}"), (called(arguments=""), "{}"), (called(arguments=None), "{}"), (flat(args="null"), "{}"),
+        (called(arguments='{"x": 1, "alarm": null}'), '{"x": 1, "alarm": null}'),
+        (called(arguments={"x": 1, "alarm": None}), '{"x": 1}'),  # as a table fills it
+        (turn_of({"name": "weather", "arguments": {"x": 1, "alarm": None}}), '{"x": 1, "alarm": null}'),
+        (answer("", tool_calls='[{"id": null, "name": "weather", "args": {"x": null}}]'), '{"x": null}'),
+    ],
+)  # fmt: skip
+def test_empty_arguments_are_none_and_nulls_of_json_text_stay(tmp_path, made, arguments):
+    for road in ROADS:
+        assert trained(tmp_path / "rows.jsonl", road, [made]) == f"<call>weather {arguments}</call>"
+
+
+def test_nulls_of_messages_and_tools_that_are_json_text_stay(tmp_path):
+    nothing = {"type": ["string", "null"], "default": None}
+    row = ROADS["sft"]([called(arguments={"city": None})])
+    row = {"messages": json.dumps([{**m, "name": None} for m in row["messages"]])}
+    expected = '<user>?;<assistant><call>weather {"city": null}</call>;<tool>20;<assistant>20;'
+    for tools in (json.dumps([tool("weather", city=nothing)]), json.dumps([json.dumps(tool("weather", city=nothing))])):
+        path = write(tmp_path / "rows.csv", [{**row, "tools": tools}])
+        ((text, _),) = read(path, "sft", tokenizer_of())
+        assert text == f"<system>[{json.dumps(tool('weather', city=nothing))}];{expected}"
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (called(arguments="{x: 1"), "the 'arguments' of a call of 'weather' must be a JSON object like "
+         "{'city': 'Rome'}, got '{x: 1': write them with json.dumps, or drop the row"),
+        (called(arguments="[1, 2]"), "got '[1, 2]': write"),
+        (called(arguments=[1, 2]), "got [1, 2]: write"),
+        (called(arguments="Rome"), "got 'Rome': write"),
+        (called(arguments="{'city': 'Rome'}"), 'got "{\'city\': \'Rome\'}": write'),
+        (flat(args=7), "the 'args' of a call of 'weather' must be a JSON object"),
+        (turn_of({"name": "weather", "parameters": "Rome"}), "the 'parameters' of a call of 'weather' must be"),
+        (called(arguments="[" * 100_000), "the arguments of a call are nested too deep"),
+        (called(arguments=ROME, args={"city": "Oslo"}),
+         "a call of 'weather' has other 'args' than 'arguments': drop one of them"),
+        (flat(arguments={}, input=OBJECT), "a call of 'weather' has other 'input' than 'arguments'"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_object_are_refused_with_their_row(tmp_path, made, message):
+    for road in ROADS:
+        path = write(tmp_path / f"{road}.jsonl", [ROADS[road]([CALLED["OpenAI"]]), ROADS[road]([made])])
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 2: .*{re.escape(message)}"):
+            read(path, road, tokenizer_of())
+
+
+def test_other_keys_of_a_call_are_named_where_the_template_does_not_write_them(tmp_path, caplog):
+    made = flat(args=OBJECT, id="c1", index=0, result="20 C", note=None)
+    made["tool_calls"][0]["function"] = {"name": "weather", "mood": "sad", "arguments": OBJECT}
+    path = write(tmp_path / "rows.jsonl", [ROADS["sft"]([made])] * 2)
+    read(path, "sft", tokenizer_of())
+    names = "tool_calls.result, tool_calls.mood"
+    assert caplog.messages == [f"{path}: message keys {names} are not written by the chat template"]
+    caplog.clear()
+    read(path, "sft", tokenizer_of(CALLS.replace("<call>", "<call>{{ c.result }}{{ c.function.mood }} ")))
+    assert caplog.messages == []
+
+
+def results(*ids):
+    return [said("tool", f"of {i}", tool_call_id=i) for i in ids]
+
+
+def two(first="weather", second="weather", **more):
+    calls = [{**call(name, OBJECT), "id": i} for name, i in ((first, "c1"), (second, "c2"))]
+    return answer("", tool_calls=calls, **more)
+
+
+NO_TOOL = "1 of the rows hold 'add' as the tool of a call, and not among the tools that the model is given: line 2"
+NO_RESULT = (
+    "1 of the rows hold 'weather' as the tool of a call that no result answers before the assistant goes on: line 2"
+)
+NO_ORDER = (
+    "1 of the rows hold 'c1' as a result in another order than the calls, and the chat template does not write which "
+    "call a result is of: line 2"
+)
+WEATHER_TOOL = tool("weather", city=TEXT)
+OPEN = {**tool("add"), "function": {"name": "add", "parameters": {"additionalProperties": {}, "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("made", "tools", "line"),
+    [
+        ([two(), *results("c1", "c2")], [WEATHER_TOOL], None),
+        ([two(), said("tool", "both")], [WEATHER_TOOL], None),
+        ([two(), *results("other")], [WEATHER_TOOL], None),
+        ([two(), user("20, 20")], [WEATHER_TOOL], None),
+        ([two(), *results("c1", "c2"), two(), *results("c1", "c2")], [], None),
+        ([two("weather", "add"), *results("c1", "c2")], [], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, OPEN], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, {"name": "add", "parameters": {}}], None),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL], NO_TOOL),
+        ([two("weather", "add"), *results("c1", "c2")], [WEATHER_TOOL, tool("add", x=NUMBER)],
+         "1 of the rows hold 'add(city)' in a call, an argument that the schema of the tool does not have: line 2"),
+        ([two(), *results("c2", "c1")], [], NO_ORDER),
+        ([two()], [], NO_RESULT),
+        ([two(), *results("c1")], [], NO_RESULT),
+        ([two(), *results("c1"), CALLED["LangChain"], *results("c1"), user("And?")], [], NO_RESULT),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_fit_tools_or_results_are_named_once(tmp_path, caplog, made, tools, line):
+    rows = {
+        "sft": {"messages": [user("?"), *made, answer("20")]},
+        "grpo": {"prompt": [user("?"), *made, answer("20"), user("And?")]},
+        "dpo": {"prompt": [user("?"), *made, answer("20"), user("And?")], "chosen": "20", "rejected": "30"},
+    }
+    for road, row in rows.items():
+        first = ROADS[road]([CALLED["OpenAI"]])
+        path = write(tmp_path / f"{road}.jsonl", [first, {**row, **({"tools": tools} if tools else {})}])
+        read(path, road, tokenizer_of())
+        assert caplog.messages == ([f"{path}: {line}"] if line else [])
+        caplog.clear()
+
+
+def test_results_in_another_order_are_fine_where_the_template_writes_their_calls(tmp_path, caplog):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [user("?"), two(), *results("c2", "c1"), answer("20")]}])
+    read(path, "sft", tokenizer_of(CALLS.replace("{{ m.role }}\n", "{{ m.role }}{{ m.tool_call_id }}\n")))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("key", ["input_schema", "inputSchema"])
+def test_tools_of_anthropic_and_mcp_have_their_schema_as_parameters(tmp_path, caplog, key, text):
+    schema = {"type": "object", "properties": {"city": TEXT}}
+    tools = [{"type": "custom", "name": "weather", key: schema}]
+    row = {"messages": WEATHER, "tools": json.dumps(tools) if text else tools}
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert read(path, "sft", tokenizer_of()) == [(f"<system>[{CITY}];{WEATHER_TEXT}", WEATHER_PARTS)]
+    assert caplog.messages == []

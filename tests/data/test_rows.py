@@ -69,8 +69,8 @@ READ = {
         "sft", {"messages": WEATHER, "tools": [tool("weather", city=TEXT), tool("add", x=NUMBER)]},
         (f"<system>[{CITY}, {SUM}];{WEATHER_TEXT}", WEATHER_PARTS),
     ),
-    "TRL tools as text": ("sft", {"messages": WEATHER, "tools": json.dumps([tool("add", x=NUMBER)])},
-                          (f"<system>[{SUM}];{WEATHER_TEXT}", WEATHER_PARTS)),
+    "TRL tools as text": ("sft", {"messages": WEATHER, "tools": json.dumps([tool("weather", city=TEXT)])},
+                          (f"<system>[{CITY}];{WEATHER_TEXT}", WEATHER_PARTS)),
     "TRL calls with the arguments as objects": (
         "sft",
         {"messages": [user("?"), answer(None, tool_calls=[call("weather", {"city": "Rome"})]), said("tool", "20"),
@@ -350,6 +350,25 @@ READ = {
     "an answer that is the JSON text of messages": (
         "sft", {"prompt": "hi", "response": '[{"role": "assistant", "content": "yo"}]'}, HI_YO,
     ),
+    "an answer that is the JSON text of one message": (
+        "sft", {"prompt": "hi", "response": '{"role": "assistant", "content": "yo"}'}, HI_YO,
+    ),
+    "a pair that is the JSON text of one message each": (
+        "dpo", {"prompt": "hi", "chosen": '{"role": "assistant", "content": "yo"}',
+                "rejected": '{"from": "gpt", "value": "no"}'}, PAIR_OF,
+    ),
+    "a prompt and an answer that are the JSON text of one message": (
+        "sft", {"prompt": '{"role": "user", "content": "hi"}',
+                "response": '{"role": "assistant", "content": "yo"}'}, HI_YO,
+    ),
+    "a prompt that is the JSON text of one message, RL": (
+        "grpo", {"prompt": '{"role": "user", "content": "hi"}'}, "<user>hi;<assistant>",
+    ),
+    "JSON texts of other objects": (
+        "sft", {"prompt": '{"role": "user", "id": 5}', "response": '{"role": "admin", "content": "yo"}'},
+        ('<user>{"role": "user", "id": 5};<assistant>{"role": "admin", "content": "yo"};',
+         ['{"role": "admin", "content": "yo"};']),
+    ),
     "an answer of an Alpaca row that is the JSON text of messages": (
         "sft", {"instruction": "hi", "response": '[{"from": "gpt", "value": "yo"}]'}, HI_YO,
     ),
@@ -423,6 +442,8 @@ NAMED = {  # what the screen says of the row above
     ),
     "a prefix of the answer": "{file}: message key prefix is not written by the chat template",
     "an answer that is the JSON text of messages": AS_MESSAGES,
+    "an answer that is the JSON text of one message": AS_MESSAGES,
+    "a pair that is the JSON text of one message each": AS_MESSAGES,
     "an answer of an Alpaca row that is the JSON text of messages": AS_MESSAGES,
     "a pair that is the JSON text of messages": AS_MESSAGES,
     "responses that repeat the prompt": (

@@ -362,3 +362,24 @@ def test_another_distribution_is_named_by_what_asks_for_it():
     run = SamplingParams(temperature=0.7, top_k=5)
     assert named(messages.read(anthropic | {"temperature": 0.7}), run) == ["tool_choice"]
     assert named(messages.read(anthropic | {"temperature": 1}), run) == ["temperature", "tool_choice"]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ({"arguments": json.dumps('{"a": 1}')}, {"a": 1}),
+        ({"arguments": '{"a": null}'}, {"a": None}),
+        ({"parameters": {"a": 1}}, {"a": 1}),
+        ({"args": '{"a": 1}'}, {"a": 1}),
+        ({"arguments": ""}, {}),
+        ({}, {}),
+        ({"arguments": "[1, 2]"}, {"arguments": "[1, 2]"}),
+        ({"arguments": "{a: 1"}, {"arguments": "{a: 1"}),
+    ],
+)
+def test_the_arguments_of_earlier_calls_are_objects(function, expected):
+    """Those that are none are kept as they are: an agent's run is not ended for them."""
+    body = copy.deepcopy(GOOD)
+    body["messages"][2]["tool_calls"] = [{**CALL, "function": {"name": "add", **function}}]
+    (call,) = completions.read(body).messages[2]["tool_calls"]
+    assert call == {**CALL, "function": {"name": "add", "arguments": expected}}

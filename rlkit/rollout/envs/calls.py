@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlkit.data.messages import parameters_of
+
 
 class Call(NamedTuple):
     """A parsed call; the tool may not exist. `id` is the model's own, in formats that have one."""
@@ -236,16 +238,6 @@ def message_of(text: str, *, calls: bool) -> dict[str, str]:
             words["thinking" if calls or head[1] == "analysis" else "content"].append(said)
     joined = {key: "\n".join(filter(None, parts)) for key, parts in words.items()}
     return joined if joined["thinking"] else {"content": joined["content"]}
-
-
-def parameters_of(tools: Schemas, name: str) -> Mapping[str, Any]:
-    """The JSON schema of the arguments of a tool; empty where there is none."""
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and function.get("name") == name:
-            found = function.get("parameters")
-            return found if isinstance(found, Mapping) else {}
-    return {}
 
 
 def _tagged(text: str, tools: Schemas, calls: str, value: tuple[str, str], like: str) -> Found:
