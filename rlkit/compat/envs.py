@@ -51,7 +51,7 @@ def adapted(foreign: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> 
     kind = kind_of(foreign)
     if kind == "object":
         made_alone = isinstance(foreign, type) and not takes_prompt(foreign)
-        return gym_env((lambda _: foreign()) if made_alone else foreign, tokenizer=tokenizer)
+        return gym_env(partial(_of_library, (lambda _: foreign()) if made_alone else foreign), tokenizer=tokenizer)
     if kind == "verifiers":
         return verifiers(foreign(), tokenizer)
     if kind in ("env", "factory"):
@@ -218,28 +218,44 @@ def gymnasium(make: Make, tokenizer: PreTrainedTokenizerBase, *, token_rewards: 
 def gem(make: Make, tokenizer: PreTrainedTokenizerBase, *, token_rewards: bool = False) -> Env:
     """GEM's environments: `make(prompt)` returns a new one for each episode, e.g. `gem.make(prompt.row["env"])`.
 
-    Its interface is Gymnasium's without `options`; see `gymnasium`. GEM seeds Python's global generator: the games of
-    a process are made and reset one after another. Checked against gem-llm 0.1.0.
+    Its interface is Gymnasium's without `options`; see `gymnasium`. The texts `prefix` and `suffix` of info (a board)
+    stand before and after an observation, as its ObservationWrapper writes them. GEM seeds Python's global
+    generator: the games of a process are made and reset one after another. Checked against gem-llm 0.1.0.
     """
     return gym_env(partial(_Steps, make, _SEEDING, False), tokenizer=tokenizer, token_rewards=token_rewards)
 
 
+def _of_library(make: Make, prompt: Prompt) -> Any:
+    """What `make` returns; a game of GEM or TextArena as the object that its adapter makes of it."""
+    made = make(prompt)
+    bases = {base.__module__.partition(".")[0] for base in type(made).__mro__}
+    if "gem" in bases:
+        return _Steps(lambda _: made, _SEEDING, False, prompt)
+    return _Arena(lambda _: made, (), prompt) if "textarena" in bases else made
+
+
 class _Steps:
-    """An environment whose `step` returns five values, as an object for `gym_env`."""
+    """An environment whose `step` returns five values, as an object for `gym_env`. GEM's has no `options`."""
 
     def __init__(self, make: Any, lock: Any, takes_options: bool, prompt: Prompt) -> None:
-        self._make, self._lock, self._prompt = make, lock, prompt
+        self._make, self._lock, self._prompt, self._is_gem = make, lock, prompt, not takes_options
         self._env: Any = None
         self._options = {"options": dict(prompt.row)} if takes_options else {}
 
     def reset(self) -> str:
         with self._lock:
             self._env = self._make(self._prompt)
-            return self._text(self._env.reset(seed=self._prompt.index, **self._options)[0])
+            return self._shown(*self._env.reset(seed=self._prompt.index, **self._options))
 
     def step(self, turn: Turn) -> Step:
-        observation, reward, terminated, truncated, _ = self._env.step(turn.text)
-        return Step(self._text(observation), reward, bool(terminated), bool(truncated and not terminated))
+        observation, reward, terminated, truncated, info = self._env.step(turn.text)
+        return Step(self._shown(observation, info), reward, bool(terminated), bool(truncated and not terminated))
+
+    def _shown(self, observation: Any, info: Mapping[str, Any]) -> str:
+        text = self._text(observation)
+        before, after = (info.get("prefix", ""), info.get("suffix", "")) if self._is_gem else ("", "")
+        after = "" if after in text else after  # GEM's own wrapper has written it
+        return ("" if before in text else before) + text + "\n" * (bool(after) and not text.endswith("\n")) + after
 
     def close(self) -> None:
         getattr(self._env, "close", lambda: None)()

@@ -147,6 +147,7 @@ def with_estimates(
         )
     in_reward = penalty if kl.place == "reward" else torch.zeros_like(penalty)
     if advantage is None:
+        _refuse_turn_rewards(batch)
         per_episode = group_sum(sum_per_seq(in_reward, cu_seqlens=batch.cu_seqlens), group_ids=batch.episode_ids)
         rewards = batch.rewards
         batch = with_advantages(replace(batch, rewards=rewards - per_episode), baseline)
@@ -157,6 +158,16 @@ def with_estimates(
         scored = replace(batch, token_rewards=batch.token_rewards + at_end - in_reward)
         batch = with_streams(batch, advantages=advantage(scored, torch.zeros_like(batch.rewards)).advantages)
     return with_streams(batch, advantages=batch.advantages - penalty) if kl.place == "advantage" else batch
+
+
+def _refuse_turn_rewards(batch: Batch) -> None:
+    """ValueError for rewards of turns, which a baseline of terminal rewards leaves out."""
+    terminal = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
+    if not torch.allclose(batch.token_rewards, terminal.to(batch.token_rewards.dtype)):
+        raise ValueError(
+            "the episodes have rewards of turns, and a baseline alone reads terminal rewards: use `advantage` returns, "
+            "or end an episode with reward=sum(turn_rewards)"
+        )
 
 
 def last_actions(batch: Batch) -> Tensor:

@@ -21,8 +21,8 @@ from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
 from rlkit.rewards.scoring import completion_of
 from rlkit.rewards.text import final_answer
-from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn
-from rlkit.rollout.limits import score_of
+from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn, total_rewards
+from rlkit.rollout.limits import episode_scores
 from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.run.profile import mark_phase
 from rlkit.segments import mean_per_seq
@@ -86,16 +86,17 @@ def _peak_memory() -> float:
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> Metrics:
     """Rewards, other metrics of the reward function and truncations per episode, and lengths per trajectory.
 
-    Rewards and scores are those of episodes whose reward function did not fail.
+    Rewards (with those of turns) and scores are those of episodes whose reward function did not fail.
     `staleness/` is the age of a sampled token's weights, in steps before `version`, the current weights.
     """
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
     reported = [(f"reward/{_own_name(k)}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
-    judged = [t for t in ends if _is_judged(t)]
-    reported += [(f"reward/{t.role}", t.reward) for t in judged if t.role]
-    scores = [("score/mean", t.score) for t in judged if t.score is not None]
-    rewards = torch.tensor([t.reward for t in judged])
+    totals = [total for group in groups for total in total_rewards(group)]
+    judged = [(t, total) for t, total in zip(ends, totals, strict=True) if _is_judged(t)]
+    reported += [(f"reward/{t.role}", total) for t, total in judged if t.role]
+    scores = [("score/mean", t.score) for t, _ in judged if t.score is not None]
+    rewards = torch.tensor([total for _, total in judged])
     lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
     sampled = [np.asarray(t.versions)[np.asarray(t.mask, bool)] for t in samples]  # from arrays: 4 bytes a token
     ages = torch.tensor([len(x) * version - int(x.sum(dtype=np.int64)) for x in sampled])
@@ -206,14 +207,14 @@ async def evaluate(
             score=score,
         )
         ends = [counted for group in groups if (counted := _counted(group))]
-        scores = [[score_of(t) for t in episodes] for episodes in ends]
+        scores = [[value for _, value in episodes] for episodes in ends]
         out |= _with_error(prefix + kind, [sum(x) / len(x) for x in scores])
         if n > 1:
             for k in [2**i for i in range(1, n.bit_length())]:
                 out |= _with_error(f"{prefix}pass@{k}", [best_of(x, min(k, len(x))) for x in scores])
             out |= _with_error(f"{prefix}best", [best_of(x, len(x)) for x in scores])
         if n > 1 and answer is not None:
-            votes = [majority(x, [answer(t) for t in episodes]) for x, episodes in zip(scores, ends, strict=True)]
+            votes = [majority(x, [answer(t) for t, _ in episodes]) for x, episodes in zip(scores, ends, strict=True)]
             out |= _with_error(f"{prefix}majority", votes)
         if kind == "sampled":
             out |= _parts(groups, prefix)
@@ -225,9 +226,9 @@ async def evaluate(
     return out
 
 
-def _counted(group: Sequence[Trajectory]) -> list[Trajectory]:
-    """The last pieces of a group's episodes, without those whose reward function failed."""
-    return [t for t in last_pieces(group) if _is_judged(t)]
+def _counted(group: Sequence[Trajectory]) -> list[tuple[Trajectory, float]]:
+    """The last piece and the score of each episode, without those whose reward function failed."""
+    return [(t, value) for t, value in zip(last_pieces(group), episode_scores(group), strict=True) if _is_judged(t)]
 
 
 def _is_judged(end: Trajectory) -> bool:

@@ -239,6 +239,16 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
+def total_rewards(group: Sequence[Trajectory]) -> list[float]:
+    """The reward of each episode with those of its turns: the terminal one, and the token rewards of all its pieces."""
+    totals: list[float] = []
+    for t in group:
+        if not t.continues:
+            totals.append(t.reward)
+        totals[-1] += 0.0 if t.token_rewards is None else float(sum(t.token_rewards))
+    return totals
+
+
 def images_of(prompt: Any) -> tuple[Picture, ...]:
     """The images that a prompt shows; none of an object of your own without `images`."""
     return getattr(prompt, "images", ())

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.rollout.groups import Env, Group, Prompt, Sampler, last_pieces
+from rlkit.rollout.groups import Env, Group, Prompt, Sampler, last_pieces, total_rewards
 from rlkit.types import Completion, Trajectory
 
 
 def success(group: Sequence[Trajectory]) -> float:
-    """Mean over the group's episodes of `score_of`."""
-    ends = last_pieces(group)
-    return sum(map(score_of, ends)) / max(1, len(ends))
+    """Mean over the group's episodes of `episode_scores`."""
+    scores = episode_scores(group)
+    return sum(scores) / max(1, len(scores))
 
 
-def score_of(trajectory: Trajectory) -> float:
-    """The trajectory's score, or its reward if it has no score."""
-    return trajectory.reward if trajectory.score is None else trajectory.score
+def episode_scores(group: Sequence[Trajectory]) -> list[float]:
+    """The score of each episode, or without one its `total_rewards`."""
+    both = zip(last_pieces(group), total_rewards(group), strict=True)
+    return [total if end.score is None else end.score for end, total in both]
 
 
 def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:

@@ -18,6 +18,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 from rlkit.compat import envs
 from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.groups import sample_group
+from rlkit.rollout.limits import limited
 
 
 def gymnasium_module(real):
@@ -121,7 +122,34 @@ def gem_stand_in():
                 return "Congratulations!", 1.0, True, False, {}
             return f"the target number is {'lower' if guess > self.secret else 'higher'}", 0, False, False, {}
 
-    return SimpleNamespace(make=lambda name: Guess())
+    class Board:
+        """As game:FifteenPuzzle: what the player must see is in info."""
+
+        def reset(self, seed=None):
+            return "The current board layout is shown below", {"prefix": "", "suffix": "Here is the board: \n__  1"}
+
+        def step(self, action):
+            return f"At turn 1, you made a move: {action}.", 0.0, False, False, {"suffix": "Here is the board: \n 1 __"}
+
+    return SimpleNamespace(make=lambda name: Guess() if "Guess" in name else Board())
+
+
+@BOTH
+async def test_a_board_of_gem_is_shown_at_every_turn(real):
+    """GEM's ObservationWrapper writes info's suffix after an observation; the environment alone does not."""
+    gem = pytest.importorskip("gem") if real else gem_stand_in()
+    tokenizer, name = tokenizer_with("chatml"), "game:FifteenPuzzle-v0-easy"
+    prompt = with_row(tokenizer, {})
+    forms = [envs.gem(lambda _: gem.make(name), tokenizer)]
+    if real:
+        forms.append(envs.adapted(lambda prompt: gem.make(name), tokenizer))  # recognised by what it returns
+    for env in forms:
+        env = limited(env, max_turns=2)
+        (piece,) = await env(prompt, Script(tokenizer, "\\boxed{up}", "\\boxed{left}"))
+        shown = user_says(piece)
+        assert len(shown) == 3
+        assert all("board" in text.rpartition("Here is the")[2] for text in shown), shown
+        assert [text.count("Here is the") for text in shown] == [1] * len(shown)
 
 
 @BOTH

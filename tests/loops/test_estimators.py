@@ -34,8 +34,9 @@ def groups():
     return [first, [made(2, 3.0), made(4, 3.0, continues=True), made(1, 0.5)]]
 
 
-def batch():
-    packed = pack(groups())
+def batch(*, turns=True):
+    """Without `turns` the answers have terminal rewards only, as a baseline alone reads them."""
+    packed = pack(groups() if turns else [[replace(x, token_rewards=None) for x in group] for group in groups()])
     generator = torch.Generator().manual_seed(1)
     old, ref, values = (torch.randn(packed.num_tokens, generator=generator) for _ in range(3))
     return with_streams(packed, old_logp=old, ref_logp=ref, values=values)
@@ -60,7 +61,7 @@ def tokens(b):
 
 @pytest.mark.parametrize("estimator", [k1, k2, k3])
 def test_the_kl_in_the_reward_of_an_answer_is_the_sum_over_its_tokens(estimator):
-    b = batch()
+    b = batch(turns=False)
     got = with_estimates(b, baseline=group_centered, kl=KlTerm("reward", estimator), kl_coef=0.3)
     kl = estimator(b.old_logp, b.ref_logp) * b.mask
     total = [0.0] * 5
@@ -75,13 +76,18 @@ def test_the_kl_in_the_reward_of_an_answer_is_the_sum_over_its_tokens(estimator)
 
 
 def test_the_kl_in_the_advantage_is_that_of_each_token():
-    b = batch()
+    b = batch(turns=False)
     plain = with_estimates(b, baseline=group_centered)
     got = with_estimates(b, baseline=group_centered, kl=KlTerm("advantage", k1), kl_coef=0.3)
     want = (plain.advantages - 0.3 * (b.old_logp - b.ref_logp)) * b.mask
     torch.testing.assert_close(got.advantages, want)
     in_loss = with_estimates(b, baseline=group_centered, kl=KlTerm(), kl_coef=0.3)
     assert (in_loss.advantages == plain.advantages).all()
+
+
+def test_a_baseline_alone_refuses_rewards_of_turns():
+    with pytest.raises(ValueError, match="rewards of turns, and a baseline alone reads terminal rewards"):
+        with_estimates(batch(), baseline=group_centered)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
@@ -133,7 +139,7 @@ def test_estimators_of_a_critic_meet_in_their_limits():
 
 
 def test_an_answer_with_a_ratio_above_the_limit_is_left_out():
-    b = with_estimates(batch(), baseline=group_centered)
+    b = with_estimates(batch(turns=False), baseline=group_centered)
     log_ratio = torch.zeros(b.num_tokens)
     edges = b.cu_seqlens.tolist()
     log_ratio[edges[3]] = 3.01  # e^3.01 > 20, in the fourth sequence
@@ -178,7 +184,7 @@ def test_a_place_or_estimator_without_effect_is_refused(given, estimator, messag
 
 
 def test_an_own_estimator_is_the_kl_in_the_loss_and_in_the_reward():
-    b = batch()
+    b = batch(turns=False)
     term = kl_term(Penalties(kl_coef=0.1), own_kl)
     torch.testing.assert_close(term.in_loss(b.old_logp, b.ref_logp, b.old_logp), own_kl(b.old_logp, b.ref_logp))
     in_reward = kl_term(Penalties(kl_coef=0.3, kl_in="reward"), own_kl)

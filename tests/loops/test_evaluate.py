@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from small import call, small_model, tokenizer
 
 from rlkit.data.prompts import Prompt
-from rlkit.loops.evaluate import EvalSet, answer_of, best_of, evaluate, majority
+from rlkit.loops.evaluate import EvalSet, answer_of, best_of, evaluate, majority, rollout_metrics
 from rlkit.loops.grpo import grpo
 from rlkit.loops.sft import sft
+from rlkit.metrics import finalize
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.rollout.groups import total_rewards
+from rlkit.rollout.limits import success
 from rlkit.run.folder import read_metrics
 from rlkit.settings import Optim, SamplingParams, Schedule
 from rlkit.testing import FakeEngine
@@ -132,3 +135,20 @@ def test_sft_measures_answers_and_the_loss_of_each_set(tmp_path, no_pictures):
     assert last["eval/loss"] == pytest.approx((last["eval/seen/loss"] + last["eval/other/loss"]) / 2)
     assert last["eval/seen/loss"] < first["eval/seen/loss"] - 0.1
     assert len((tmp_path / "trajectories" / "eval_greedy_000002.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_reward_of_an_episode_has_those_of_its_turns():
+    """One episode of two pieces (1 + 2 + 4), one of a single piece, one with a score of its own."""
+
+    def piece(reward, tokens=None, **more):
+        return Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0], reward, tokens, **more)
+
+    group = [
+        piece(1.0, [2.0, 0.0]),
+        piece(1.0, [0.0, 4.0], continues=True),
+        piece(3.0),
+        piece(1.0, [0.5, 0.0], score=9),
+    ]
+    assert total_rewards(group) == [7.0, 3.0, 1.5]
+    assert success(group) == (7.0 + 3.0 + 9) / 3
+    assert finalize(rollout_metrics([group], version=0))["reward/mean"] == pytest.approx(11.5 / 3)
