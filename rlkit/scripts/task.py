@@ -47,7 +47,8 @@ def bring(args: Sampled) -> Brought:
 
     model, lora = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
-    parts, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
+    limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
+    parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     own = own_rewards(args.evaluation, args.episodes, held_out)
     output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in own)
     env = read_env(args.episodes, args.data, args.rollouts, *parts, *held_out.values(), output=output)
