@@ -244,13 +244,14 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.agents.endpoint import agent_env
+        from rlkit.rewards.episodes import named
 
-        return agent_env(
-            agent, tokenizer=tokenizer, parse=parse,
-            template_args=data.template() or None, timeout_s=how.agent_timeout if is_function else None,
-            address=how.agent_address, tls=tls, params=rollouts.params,
-            refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+        made = agent_env(
+            agent, tokenizer=tokenizer, parse=parse, template_args=data.template() or None,
+            timeout_s=how.agent_timeout if is_function else None, address=how.agent_address, tls=tls,
+            params=rollouts.params, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
         )  # fmt: skip
+        return named(made, agent, "agent") if is_function else made
 
     return of_tokenizer
 
