@@ -53,6 +53,7 @@ Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
 Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 BelowHalf = Annotated[float, Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5)]
 Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
+Tracker = Literal["wandb", "mlflow", "tensorboard", "trackio"]  # `rlkit.run.trackers` has each
 OWN = "FILE.py:FUNCTION"  # among the values of `For`: any function of the user
 
 
@@ -373,11 +374,11 @@ class Schedule:
     the lowest is best). None: only the last model, to `model/`"""
     seed: Seed = 0
     """random seed of data order and sampling"""
-    track: tuple[Literal["wandb", "mlflow", "tensorboard", "trackio"], ...] = ()
+    track: tuple[Tracker, ...] = ()
     """trackers that get metrics, arguments, sampled answers, use of the machine and the picture; none: no tracker"""
     track_project: Annotated[str, Needs("track")] = "rlkit"
     """project (wandb, trackio) or experiment (mlflow)"""
-    track_model: Annotated[bool, For("track", "wandb", "mlflow", "trackio")] = False
+    track_model: Annotated[bool, For("track", *(name for name in get_args(Tracker) if name != "tensorboard"))] = False
     """send the exported model to the trackers, too, as a new version (not to tensorboard)"""
     profile_steps: tuple[Count, Count] | None = None
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
@@ -582,6 +583,8 @@ class ParallelArgs(Parallel):
 
 class ServerTraits(NamedTuple):
     """A kind of inference server: its name, and its limits of `weight_sync`.
+
+    Its key in `SERVERS` is the name of its folder, of its Python package, and of `owned_by` in its /v1/models.
 
     `one_gpu_ipc`: ipc reaches a single server of a single GPU only. `cpu_from_disk`: on a CPU, only disk does.
     """

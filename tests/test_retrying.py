@@ -70,6 +70,6 @@ def test_a_retry_after_may_be_a_date():
     assert retry_after_s(formatdate(time.time() - 90, usegmt=True)) == 0
 
 
-@pytest.mark.parametrize("header", ["", "soon", "-3", "nan", None])
+@pytest.mark.parametrize("header", ["", "soon", "-3", "nan", None, "inf", "1e9", "Thu, 01 Jan 2099 00:00:00 GMT"])
 def test_an_unreadable_retry_after_is_ignored(header):
     assert retry_after_s(header) == 0

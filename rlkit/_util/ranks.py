@@ -92,13 +92,13 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def name_interface() -> None:
+def name_interface(*, far: bool = False) -> None:
     """Where this machine's name stands for a loopback address, as on Debian, have gloo use the way to other machines.
 
     gloo tells the other ranks the address of the machine's name. Those on other machines would wait for it in silence.
-    It sets $GLOO_SOCKET_IFNAME, where that is not given, and only in a run of several machines.
+    It sets $GLOO_SOCKET_IFNAME, where that is not given, and only in a run of several machines or with `far` servers.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or num_ranks() <= local_world_size():
+    if "GLOO_SOCKET_IFNAME" in os.environ or (num_ranks() <= local_world_size() and not far):
         return
     address = "127."
     with suppress(OSError):

@@ -14,22 +14,24 @@ T = TypeVar("T")
 BUSY = frozenset({408, 425, 429, 503})
 """HTTP status codes of requests that were not processed and may be retried."""
 _LONGEST_S = 60.0
+_LONGEST_ASKED_S = 3600.0
 
 
 def retry_after_s(header: str | None) -> float:
-    """The wait in seconds given by a Retry-After header, a number or a date; 0 if it is missing or invalid.
+    """The wait in seconds given by a Retry-After header, a number or a date; 0 if it is missing, invalid or above an
+    hour, which no busy server means (a wrong clock does).
 
-    >>> retry_after_s("2.5"), retry_after_s(None), retry_after_s("soon"), retry_after_s("nan")
-    (2.5, 0.0, 0.0, 0.0)
+    >>> retry_after_s("2.5"), retry_after_s(None), retry_after_s("soon"), retry_after_s("nan"), retry_after_s("1e9")
+    (2.5, 0.0, 0.0, 0.0, 0.0)
     """
     try:
-        return max(0.0, float(header or 0))  # max: 0 for nan
+        wait = float(header or 0)
     except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(header or "").timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0
+        try:
+            wait = parsedate_to_datetime(header or "").timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return wait if 0 < wait <= _LONGEST_ASKED_S else 0.0  # also for nan
 
 
 async def retried(

@@ -32,7 +32,8 @@ def end_of(returned: Any) -> dict[str, Any]:
     if not (returned is None or (isinstance(returned, Mapping) and {*returned} <= {*ENDS})):
         form = f"return its reward, a number, or a dict with some of {', '.join(ENDS)}"
         raise TypeError(f"the program returned {show(returned)}: {form}")
-    end = dict(returned or {})
-    if not isinstance(end.get("info") or {}, Mapping):
-        raise TypeError(f"the program returned info {show(end['info'])}: give a dict")
+    end = {name: value for name, value in (returned or {}).items() if value is not None or name == "reward"}
+    info = end.get("info", {})
+    if not isinstance(info, Mapping) or not isinstance(info.get("metrics", {}), Mapping):
+        raise TypeError(f"the program returned info {show(info)}: give a dict, whose `metrics` are one too")
     return end

@@ -8,17 +8,20 @@ shares with others is its prompt, so that a turn trains once, and `rlkit.paralle
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
-from rlkit.data.rows import begins_answer
+from rlkit.data.turns import begins_answer
 from rlkit.rollout.envs.calls import Call, Parse, message_of
 from rlkit.rollout.envs.chat import Turn, refuse_vision, text_of
 from rlkit.rollout.envs.turns import Turns
@@ -27,6 +30,9 @@ from rlkit.types import FinishReason, Picture, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+X = TypeVar("X")
+_LARGE = 200_000  # characters of a conversation, tools and messages with 1,000 each, that take about 0.1 s
 
 
 class Said(NamedTuple):
@@ -47,6 +53,19 @@ class _Node(NamedTuple):
     images: list[Picture]
     name: bytes
     texts: set[str]
+
+
+class _Ready(NamedTuple):
+    """What a turn is sampled from: the messages with their names, the turn that it follows (None: no turn),
+    whether a turn of the policy is rendered, what is appended after `node`, and the whole context with its images."""
+
+    messages: Sequence[Message]
+    names: list[bytes]
+    node: _Node | None
+    rerendered: bool
+    added: tuple[list[int], list[Picture]] | None
+    context: list[int]
+    shown: list[Picture]
 
 
 class Branches:
@@ -106,23 +125,8 @@ class Branches:
         """
         number = self._num_calls = self._num_calls + 1
         known, messages = self.images.with_images(images), self._in_roles(messages)
-        keys = [self._key(message, tools) for message in messages]
-        names, nodes = self._walk(messages, keys, tools)
-        size = max((i for i in nodes if i < len(messages)), default=0)
-        node = nodes[size] if size else None
-        rerendered = any(
-            message["role"] == "assistant" and (names[i] in self._contexts or keys[i] in self._keys)
-            for i, message in enumerate(messages)
-            if i >= size
-        )
-        how: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
-        messages = [self._told(message, key) for message, key in zip(messages, keys, strict=True)]
-        added = node and known.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **how)
-        if node is None or added is None:
-            node, rerendered, added = None, rerendered or node is not None, ([], [])
-            context, shown = known.render(messages, **how)
-        else:
-            context, shown = [*node.turns.context[: node.end], *added[0]], [*node.images, *added[1]]
+        ready = await _off_loop(messages, tools, partial(self._context_of, known, messages, tools))
+        messages, names, node, rerendered, added, context, shown = ready
         more: dict[str, Any] = {"images": shown} if shown or self._names_images else {}
         more |= {"stop": stop} if stop else {}
         out = await self._sample(context, max_new_tokens=max_new_tokens, **more)
@@ -131,7 +135,7 @@ class Branches:
             return None
         self.num_rerendered += rerendered
         self.images = self.images.with_images(shown)
-        if node is not None and node.end == len(node.turns.context):
+        if node is not None and added is not None and node.end == len(node.turns.context):
             node.turns.append(*added)
             turns = node.turns
         else:
@@ -160,10 +164,33 @@ class Branches:
         self._last = [*map(dict, messages), whole], out.finish_reason
         return said
 
-    def count(self, messages: Sequence[Message], *, tools: Sequence[Any] | None, images: Sequence[Picture] = ()) -> int:
+    async def count(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, images: Sequence[Picture] = ()
+    ) -> int:
         """The number of tokens of a conversation, up to the policy's turn."""
         known, messages = self.images.with_images(images), self._in_roles(messages)
-        return len(known.render(messages, tools=tools, template_args=self._template_args)[0])
+        render = partial(known.render, messages, tools=tools, template_args=self._template_args)
+        return len((await _off_loop(messages, tools, render))[0])
+
+    def _context_of(self, known: EpisodeImages, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Ready:
+        """What a turn after a conversation is sampled from. It changes nothing, so that a thread may do it."""
+        keys = [self._key(message, tools) for message in messages]
+        names, nodes = self._walk(messages, keys, tools)
+        size = max((i for i in nodes if i < len(messages)), default=0)
+        node = nodes[size] if size else None
+        rerendered = any(
+            message["role"] == "assistant" and (names[i] in self._contexts or keys[i] in self._keys)
+            for i, message in enumerate(messages)
+            if i >= size
+        )
+        how: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
+        messages = [self._told(message, key) for message, key in zip(messages, keys, strict=True)]
+        added = node and known.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **how)
+        if node is None or added is None:
+            context, shown = known.render(messages, **how)
+            return _Ready(messages, names, None, rerendered or node is not None, None, context, shown)
+        context, shown = [*node.turns.context[: node.end], *added[0]], [*node.images, *added[1]]
+        return _Ready(messages, names, node, rerendered, added, context, shown)
 
     def end(
         self,
@@ -188,6 +215,8 @@ class Branches:
         branches = [*reversed(dict.fromkeys(reversed(self._order.values())))]  # by their last turns
         metrics = {"agent/branches": len(branches) - 1, "agent/rerendered": self.num_rerendered}
         about = {"messages": readable(messages), "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
+        if taken := sorted({*about.get("metrics", {})} & {"failed", *metrics}):
+            raise ValueError(f"info['metrics'] has {taken[0]!r}, a metric of rlkit's own: give it another name")
         about["metrics"] = {**metrics, **about.get("metrics", {})}
         asked = [self._order[number] for number in sorted(self._order)]
         pieces = []
@@ -246,6 +275,19 @@ class Branches:
             text = message_of(text, calls=False)["content"]
         squeezed = "".join(text.replace("<think>", "").replace("</think>", "").split())
         return json.dumps([role, squeezed, calls], sort_keys=True)
+
+
+async def _off_loop(messages: Sequence[Message], tools: Sequence[Any] | None, work: Callable[[], X]) -> X:
+    """`work()`, for a large conversation in one of two threads, so that other episodes go on meanwhile."""
+    size = sum(len(str(message.get("content") or "")) for message in messages)
+    if size + 1000 * (len(tools or ()) + len(messages)) < _LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "rlkit-agents")
 
 
 def _hash(text: bytes) -> bytes:

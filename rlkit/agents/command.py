@@ -14,7 +14,7 @@ import sys
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from rlkit import agents
 from rlkit._util.numbers import is_number
 from rlkit.agents import ENDS, AgentError, end_of
 from rlkit.data.images import MARK, PLACE, gathered
+from rlkit.data.load import place_of
 from rlkit.data.prompts import question_messages
 from rlkit.rollout.calling import in_own_thread
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SUPERVISE = Path(agents.__file__).with_name("supervise.py")
 _MAX_LOGS = 1000  # newest ones that are kept
 _MAX_RESULT = 1 << 20  # bytes of what a command writes as its result
+_MAX_WORD = 128 << 10  # bytes of an argument on Linux, its end included
 _END_S = 5.0  # seconds that the end of a cancelled command may take
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -77,11 +79,14 @@ def command(
         try:
             folder.mkdir()
             row.write_text(_row(prompt))
+            about = home / "command.json"
             spec = {
-                "argv": [_filled(word, prompt) for word in words], "folder": str(folder), "log": str(log.absolute()),
-                "seconds": timeout_s, "memory": None if memory_gib is None else int(memory_gib * 2**30),
+                "argv": [_filled(word, prompt.row) for word in words],
+                "folder": str(folder), "log": str(log.absolute()), "seconds": timeout_s,
+                "memory": None if memory_gib is None else int(memory_gib * 2**30),
             }  # fmt: skip
-            ended = await _supervised(spec, env=_environment(base_url, RLKIT_ROW=str(row), RLKIT_RESULT=str(result)))
+            about.write_text(json.dumps(spec))  # a word of a command line is short
+            ended = await _supervised(about, env=_environment(base_url, RLKIT_ROW=str(row), RLKIT_RESULT=str(result)))
             _check(ended, log)
             end = _read(result, needs_reward=needs_reward)
         except BaseException:
@@ -92,12 +97,21 @@ def command(
     return agent
 
 
-def check_command(line: str, columns: Mapping[str, Any]) -> None:
-    """ValueError for a command that cannot start, or that names a column that a row does not have."""
+def check_command(line: str, *parts: Sequence[Any]) -> None:
+    """ValueError for a command that cannot start, or that names a column that a row does not have, or one whose text is
+    longer than a word of a command line may be. `parts` are rows."""
     words = _words(line)
+    columns: Mapping[str, Any] = next((row for rows in parts for row in rows), {})
     names = [name for word in words for name in _NAME.findall(word)]
     if absent := [name for name in names if name != "prompt" and name not in columns]:
         raise ValueError(f"the data has no column {absent[0]!r}; found: {', '.join(columns)}")
+    long = ((rows, i) for rows in parts if names for i, row in enumerate(rows) if len(str(row)) > _MAX_WORD // 4)
+    for rows, i in long:  # a character has at most 4 bytes
+        for word in filter(_NAME.search, words):
+            if (size := len(_filled(word, rows[i]).encode(errors="replace"))) >= _MAX_WORD:
+                place, most = place_of(rows, i), f"a word of a command line may have {_MAX_WORD:,}"
+                what = f"{place}: {word} has {size:,} bytes, and {most}"
+                raise ValueError(f"{what}: let the program read the row from the file $RLKIT_ROW, and drop that word")
     if shutil.which(words[0]) is None:
         raise ValueError(f"there is no program {words[0]!r}: give a command, such as 'python my_agent.py'")
     if absent := [w for w in words if w.endswith(".py") and "{" not in w and not os.path.isfile(w)]:
@@ -126,13 +140,13 @@ def _words(line: str) -> list[str]:
     return [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
 
 
-def _filled(word: str, prompt: Prompt) -> str:
+def _filled(word: str, row: Mapping[str, Any]) -> str:
     """A word of the command with the columns of a row in it."""
 
     def value(match: re.Match[str]) -> str:
-        found = prompt.row.get(match[1])
+        found = row.get(match[1])
         if match[1] == "prompt" and not isinstance(found, str):
-            found = question_messages({**prompt.row, **gathered(prompt.row, "")})[-1]["content"].replace(PLACE, MARK)
+            found = question_messages({**row, **gathered(dict(row), "")})[-1]["content"].replace(PLACE, MARK)
         return found if isinstance(found, str) else json.dumps(found, default=str)
 
     return _NAME.sub(value, word).replace("\0", "")
@@ -153,10 +167,10 @@ def _environment(base_url: str, **more: str) -> dict[str, str]:
     return {**os.environ, **direct, **openai, **anthropic, **more}
 
 
-async def _supervised(spec: Mapping[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
+async def _supervised(spec: Path, *, env: Mapping[str, str]) -> dict[str, Any]:
     """Run `supervise.py` and return its report. If this is cancelled, it ends the command and then itself."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SUPERVISE), json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-I", "-S", str(_SUPERVISE), str(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, env=env, start_new_session=True,
     )  # fmt: skip
 
@@ -204,6 +218,8 @@ def _read(result: Path, *, needs_reward: bool) -> dict[str, Any]:
         found = end_of(found)
     except TypeError:
         raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(ENDS)}") from None
+    if "failed" in found.get("info", {}).get("metrics", {}):
+        raise AgentError("$RLKIT_RESULT: `failed` is a metric of rlkit's own: give it another name")
     if wrong := [name for name, fine in _fields(found).items() if not fine]:
         raise AgentError(f"{wrong[0]} in $RLKIT_RESULT has a wrong type")
     if needs_reward and not is_number(found.get("reward")):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_REFUSED = 1000  # requests of an episode
 MAX_IMAGES = 256 << 20  # bytes of the images of an episode
-MAX_SIDE = 8000  # pixels of a side of an image
+MAX_PIXELS = 16e6  # of an image
 _END_S = 10.0  # seconds in which a cancelled program must end
 _log = logging.getLogger("rlkit.rollout")
 
@@ -195,7 +195,7 @@ class _Episode:
         reason = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
         if self._full and self.branches.num_turns:
             return self.branches.end(reward=0.0, truncated=True, info={"notes": {"agent": reason}})
-        info = {**(end.get("info") or {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
+        info = {**end.get("info", {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
         if self.branches.num_turns:
             return self.branches.end(truncated=True, info=info)
         return [_without_turns(self._prompt, reward=None, info=info)]
@@ -236,7 +236,7 @@ class _Episode:
         if sum(map(len, new)) + sum(len(image.content) for image in known) > MAX_IMAGES:
             raise BadRequest(f"the images of this episode have more than {MAX_IMAGES >> 20} MiB", status=413)
         try:
-            return [await asyncio.to_thread(reader.image, x, max_side=MAX_SIDE) for x in new]
+            return [await asyncio.to_thread(reader.image, x, max_pixels=MAX_PIXELS) for x in new]
         except Exception as error:  # of Pillow: any, of a damaged file
             raise BadRequest(f"an image cannot be read: {short(error)}") from None
 
@@ -244,7 +244,7 @@ class _Episode:
         """See `Session`."""
         images = await self._images(request)
         try:
-            return self.branches.count(request.messages, tools=request.tools, images=images)
+            return await self.branches.count(request.messages, tools=request.tools, images=images)
         except Exception as error:
             raise _of_template(error) from error
 

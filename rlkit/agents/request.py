@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
+from rlkit._util.untrusted import depth_is_fine
 from rlkit.agents.branches import Said
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
@@ -17,6 +18,7 @@ from rlkit.rollout.envs.calls import message_of
 from rlkit.settings import SamplingParams
 
 MAX_DEPTH = 64  # of nested lists and objects; templates recurse
+MAX_TOOLS = 1000  # of a request; OpenAI's server takes 128
 MAX_NUM = 128  # choices of one request
 _SAMPLING: Mapping[str, Any] = {  # fields that change what is sampled, with the value that does not
     "temperature": None, "top_p": 1, "top_k": None, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
@@ -83,7 +85,7 @@ class Answer(NamedTuple):
 
 def answer_of(said: Said) -> Answer:
     """The answer for a sampled turn. Calls nested too deep stay text."""
-    fine = bool(said.calls) and all(depth_is_fine(c.arguments) for c in said.calls)
+    fine = bool(said.calls) and all(depth_is_fine(c.arguments, MAX_DEPTH) for c in said.calls)
     start = secrets.token_hex(2)  # nine characters in all, as Mistral's template requires
     calls = [
         ToolCall(c.id or f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
@@ -102,7 +104,9 @@ def parsed(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {type(error).__name__}: {str(error)[:200]}") from None
     need(isinstance(body, dict), "the body must be an object")
-    need(depth_is_fine(body), f"lists and objects are nested more than {MAX_DEPTH} deep")
+    tools = body.get("tools")
+    need(not isinstance(tools, list) or len(tools) <= MAX_TOOLS, f"`tools` has more than {MAX_TOOLS}")
+    need(depth_is_fine(body, MAX_DEPTH), f"lists and objects are nested more than {MAX_DEPTH} deep")
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except (UnicodeEncodeError, ValueError):
@@ -192,7 +196,7 @@ def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, A
             arguments = None
         except ValueError:
             arguments = {"arguments": arguments}
-    fine = arguments is not None and depth_is_fine(arguments)
+    fine = arguments is not None and depth_is_fine(arguments, MAX_DEPTH)
     need(fine, f"{place}: the arguments are nested more than {MAX_DEPTH} deep")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if identity is None else {"id": identity, **call}
@@ -223,21 +227,6 @@ def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             found.append(message)
     return found
-
-
-def depth_is_fine(value: Any) -> bool:
-    """Whether lists and objects are nested at most `MAX_DEPTH` deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            x
-            for inside in level
-            if isinstance(inside, list | dict)
-            for x in (inside.values() if isinstance(inside, dict) else inside)
-        ]
-        if not level:
-            return True
-    return False
 
 
 def need(right: Any, otherwise: str) -> None:

@@ -26,6 +26,9 @@ MAX_BODY = 32 << 20  # bytes of a request: a million tokens of text are about 5 
 MAX_ACTIVE = 64  # requests of an episode at once
 _LARGE, _NUM_LARGE = 1 << 20, 8  # bytes of a body that counts as large, and how many of them are read at once
 _READ_S = 60.0  # seconds in which a body must have come
+_WAIT_S = 30.0  # seconds in which a connection must name an open episode
+_IDLE_S = 75.0  # seconds between the requests of a connection
+_MOST_CONNECTIONS = 4096
 _FORMATS: Mapping[str, ModuleType] = {
     "chat/completions": completions, "responses": responses, "messages": messages, "messages/count_tokens": messages,
 }  # fmt: skip
@@ -63,6 +66,51 @@ class _Listening:
     start: asyncio.Future[tuple[Any, str]]
     episodes: dict[str, _Episode] = field(default_factory=dict)
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_NUM_LARGE))
+    connections: set[_Connection] = field(default_factory=set)
+    unknown: dict[_Connection, None] = field(default_factory=dict)
+    """the connections that have named no open episode, the oldest first"""
+    most: int = _MOST_CONNECTIONS
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of aiohttp's (`inner`), closed if it names no open episode in time, or where there are too many."""
+
+    def __init__(self, now: _Listening, inner: asyncio.Protocol) -> None:
+        self._now, self._inner = now, inner
+        self._timer: asyncio.TimerHandle | None = None
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self._now.connections.add(self)
+        self._now.unknown[self] = None
+        self._timer = asyncio.get_running_loop().call_later(_WAIT_S, self.transport.abort)
+        self._inner.connection_made(transport)
+        if len(self._now.connections) > self._now.most:
+            next(iter(self._now.unknown)).transport.abort()
+
+    def known(self) -> None:
+        """It has named an open episode."""
+        self._now.unknown.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.known()
+        self._now.connections.discard(self)
+        self._inner.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
 
 class Server:
@@ -94,6 +142,8 @@ class Server:
     async def _start(self) -> tuple[Any, str]:
         from aiohttp import web
 
+        from rlkit.rollout.engines.http import raise_open_files  # needs aiohttp
+
         if self._closing is not None and not self._closing.done():
             await self._closing
         now = self._now
@@ -106,15 +156,22 @@ class Server:
         for path in _FORMATS:
             app.router.add_post(f"/{{episode}}/v1/{path}", respond)
         app.router.add_get("/{episode}/v1/models", respond)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        options: dict[str, Any] = {"shutdown_timeout": 0.1, "handler_cancellation": True, "keepalive_timeout": _IDLE_S}
+        runner = web.AppRunner(app, access_log=None, **options)
         await runner.setup()
+        serve: Any = runner.server
+        assert now is not None
+        now.most = min(_MOST_CONNECTIONS, raise_open_files() // 4)  # the run needs the others for its own files
         try:
-            await web.TCPSite(runner, self._host, self._port, backlog=1024, ssl_context=self._tls).start()
+            site = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(now, serve()), self._host, self._port, backlog=1024, ssl=self._tls
+            )
         except OSError as error:
             await runner.cleanup()
             raise OSError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from None
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return runner, f"http{'s' if self._tls else ''}://{host}:{runner.addresses[0][1]}"
+        port = site.sockets[0].getsockname()[1]
+        return (site, runner), f"http{'s' if self._tls else ''}://{host}:{port}"
 
 
 def check_address(address: str) -> None:
@@ -158,7 +215,9 @@ def _split(address: str) -> tuple[str, int]:
 async def _stop(now: _Listening) -> None:
     await asyncio.wait({now.start})
     if not now.start.cancelled() and now.start.exception() is None:
-        await now.start.result()[0].cleanup()
+        site, runner = now.start.result()[0]
+        site.close()
+        await runner.cleanup()
 
 
 async def _respond(now: _Listening, request: web.Request) -> web.StreamResponse:
@@ -167,6 +226,9 @@ async def _respond(now: _Listening, request: web.Request) -> web.StreamResponse:
     episode = now.episodes.get(request.match_info["episode"])
     if episode is None:
         return _failure(path, "this episode is over, or there is none of this name", "not_found", 404, close=True)
+    connection = None if request.transport is None else request.transport.get_protocol()
+    if isinstance(connection, _Connection):
+        connection.known()
     if path == "models":
         return _models()
     if len(episode.tasks) >= MAX_ACTIVE:
@@ -194,7 +256,8 @@ async def _answer(now: _Listening, episode: _Episode, path: str, request: web.Re
     from aiohttp import web
 
     form: Any = _FORMATS[path]
-    body = parsed(await _body(now, request))
+    raw = await _body(now, request)
+    body = await asyncio.to_thread(parsed, raw) if len(raw) > _LARGE else parsed(raw)
     if path == "messages/count_tokens":
         count = await episode.session.count(form.read(body, counting=True))
         return web.json_response({"input_tokens": count})

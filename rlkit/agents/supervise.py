@@ -1,6 +1,6 @@
 """Run one command, keep its log, and end it with everything that it started. A script of the standard library.
 
-    python -I -S supervise.py '{"argv": [...], "folder": ..., "log": ..., "seconds": ..., "memory": ...}'
+    python -I -S supervise.py FILE        {"argv": [...], "folder": ..., "log": ..., "seconds": ..., "memory": ...}
 
 It prints one JSON object at the end: `code` (negative: a signal), `reason` (why it ended the command; "" if that ended
 by itself) and `left` (processes that the command left, which are killed). Standard input is a life line: when it
@@ -33,8 +33,9 @@ _PDEATHSIG, _SUBREAPER = 1, 36  # options of prctl
 
 
 def main() -> None:
-    """Run the command of `argv[1]` and report its end."""
-    spec = json.loads(sys.argv[1])
+    """Run the command of the file `argv[1]` and report its end."""
+    with open(sys.argv[1]) as file:
+        spec = json.load(file)
     prctl(_SUBREAPER, 1)
     reader, writer = os.pipe()
     child = os.fork()

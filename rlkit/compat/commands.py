@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlkit.compat.flags import VALUES
-from rlkit.data.schema import GOLD
+from rlkit.data.schema import GOLD, columns_of
 
 Given = Mapping[str, list[str]]  # the row of each option, and its values
 OFFLINE = ("sft", "dpo", "kto", "reward_model")
 OFF = {"", "0", "false", "no", "none", "null", "off", "disable"}
 _PROMPTS = {"prompt", "messages", "question", "problem", "instruction", "conversations", "context_messages"}
-_RESPONSES = {"response", "completion", "answer", "output", "solution"}
+_RESPONSES = {*columns_of("response", "answer")}
 _NOT_DUAL = {"gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "vespo", "clip_cov", "kl_cov"}
 
 
@@ -337,7 +337,8 @@ def _split(file: str) -> tuple[str, str]:
 def _overlong(system: str, given: Given) -> str:
     """The reward for the length of verl's, OpenRLHF's and ColossalAI's options; "" where they are off.
 
-    min(0, (L - C - n) / C) * factor of n tokens, with a limit L and a buffer of C; ColossalAI: C = min(1024, L / 4).
+    min(0, (L - C - n) / C) * factor of n tokens, with a limit L and a buffer of C; ColossalAI: C = cache_length, by
+    default min(1024, L / 4).
     """
     number = partial(_number, given)
     names = ("max_resp_len", "max_response_length", "max_new_tokens", "rollout.max_new_tokens", "generate_max_len")
@@ -346,7 +347,7 @@ def _overlong(system: str, given: Given) -> str:
     if is_on(given.get("overlong_buffer.enable")) or is_on(given.get("overlong_buffer_cfg.enable")):
         buffer = number("overlong_buffer.len", "overlong_buffer_cfg.len", default=0)
     if is_on(given.get("soft_over_length_punishment")):
-        buffer = min(1024, limit // 4)
+        buffer = number("cache_length", default=min(1024, limit // 4))
     factors = ("overlong_penalty_factor", "overlong_buffer.penalty_factor", "overlong_buffer_cfg.penalty_factor")
     reward = f"rlkit.rewards.text:soft_overlong(max_tokens={int(limit)},cache_tokens={int(buffer)})"
     return f"{reward}={number(*factors, default=1):g}" if buffer else ""

@@ -54,11 +54,9 @@ def adapted(foreign: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> 
         return gym_env((lambda _: foreign()) if made_alone else foreign, tokenizer=tokenizer)
     if kind == "verifiers":
         return verifiers(foreign(), tokenizer)
-    games: dict[str, Callable[..., Env]] = {"gymnasium": gymnasium, "gem": gem, "textarena": textarena}
-    others: dict[str, Callable[..., Env]] = {"rl2": rl2, "interact": interact, "openrlhf": openrlhf}
-    if kind in games:
-        return games[kind](lambda _: foreign(), tokenizer)
-    return others[kind](foreign, tokenizer) if kind in others else None
+    if kind in ("env", "factory"):
+        return None
+    return _ADAPTERS[kind]((lambda _: foreign()) if kind in _GAMES else foreign, tokenizer)
 
 
 def rl2(
@@ -370,3 +368,8 @@ def verifiers_tasks(
         return {"reward": trace.reward, "info": {"metrics": {k: v for k, v in trace.metrics.items() if v is not None}}}
 
     return agent_env(agent, tokenizer=tokenizer)
+
+
+_Adapters = dict[str, Callable[..., Env]]
+_GAMES: _Adapters = {"gymnasium": gymnasium, "gem": gem, "textarena": textarena}  # classes, made for each episode
+_ADAPTERS: _Adapters = {**_GAMES, "rl2": rl2, "interact": interact, "openrlhf": openrlhf}

@@ -203,14 +203,20 @@ RL2 = {
 COLOSSALAI = {
     "algo": "baseline", "backend": "engine", "clip_eps_high": "clip_high", "clip_eps_low": "clip_low",
     "dataset": "data", "eval_dataset": "eval_data (NAME=FILE for each of several)", "eval_interval": "eval_steps",
+    "eval_save_dir": "output (trajectories are in the run folder)",
     "filter_range": "success_range", "filter_truncated_response": "drop_truncated",
-    "inference_batch_size": "prompts_per_step (times num_inferencer)", "kl_coeff": "kl_coef", "learning_rate": "lr",
+    "inference_batch_size": "prompts_per_step (times num_inferencer)",
+    "inference_microbatch_size": "max_batch (of the embedded engine)", "kl_coeff": "kl_coef", "learning_rate": "lr",
     "loss_variation": "aggregate", "num_episodes": "steps (episodes * rows / prompts of a step)",
     "num_generations": "group_size", "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)",
-    "reward_type": "reward", "save_dir": "output", "save_interval": "save_steps",
+    "pipeline_parallel_size": "parallel.pp", "producer_tensor_parallel_size": "engine_tp",
+    "reward_fn_type": "reward", "reward_type": "reward",
+    "rollout_save_dir": "output (trajectories are in the run folder)", "save_dir": "output",
+    "save_interval": "save_steps",
     "skip_threshold": "max_ratio (per answer; there the mean ratio of a micro-batch, which is far looser)",
     "tensor_parallel_size": "parallel.tp",
     "train_batch_size": "minibatches (prompts of a step / train_batch_size / trainers)",
+    "train_microbatch_size": _MICRO, "train_minibatch_size": _MICRO,
 }  # fmt: skip
 SYSTEMS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "slime": SLIME, "RL2": RL2, "ColossalAI": COLOSSALAI}
 OTHERS = {  # what several others call them, and rlkit chat and plot
@@ -246,7 +252,9 @@ NO_FLAG = {  # what needs no flag here, or has none
     "response_key": _MESSAGES, "reward_manager": "--reward is called for each answer, always",
     "fp16": "--dtype is fp32 or bf16", "load_format": _ENGINES, "enforce_eager": _ENGINES, "sync_backend": _ENGINES,
     "num_engines": _ENGINES, "rollout_num_gpus": _RANKS, "num_nodes": _RANKS, "num_processes": _RANKS,
-    "num_trainers": _RANKS,
+    "master_address": _RANKS, "master_port": _RANKS, "num_trainers": _RANKS, "ray_dir": _RANKS,
+    "cache_length": _OVERLONG, "dynamic_batching": f"{_PACKED}: --max-tokens bounds a micro-batch",
+    "response_format_tags": "the reward reads them: rlkit.rewards.math:answer_tag, rlkit.rewards.text:think_tags",
     "actor_num_nodes": _RANKS, "actor_num_gpus_per_node": _RANKS, "colocate": _COLOCATED, "colocate_all": _COLOCATED,
     "colocate_actor_ref": _COLOCATED, "colocate_all_models": _COLOCATED, "colocate_critic_reward": _COLOCATED,
     "ref_load": "the reference is a copy of the model, or --reference; nothing is converted",

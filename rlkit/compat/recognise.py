@@ -1,6 +1,8 @@
 """What kind of environment a function or class is, by its signature and its bases. Imports no torch.
 
-A library is a branch in `kind_of` and an adapter in `rlkit.compat.envs`; a form without one is a row in `_FOREIGN`.
+A library is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; of classes
+also a name in `_LIBRARIES`; where it works on messages, one in `OF_MESSAGES`. A form without adapter is a row in
+`_FOREIGN`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 from rlkit.rollout.calling import accepted, is_async, takes
 
 _LIBRARIES = ("gymnasium", "gem", "textarena", "openrlhf")
+OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds that need a chat template
 _GYM = ("seed", "options")  # of Gymnasium's `reset`
 _FOREIGN = {  # forms of other libraries that no adapter runs: methods of a class or parameters, and what to write
     "start_interaction generate_response": "verl's interaction: write its turns as a class with reset and step",

@@ -20,8 +20,8 @@ from typing import Any
 from rlkit._util.numbers import show
 from rlkit.data.markup import opened_by
 from rlkit.data.prompts import prompt_messages, question_messages
-from rlkit.data.rows import begins_answer
 from rlkit.data.schema import GOLD
+from rlkit.data.turns import begins_answer
 from rlkit.rewards.call import Need, WrongResult, check_signature
 from rlkit.rewards.failures import name_of, unwrapped
 from rlkit.rewards.source import (

@@ -16,24 +16,12 @@ from typing import Any, NamedTuple
 
 from rlkit.data import columns
 from rlkit.data.columns import is_copied, is_empty
+from rlkit.data.forms import RENAME, Form, LacksColumn
 from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
-from rlkit.data.rows import (
-    CONVERSATION,
-    LABELLED,
-    PAIR,
-    PROMPT,
-    RENAME,
-    RESPONSE,
-    SFT,
-    TEXT,
-    Form,
-    LacksColumn,
-    check_dicts,
-    checked,
-    ends_with_answer,
-)
+from rlkit.data.rows import check_dicts, checked
 from rlkit.data.schema import ANSWERS, IN_SFT, LABELS, PAIRED, PROMPTS
+from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT, ends_with_answer
 
 _ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
@@ -400,57 +388,49 @@ _OUTPUT = ("output", "response", "completion", "chosen")
 _MORE = ("system", "kto_tag", "label", "history", "rejected")
 _ANSWER = (*_OUTPUT[1:3], "answer", "chosen")
 _STEPWISE = Form(
-    "row of stepwise supervision", (PROMPTS, ("completions",), ("labels",)), PROMPT.read, (),
+    "row of stepwise supervision", (PROMPTS, ("completions",), ("labels",)), (),
     "no rlkit script trains on labels of steps, and reward_model learns one reward per response",
 )  # fmt: skip
 _OWN = (PROMPT, CONVERSATION, RESPONSE, PAIR, LABELLED, TEXT, _STEPWISE)
 FOREIGN = (
     # LLaMA-Factory data/README.md; TRL trl/data_utils.py, maybe_convert_to_chatml
-    Foreign(
-        Form("ShareGPT conversation", (("conversations",),), CONVERSATION.read, _MORE[:2], _SFT), sharegpt
-    ),
+    Foreign(Form("ShareGPT conversation", (("conversations",),), _MORE[:2], _SFT), sharegpt),
     # LLaMA-Factory data/README.md; databricks/databricks-dolly-15k
-    Foreign(
-        Form("Alpaca row", (("instruction",), (*_OUTPUT, "input")), RESPONSE.read, ("input", "context", *_MORE)), alpaca
-    ),
+    Foreign(Form("Alpaca row", (("instruction",), (*_OUTPUT, "input")), ("input", "context", *_MORE)), alpaca),
     # LLaMA-Factory data/README.md, with the names of its own columns: prompt, query, response
     Foreign(
         Form(
-            "row of LLaMA-Factory", (("prompt",), ("query", "history"), ("response", "chosen")), RESPONSE.read,
-            ("query", *_MORE), _SFT,
+            "row of LLaMA-Factory", (("prompt",), ("query", "history"), ("response", "chosen")), ("query", *_MORE), _SFT
         ),
         llama_factory, lambda row: isinstance(row["prompt"], str),
     ),
     # hub data sets openai/gsm8k, Open-Orca/OpenOrca and Intel/orca_dpo_pairs
-    Foreign(Form("question with an answer", (("question",), _ANSWER), RESPONSE.read, (), _RL_SFT), question),
+    Foreign(Form("question with an answer", (("question",), _ANSWER), (), _RL_SFT), question),
     # hub data set HuggingFaceH4/MATH-500
     Foreign(
-        Form(
-            "problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), RESPONSE.read, (),
-            _RL_SFT,
-        ),
+        Form("problem with a solution", (("problem",), (*_OUTPUT[1:3], "solution", *_ANSWER[2:])), (), _RL_SFT),
         problem,
     ),
     # OpenRLHF openrlhf/cli/train_*.py, --data.input_key; slime slime/utils/arguments.py, --input-key
     Foreign(
-        Form("row of OpenRLHF or slime", (("input",),), RESPONSE.read, ("output", "label"), _RL_SFT), openrlhf,
+        Form("row of OpenRLHF or slime", (("input",),), ("output", "label"), _RL_SFT), openrlhf,
         lambda row: not isinstance(row["input"], dict),
     ),
     # ColossalAI applications/ColossalChat/examples/data_preparation_scripts; OpenRLHF openrlhf/datasets
     Foreign(
-        Form("row with a context of messages", (("context_messages", "context"),), RESPONSE.read, (), _PAIRS), context,
+        Form("row with a context of messages", (("context_messages", "context"),), (), _PAIRS), context,
         lambda row: bool(mappings(context(row)["messages"])),
     ),
     # hub data sets LDJnr/Capybara (input and output of each turn) and lmsys/lmsys-chat-1m (messages)
     Foreign(
-        Form("row with a conversation", (("conversation",),), CONVERSATION.read, ("system", "kto_tag"), _SFT),
+        Form("row with a conversation", (("conversation",),), ("system", "kto_tag"), _SFT),
         conversation, lambda row: bool(mappings(messages_of(row["conversation"]))),
     ),
     # OpenAI's preference fine-tuning
     Foreign(
         Form(
-            "preference row of OpenAI", (("preferred_output",), ("non_preferred_output",)), PAIR.read, ("input",),
-            _PAIRS,
+            "preference row of OpenAI", (("preferred_output",), ("non_preferred_output",)), ("input",), _PAIRS,
+            question=("input",),
         ),
         openai_pair, lambda row: isinstance(row.get("input"), dict),
     ),

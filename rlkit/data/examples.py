@@ -8,21 +8,13 @@ from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data.chat import encode_all
+from rlkit.data.drop import TooLong, drop, shorten
+from rlkit.data.forms import Turn
 from rlkit.data.images import ImageReader
 from rlkit.data.markup import encode, markup_of, opened_by, unfinished
-from rlkit.data.rows import (
-    LABELLED,
-    PAIR,
-    SFT,
-    Template,
-    TooLong,
-    Turn,
-    check_dicts,
-    drop,
-    is_text,
-    read_rows,
-    shorten,
-)
+from rlkit.data.rows import check_dicts, read_rows
+from rlkit.data.template import Template
+from rlkit.data.turns import LABELLED, PAIR, SFT, is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,14 +14,15 @@ import io
 import json
 import lzma
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from rlkit._util import untrusted
 from rlkit._util.extras import lacks, optional
 from rlkit.data import schema
 
@@ -34,6 +35,7 @@ _MAGIC = {
     b"\x1f\x8b": ".gz", b"BZh91AY": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1\x15": ".parquet",
     b"ARROW1\0": ".arrow",
 }  # fmt: skip
+_MAX_OBJECT = 1 << 28  # bytes of a file that is looked at as one object
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -47,7 +49,7 @@ def read_file(path: Path) -> Placed:
     if kind not in READERS:
         name = "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED else path.suffix
         raise ValueError(f"{path}: cannot tell the format from the suffix {name!r}; known are {', '.join(READERS)}")
-    if path.stat().st_size == 0:
+    if untrusted.check_file(path) == 0:
         raise ValueError(f"{path}: the file is empty (0 bytes)")
     with path.open("rb") as file:
         start = file.read(len(_POINTER))
@@ -56,7 +58,16 @@ def read_file(path: Path) -> Placed:
     packed = next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
     if packed and READERS[kind] is not _table and path.suffix.lower() not in PACKED:
         raise ValueError(f"{path}: holds {packed} data, which its name does not tell: rename it to end with {packed}")
-    return READERS[kind](path)
+    rows = READERS[kind](path)
+    is_plain = READERS[kind] is not _table and path.suffix.lower() not in PACKED
+    return rows if is_plain else _counted(path, rows)
+
+
+def _counted(path: Path, rows: Placed) -> Placed:
+    """The rows of a compressed file or a table, while they are not more than it can hold."""
+    for number, row in enumerate(rows, start=1):
+        untrusted.check_expanded(path, number)
+        yield row
 
 
 def format_of(path: Path) -> str:
@@ -81,8 +92,12 @@ def need_datasets(what: object) -> Any:
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, decompressed."""
     try:
-        with PACKED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
-            yield file
+        if path.suffix.lower() not in PACKED:
+            with path.open("rb") as file:
+                yield file
+            return
+        with PACKED[path.suffix.lower()](path, "rb") as file, untrusted.Expanded(file, path) as bounded:
+            yield io.BufferedReader(bounded, 1 << 20)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if getattr(error, "errno", None) is not None:
             raise
@@ -106,7 +121,7 @@ def _zstd(path: Path, mode: str) -> IO[bytes]:
         opened = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
     try:
         with opened:
-            return io.BytesIO(opened.read())
+            return io.BytesIO(untrusted.whole(opened, untrusted.expanded_bytes(path)))
     except Exception as error:
         raise EOFError(str(error)) from None
 
@@ -123,7 +138,9 @@ def _json(path: Path) -> Placed:
 def _refuse_one_object(path: Path) -> None:
     """ValueError for a file of one object with lists of rows in it, such as {"version": ..., "data": [...]}."""
     with _opened(path) as file:
-        data = file.read()
+        data = untrusted.whole(file, _MAX_OBJECT)
+    if len(data) > _MAX_OBJECT:
+        return
     try:
         whole = json.loads(data.removeprefix(_BOM))
     except (ValueError, RecursionError):
@@ -146,7 +163,7 @@ def _is_rows(value: Any) -> bool:
 
 def _json_lines(path: Path) -> Placed:
     with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(untrusted.lines(file, path), start=1):
             if line.removeprefix(_BOM).strip():
                 row = parsed_line(f"{path}, line {number}", line)
                 if number == 1 and _is_by_columns(row):
@@ -176,8 +193,14 @@ def _is_by_columns(row: Any) -> bool:
 
 
 def _json_list(path: Path) -> Placed:
+    most = int(untrusted.limit("list_mib") * 2**20)
     with _opened(path) as file:
-        text = _text(str(path), file.read())
+        data = untrusted.whole(file, most)
+    if len(data) > most:
+        fix = ": write one object per line, as .jsonl"
+        raise untrusted.too_much(path, "the list is too large", "list_mib", fix=fix)
+    text = _text(str(path), data)
+    del data
 
     def skip(end: int) -> int:
         return _SPACE.match(text, end).end()  # type: ignore[union-attr]
@@ -241,28 +264,29 @@ def _parsing(place: str) -> Iterator[None]:
 
 
 _QUOTED = 'a cell that begins with a quote ends with one, and quotes in it are doubled ("")'
+_NAMELESS = "delete such columns, or the lines before the header"
+_LONG = "; RLKIT_LIMITS=cell_mib=NUMBER raises the limit"
 _QUOTES_OF_ANOTHER_ROW = f"in a later row, so that both are one: {_QUOTED}"
 
 
 def _csv(path: Path) -> Placed:
     """The rows with the line where each begins: a cell may hold line breaks."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # its own limit is 128 KiB a cell
+    csv.field_size_limit(min(int(untrusted.limit("cell_mib") * 2**20), 2**31 - 1))  # its own limit is 128 KiB
     start = 1
     try:
         with _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            mark = re.fullmatch(r'"?sep=(.)"?\s*', first, re.IGNORECASE)  # of Excel, before the header
+            first = next(rest := untrusted.lines(file, path), "")
+            if mark := re.fullmatch(r'"?sep=(.)"?\s*', first, re.IGNORECASE):  # of Excel, before the header
+                first = next(rest, "")
             before = 1 if mark else 0
-            first = file.readline() if mark else first
             delimiter = mark[1] if mark else _delimiter(first, path)
-            reader = csv.reader(_after(first, file), strict=True, delimiter=delimiter)
+            reader = csv.reader(chain([first], rest), strict=True, delimiter=delimiter)
             names = next(reader, [])
             if first and not names:
                 raise ValueError(f"{path}, line {before + 1}: blank, and the header belongs there: delete that line")
             if names.count("") > 1:
                 which = f"column {names.index('') + 1} of {len(names)} has no name in the header {names}"
-                fix = "delete such columns, or the lines before the header"
-                raise ValueError(f"{path}, line {before + 1}: {which}: {fix}")
+                raise ValueError(f"{path}, line {before + 1}: {which}: {_NAMELESS}")
             if len(set(names)) < len(names):
                 raise ValueError(f"{path}: two columns have the same name: {names}")
             if blank := [name for name in names if name != name.strip()]:
@@ -282,17 +306,13 @@ def _csv(path: Path) -> Placed:
                 if cells:
                     yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{path}, line {start}: malformed CSV: {error}; {_QUOTED}") from None
+        more = _LONG * ("field limit" in str(error))
+        raise ValueError(f"{path}, line {start}: malformed CSV: {error}; {_QUOTED}{more}") from None
     except UnicodeDecodeError:
         with _opened(path) as raw:
             for number, line in enumerate(raw, start=1):
                 _text(f"{path}, line {number}", line)
         raise
-
-
-def _after(first: str, file: IO[str]) -> Iterator[str]:
-    yield first
-    yield from file
 
 
 def _delimiter(header: str, path: Path) -> str:
@@ -306,12 +326,22 @@ def _table(path: Path) -> Placed:
     try:
         if kind == ".parquet":  # streaming: without a copy in the cache
             files = [escape(str(path))]
+            check_parquet(path)
             yield from numbered(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
         else:
             yield from numbered(_arrow(path, datasets))
+    except untrusted.BadFile:
+        raise
     except Exception as error:
         cause = error.__cause__ or error
         raise ValueError(f"{path}: cannot be read as {kind[1:]}: {type(cause).__name__}: {cause}") from error
+
+
+def check_parquet(path: Path) -> None:
+    """ValueError for a Parquet file with more rows than it can hold."""
+    from pyarrow import parquet
+
+    untrusted.check_expanded(path, parquet.read_metadata(path).num_rows)
 
 
 def _arrow(path: Path, datasets: Any) -> Iterator[Row]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit._util import untrusted
 from rlkit._util.files import base_of
 from rlkit.data.columns import is_empty
 from rlkit.data.load import Row, Rows, column_error
@@ -36,6 +38,7 @@ PLACE = "\ue000image\ue001"  # of an image that a row has: a text may hold the m
 COLUMNS = ("images", "image")
 PARTS = ("image", "image_url", "input_image")
 _TEXTS = (*PROMPTS, *PAIRED)
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "MPO", "PPM", "AVIF")  # none that runs a program
 _KEPT = 256  # images whose pixels a process keeps
 
 
@@ -57,7 +60,7 @@ class Image:
         """The image as a data: URL."""
         from PIL import Image as Pillow
 
-        kind = Pillow.open(io.BytesIO(self.content)).get_format_mimetype()
+        kind = Pillow.open(io.BytesIO(self.content), formats=_known()).get_format_mimetype()
         return f"data:{kind};base64,{base64.b64encode(self.content).decode()}"
 
     def inputs(self) -> dict[str, Tensor]:
@@ -113,20 +116,37 @@ def processor_of(path: str) -> Any:
         return AutoImageProcessor.from_pretrained(path, backend=backend, **NO_CODE)
 
 
-def _check_size(content: bytes, max_side: int) -> None:
-    """ValueError where a side of the image has more pixels, before any is decoded."""
+def _check_size(content: bytes, max_pixels: float | None = None) -> None:
+    """ValueError for an image with more pixels, or more than the limit `image_mpixels`, before any is decoded."""
     from PIL import Image as Pillow
 
-    width, height = Pillow.open(io.BytesIO(content)).size
-    if max(width, height) > max_side:
-        raise ValueError(f"it has {width} x {height} pixels, and a side may have {max_side}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+        try:
+            width, height = Pillow.open(io.BytesIO(content), formats=_known()).size
+        except Pillow.DecompressionBombError as error:  # of Pillow's own limit
+            raise untrusted.BadFile(str(error)) from None
+    if max_pixels is not None and width * height > max_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, and may have {max_pixels / 1e6:g} million")
+    if width * height > untrusted.limit("image_mpixels") * 1e6:
+        raise untrusted.too_much("it", f"{width} x {height} pixels", "image_mpixels")
+
+
+@lru_cache
+def _known() -> list[str]:
+    """The formats that this Pillow reads, of those that are read here."""
+    from PIL import Image as Pillow
+
+    Pillow.init()
+    return [name for name in _FORMATS if name in Pillow.OPEN]
 
 
 def _opened(content: bytes) -> Any:
     from PIL import Image as Pillow
     from PIL import ImageOps
 
-    picture = ImageOps.exif_transpose(Pillow.open(io.BytesIO(content)))  # as a viewer shows a photo
+    _check_size(content)
+    picture = ImageOps.exif_transpose(Pillow.open(io.BytesIO(content), formats=_known()))  # as a viewer shows a photo
     return picture.convert("RGB")
 
 
@@ -168,14 +188,14 @@ class ImageReader:
                 raise ValueError(f"{place}: image {number + 1} cannot be read: {short(error)}") from None
         return tuple(found)
 
-    def image(self, source: Any, folder: Path = Path(), *, max_side: int | None = None) -> Image:
+    def image(self, source: Any, folder: Path = Path(), *, max_pixels: float | None = None) -> Image:
         """The image of a file, bytes, a data: URL, `{"bytes": ..., "path": ...}`, or a picture of Pillow.
 
-        ValueError where a side has more than `max_side` pixels; and errors of files and of Pillow.
+        ValueError where it has more than `max_pixels`, or is beyond a limit (docs/data.md); and errors of files and of
+        Pillow.
         """
         content = _content(source, folder)
-        if max_side is not None:
-            _check_size(content, max_side)
+        _check_size(content, max_pixels)
         return Image(sha256(content).hexdigest(), self._path, content, self._count(content), self._tokens)
 
     def _count(self, content: bytes) -> int:
@@ -350,6 +370,7 @@ def _content(source: Any, folder: Path) -> bytes:
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, bytes | bytearray):
+        untrusted.check_length("it", len(source), "image_mib")
         return bytes(source)
     if hasattr(source, "save"):
         out = io.BytesIO()
@@ -358,11 +379,12 @@ def _content(source: Any, folder: Path) -> bytes:
     if not isinstance(source, str):
         raise TypeError(f"{repr(source)[:60]} is no file, bytes or picture")
     if source.startswith("data:"):
+        untrusted.check_length("it", len(source) * 3 // 4, "image_mib")
         return base64.b64decode(source.partition(",")[2], validate=True)
     if "://" in source and not source.startswith("file://"):
         raise ValueError(f"{source[:60]} is on a network: download it and give the file")
     path = Path(source.removeprefix("file://"))
-    return (path if path.is_absolute() or path.is_file() else folder / path).read_bytes()
+    return untrusted.read(path if path.is_absolute() or path.is_file() else folder / path, "image_mib")
 
 
 def short(error: Exception) -> str:

@@ -15,11 +15,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+
+from rlkit._util import untrusted
 
 _log = logging.getLogger("rlkit.data")
 _ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not markup in any template
@@ -45,6 +48,7 @@ _SPEAKERS = (
     ("USER:", "ASSISTANT:"),
 )  # fmt: skip
 _WHOLE = ("\n\n### ", "\n\nBelow is an instruction")
+_tried: dict[str, str] = {}  # what each chat template exceeds, "" for nothing
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -98,6 +102,8 @@ class Markup:
         said = [*asked, {"role": "assistant", "content": _SAID}]
         try:
             first = [apply_template(self.tokenizer, told, opened=told is asked) for told in (asked, said)]
+        except untrusted.BadFile:
+            raise
         except Exception as error:  # any of the template
             what = " ".join(str(error).split())
             raise ValueError(f"the chat template cannot be rendered: {type(error).__name__}: {what}") from error
@@ -366,10 +372,42 @@ def apply_template(
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a conversation, with the generation prompt if `opened`; errors are the template's."""
+    check_template(tokenizer, template_args)
     options = {"tools": None if tools is None else [*tools], "add_generation_prompt": opened}
     told = [dict(message) for message in messages]
     text: str = tokenizer.apply_chat_template(told, **options, tokenize=False, **(template_args or {}))
     return text
+
+
+def check_template(tokenizer: Any, args: Mapping[str, Any] | None = None) -> None:
+    """ValueError for a chat template that does not end, or takes the memory, on a few words.
+
+    Each template is rendered once in a process of its own, with limits; see `template_trial`.
+    """
+    given = getattr(tokenizer, "chat_template", None)
+    for source in given.values() if isinstance(given, Mapping) else [given] if isinstance(given, str) else ():
+        if source not in _tried:
+            _tried[source] = _trial(source, args or {})
+        if what := _tried[source]:
+            name = "template_s" if "time" in what else "template_memory_mib"
+            place = f"model {getattr(tokenizer, 'name_or_path', '')!r}"
+            raise untrusted.too_much(place, f"its chat template {what}", name)
+
+
+def _trial(source: str, args: Mapping[str, Any]) -> str:
+    """What a template exceeds when it writes a few words; "" for nothing."""
+    import subprocess  # 10 ms, for those who read rows without a template
+
+    seconds, memory = untrusted.limit("template_s"), int(untrusted.limit("template_memory_mib") * 2**20)
+    spec = json.dumps({"template": source, "args": dict(args), "seconds": seconds, "memory": memory}, default=str)
+    run = [sys.executable, "-I", str(Path(__file__).with_name("template_trial.py"))]
+    try:
+        ended = subprocess.run(run, input=spec.encode(), capture_output=True, timeout=20 * seconds)
+    except subprocess.TimeoutExpired:
+        return f"does not end in {seconds:g} s of processor time"
+    if ended.returncode < 0:
+        return f"does not end in {seconds:g} s of processor time"
+    return ended.stdout.decode(errors="replace").strip()
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -26,24 +26,26 @@ Parts = Sequence[tuple[int, float] | Part]
 
 class Leg(NamedTuple):
     """A stretch of the stream: the parts are mixed as they are from place `first` on, when `taken` rows of each had
-    been visited. A resumed run with other data begins a new one."""
+    been visited. A resumed run with other data begins a new one. `orders` are the numbers of the parts' orders (see
+    `epoch_order`): a part keeps its own where others come or go. (): 0, 1, ..."""
 
     first: int = 0
     taken: tuple[int, ...] = ()
+    orders: tuple[int, ...] = ()
 
 
 Rests = Mapping[int, tuple[int, int]]  # row -> the length of its rest in passes, and the pass in which it comes back
 
 
-def epoch_order(n: int, *, seed: int, epoch: int) -> list[int]:
-    """A permutation of `range(n)` that depends on (n, seed, epoch) and on nothing else.
+def epoch_order(n: int, *, seed: int, epoch: int, part: int = 0) -> list[int]:
+    """A permutation of `range(n)` that depends on (n, seed, epoch, part) and on nothing else.
 
     The indices are sorted by one uniform key each, drawn from Python's `random.Random.random()`, whose sequence for a
     given seed is fixed across Python versions and machines (a library's `shuffle` or `permutation` need not be).
     """
     if n < 1:
         raise ValueError(f"n must be at least 1 (the number of rows), got {n}")
-    return list(_order(n, seed, epoch))
+    return list(_order(n, seed, epoch, part))
 
 
 def batch_indices(n: int, *, batch_size: int, seed: int, step: int, parts: Parts = (), leg: Leg = Leg()) -> list[int]:
@@ -76,7 +78,8 @@ def mixed_index(position: int, *, parts: Parts, seed: int, leg: Leg = Leg()) -> 
     `parts` are (number of rows, weight) of consecutive parts of the rows. Any first m positions hold each part
     m * weight / (sum of weights) times, up to a fraction of one for each part before it: the shares are those of the
     weights at once, not only on average. Within a part the rows come as in `epoch_order`, each once in a pass over the
-    part, so a small part with a large weight is repeated.
+    part, so a small part with a large weight is repeated. Each part has an order of its own: rows of parallel files,
+    such as translations, do not meet in one batch in every pass.
 
     The first part takes the positions at which floor(position * share) grows, and the others divide the rest likewise.
     """
@@ -87,9 +90,9 @@ def mixed_place(position: int, *, parts: Parts, seed: int, leg: Leg = Leg()) -> 
     """The row at a position of the stream of `mixed_index`, and the number of the pass over its part, from 0."""
     first, before, place = 0, leg.taken or (0,) * len(parts), position - leg.first
     now, after = (_taken(parts, place + more) for more in (0, 1))
-    for (n, *_), old, taken, then in zip(parts, before, now, after, strict=True):
+    for (n, *_), order, old, taken, then in zip(parts, _orders(parts, leg), before, now, after, strict=True):
         if then > taken:
-            return first + _order(n, seed, (old + taken) // n)[(old + taken) % n], (old + taken) // n
+            return first + _order(n, seed, (old + taken) // n, order)[(old + taken) % n], (old + taken) // n
         first += n
     raise AssertionError("the last part has share 1")
 
@@ -107,7 +110,8 @@ def to_save(parts: Parts, leg: Leg, *, position: int) -> dict[str, Any]:
     """What a checkpoint holds of the order, after `position` rows of the stream."""
     taken = [a + b for a, b in zip(leg.taken or (0,) * len(parts), _taken(parts, position - leg.first), strict=True)]
     now = [[*[*part, ""][:3], num] for part, num in zip(parts, taken, strict=True)]
-    return {"first": leg.first, "before": [*leg.taken], "position": position, "parts": now}
+    orders = [*_orders(parts, leg)]
+    return {"first": leg.first, "before": [*leg.taken], "position": position, "parts": now, "orders": orders}
 
 
 def resumed(
@@ -120,23 +124,38 @@ def resumed(
     earlier version, the `names` of that run's files decide, and where one is new all parts begin anew.
     """
     sources = [part[2] if len(part) > 2 else "" for part in parts]
-    if not all(sources) or not parts or (saved is None and names is None):
-        return Leg(), []
-    if saved is None and all(f" {source.rpartition(' ')[0]} " in f" {names} " for source in sources):
+    if saved is None and names is None:
         return Leg(), []
     before = [] if saved is None else saved["parts"]
+    orders = (saved or {}).get("orders", [0] * len(before or parts))  # earlier versions had one order for all parts
+    same = Leg(orders=_unless_plain(orders))
+    if not all(sources) or not parts:
+        return same if len(before) == len(parts) else Leg(), []
+    if saved is None and all(f" {source.rpartition(' ')[0]} " in f" {names} " for source in sources):
+        return same, []
     old = dict(zip(_keys([part[2] for part in before]), before, strict=True))
     keys = _keys(sources)
     weights = [(key, part[1]) for key, part in zip(keys, parts, strict=True)]
     if saved is not None and position == saved["position"] and weights == [(k, p[1]) for k, p in old.items()]:
-        return Leg(saved["first"], tuple(saved["before"])), []
+        return same._replace(first=saved["first"], taken=tuple(saved["before"])), []
+    stay = {key: number for key, number in zip(old, orders, strict=False) if key in keys}
+    free = (number for number in itertools.count() if number not in stay.values())
+    orders = [stay[key] if key in stay else next(free) for key in keys]
     taken = [old[key][3] if key in old else 0 for key in keys]
     said = [
         f"data: {source.rpartition(' ')[0]} "
         + (f"goes on after {num} rows" if key in old else "is new or has changed: it begins at its first row")
         for key, source, num in zip(keys, sources, taken, strict=True)
     ]
-    return Leg(position, tuple(taken)), said if {*keys} != {*old} else []
+    return Leg(position, tuple(taken), _unless_plain(orders)), said if {*keys} != {*old} else []
+
+
+def _orders(parts: Parts, leg: Leg) -> Sequence[int]:
+    return leg.orders or range(len(parts))
+
+
+def _unless_plain(orders: Sequence[int]) -> tuple[int, ...]:
+    return () if [*orders] == [*range(len(orders))] else tuple(orders)
 
 
 def _keys(sources: Sequence[str]) -> list[tuple[str, int]]:
@@ -189,7 +208,7 @@ def batches(
 
 
 @lru_cache(maxsize=32)  # of each part of a mixture, and of the next pass
-def _order(n: int, seed: int, epoch: int) -> Sequence[int]:
-    uniform = random.Random(f"{seed}/{epoch}").random
+def _order(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:
+    uniform = random.Random(f"{seed}/{epoch}" + f"/{part}" * (part > 0)).random
     keys = [uniform() for _ in range(n)]
     return array("Q", sorted(range(n), key=keys.__getitem__))

@@ -11,22 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
+from rlkit.data.drop import TooLong, check_begun, drop, shorten
 from rlkit.data.images import COLUMNS, ImageReader
 from rlkit.data.load import Row, place_of
 from rlkit.data.messages import decoded
-from rlkit.data.rows import (
-    PROMPT,
-    Template,
-    TooLong,
-    check_begun,
-    drop,
-    prompt_messages,
-    prompt_text,
-    question_messages,
-    read_rows,
-    shorten,
-)
+from rlkit.data.rows import read_rows
 from rlkit.data.schema import OF_TEMPLATE, PROMPTS
+from rlkit.data.template import Template
+from rlkit.data.turns import PROMPT, prompt_messages, prompt_text, question_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

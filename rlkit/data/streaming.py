@@ -14,6 +14,7 @@ Differs: `datasets.IterableDataset` shuffles within a buffer, and saves a state 
 from __future__ import annotations
 
 import logging
+import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, overload
 
+from rlkit._util import untrusted
 from rlkit._util.text import Explained
-from rlkit.data.files import format_of, need_datasets, parsed_line
+from rlkit.data.drop import NothingLeft
+from rlkit.data.files import check_parquet, format_of, need_datasets, parsed_line
 from rlkit.data.load import Rows, checked_row, sources_of
-from rlkit.data.rows import NothingLeft
 
 X = TypeVar("X")
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
@@ -134,12 +136,15 @@ def _opened(name: str) -> _File:
     if not path.is_file() or kind not in (*_LINES, ".parquet") or kind != path.suffix.lower():
         fix = "write it as .jsonl or .parquet, or drop `stream`"
         raise ValueError(f"{name}: only files of JSONL and Parquet that are not compressed stream: {fix}")
+    untrusted.check_file(path)
     if kind == ".parquet":
+        check_parquet(path)
         table = need_datasets(path).load_dataset("parquet", data_files=[escape(str(path))], split="train")
         return _File(name, len(table), lambda i: (f"row {i + 1}", table[i]))
     starts, numbers, at = array("Q"), array("I"), 0
     file = path.open("rb")  # open as long as its rows are read
-    for number, line in enumerate(file, start=1):
+    before = os.fstat(file.fileno())
+    for number, line in enumerate(untrusted.lines(file, path), start=1):
         if line.strip():
             starts.append(at)
             numbers.append(number)
@@ -148,8 +153,11 @@ def _opened(name: str) -> _File:
             _progress.info("finding the lines of %s: %d", name, number)
 
     def read(i: int) -> tuple[str, Any]:
+        now, place = os.fstat(file.fileno()), f"line {numbers[i]}"
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            fix = "start again, and write a changed file under another name"
+            raise ValueError(f"{name}, {place}: the file has changed since the run began to read it: {fix}")
         file.seek(starts[i])
-        place = f"line {numbers[i]}"
         return place, parsed_line(f"{name}, {place}", file.readline())
 
     return _File(name, len(starts), read)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit._util import untrusted
 from rlkit.data.chat import render_text
 from rlkit.data.markup import markup_of
 
@@ -55,9 +56,8 @@ def read_template(path: str | Path) -> tuple[ChatTemplate, Path]:
     if path.is_dir():
         for file in (path / name for name in _IN_FOLDER):
             if file.is_file() and (found := _of_file(file)):
-                more = {
-                    extra.stem: extra.read_text("utf-8") for extra in path.glob("additional_chat_templates/*.jinja")
-                }
+                extras = path.glob("additional_chat_templates/*.jinja")
+                more = {extra.stem: untrusted.read(extra, "template_mib").decode() for extra in extras}
                 return ({"default": found, **more} if more and isinstance(found, str) else found), file
         raise ValueError(f"{path}: none of {', '.join(_IN_FOLDER)} in this folder has a chat template")
     if not path.is_file():
@@ -87,12 +87,16 @@ def keep_template(folder: Path, template: ChatTemplate) -> bool:
 def _of_file(file: Path) -> ChatTemplate | None:
     """The template of a file; None for one without."""
     try:
-        text = file.read_text("utf-8")
+        text = untrusted.read(file, "template_mib").decode()
         if file.suffix.lower() != ".json":
             if text.strip().startswith('"') and _is_json_text(text):
                 raise ValueError("it is quoted as in JSON; write it without the quotes, and its \\n as line breaks")
             return text if text.strip() else None
         config = json.loads(text)
+    except RecursionError:
+        raise untrusted.deep(file) from None
+    except untrusted.BadFile:
+        raise
     except ValueError as error:
         raise ValueError(f"{file}: cannot be read as a chat template: {error}") from None
     found = config.get("chat_template") if isinstance(config, dict) else None

@@ -91,7 +91,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     """
     samples = [t for group in groups for t in group]
     ends = [t for group in groups for t in last_pieces(group)]
-    reported = [(f"reward/{k}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
+    reported = [(f"reward/{_own_name(k)}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
     judged = [t for t in ends if _is_judged(t)]
     reported += [(f"reward/{t.role}", t.reward) for t in judged if t.role]
     scores = [("score/mean", t.score) for t in judged if t.score is not None]
@@ -109,6 +109,11 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
         "staleness/mean": Mean(ages.double().sum(), lengths.double().sum()),
         "staleness/max": largest(oldest),
     }
+
+
+def _own_name(name: str) -> str:
+    """The name of a number of the reward function or environment beside `reward/mean` and `reward/std`."""
+    return f"own/{name}" if name in ("mean", "std") else name
 
 
 def mean_advantages(batch: Batch, *, num_samples: int) -> list[float]:

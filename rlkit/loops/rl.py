@@ -153,7 +153,7 @@ def stream_of(
         prompt_order(task.prompts, seed=schedule.seed, parts=task.parts, leg=leg), engine=engine,
         params=rollouts.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
         staleness=rollouts.max_age, turns=not rollouts.overlap, seed=schedule.seed, env=task.env, score=task.score,
-        keep=task.keep_group, max_dropped=rollouts.max_dropped, on_group=samples.completed,
+        keep=task.keep_group, max_dropped=rollouts.max_dropped, on_group=samples.completed, tokenizer=samples.tokenizer,
         journal=schedule.output / "completions" if rollouts.journal or rollouts.overlap else None, **options,
     )  # fmt: skip
 

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from rlkit._util.text import Explained
 from rlkit.loops.nans import Finite, X, check_update, describe_prompt, finite_batch, finite_groups
 from rlkit.rollout.groups import Group, Prompt
 from rlkit.run.folder import Run
 from rlkit.types import Batch
+
+_FAILED = 32  # episodes in a row
 
 
 class Signal(NamedTuple):
@@ -23,15 +26,20 @@ class Signal(NamedTuple):
 
 
 class Watch:
-    """The checks of one run: stops at the first non-finite number, or with `skip` drops its samples and counts them."""
+    """The checks of one run: stops at the first non-finite number, or with `skip` drops its samples and counts them.
+
+    Episodes may fail (`max_failed` of `rlkit.rewards.scorer`). A step in which all did is reported. It ends the run if
+    none has succeeded before, or as the last of `_FAILED` episodes in a row.
+    """
 
     def __init__(self, run: Run, prompts: Sequence[Prompt], tokenizer: Any, *, skip: bool) -> None:
         self._run, self._skip, self._num_dropped = run, skip, 0
-        self._signal = Signal()
+        self._signal, self._any_good, self._failed = Signal(), False, 0
         self._describe = partial(describe_prompt, prompts, tokenizer)
 
     def groups(self, groups: Sequence[Group], *, step: int) -> tuple[list[Group], Sequence[int]]:
         """`finite_groups`, and the places of their samples among those of `groups`."""
+        self._check_failed(groups, step=step)
         finite = self._report(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
         return finite.kept, finite.places
 
@@ -48,6 +56,17 @@ class Watch:
     def signal(self, batch: Batch) -> None:
         """`report_no_signal`."""
         self._signal = report_no_signal(self._run, batch, before=self._signal)
+
+    def _check_failed(self, groups: Sequence[Group], *, step: int) -> None:
+        infos = [trajectory.info for group in groups for trajectory in group]
+        if not all(info.get("metrics", {}).get("failed") for info in infos) or not infos:
+            self._any_good, self._failed = True, 0
+            return
+        self._failed += len(infos)
+        said = f"all {len(infos)} episodes of step {step} failed, and nothing is trained on: {infos[-1].get('error')}"
+        if not self._any_good or self._failed >= _FAILED:
+            raise Explained(said)
+        self._run.say(said)
 
     def _report(self, finite: Finite[X]) -> Finite[X]:
         self._num_dropped += finite.num_dropped

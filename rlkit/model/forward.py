@@ -33,11 +33,11 @@ from rlkit.model.families import (
 )
 from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.positions import check_positions
-from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.pretrained import NO_CODE, building, explained, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.routing import check_experts
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
-from rlkit.model.source import untie
+from rlkit.model.source import check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
@@ -145,13 +145,16 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
     from transformers.utils import logging
 
     if (Path(path) / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(path)
+        with explained(path, "generation_config.json"):
+            GenerationConfig.from_pretrained(path)
+    check_sizes(path)
     shown = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
     try:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-        model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
+        with building(path):
+            model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
     except SafetensorError as error:
         what = f"its safetensors are damaged ({error}): copy or download it again"
         raise ValueError(f"model {str(path)!r}: {what}") from None

@@ -129,6 +129,8 @@ class Stage:
 
 def shape_of(config: Any) -> Shape:
     """The sizes in a transformers config of a model type that `parallelize` covers."""
+    from rlkit.model.parallelize import COVERED
+
     text, kind = config.get_text_config(), config.model_type
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     return Shape(
@@ -141,7 +143,7 @@ def shape_of(config: Any) -> Shape:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         tied=bool(text.tie_word_embeddings),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind.startswith(("qwen3", "gemma3")),
+        qk_norm=COVERED.get(kind) is not None,
         experts=experts,
         active=text.num_experts_per_tok if experts else 0,
     )

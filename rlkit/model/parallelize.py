@@ -40,7 +40,7 @@ from rlkit.model.lora import (
     merge_adapter,
     reset_adapters,
 )
-from rlkit.model.pretrained import NO_CODE, load_config
+from rlkit.model.pretrained import NO_CODE, building, explained, load_config
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
 from rlkit.parallel.attention import recomputing
@@ -311,11 +311,12 @@ def load_parallel(
         adapt(model)
         return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
     untie(config, equal=same_tensors(folder, "lm_head.weight", "model.embed_tokens.weight"), path=path)
-    with torch.device("meta"):
+    with building(path), torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
         model = make(config, dtype=torch.float32, **NO_CODE)
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        with explained(path, "generation_config.json"):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     adapt(model)
     sharded = parallelize(model, mesh, **options)
     read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device, new=new)

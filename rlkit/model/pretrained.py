@@ -18,12 +18,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlkit._util import untrusted
 from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapter
 
 log = logging.getLogger("rlkit.model")
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # for every call of transformers that takes it
 _OF_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # that classes read into `rope_parameters`
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
+_SIZES = {  # bounds of keys of config.json, far from any model
+    "vocab_size": (1, 1 << 25), "hidden_size": (1, 1 << 20), "n_embd": (1, 1 << 20), "intermediate_size": (0, 1 << 22),
+    "num_hidden_layers": (1, 10_000), "n_layer": (1, 10_000), "num_attention_heads": (1, 1 << 16),
+    "n_head": (1, 1 << 16), "num_key_value_heads": (1, 1 << 16), "head_dim": (1, 1 << 16), "num_experts": (0, 1 << 16),
+    "num_local_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "max_position_embeddings": (1, 1 << 32),
+    "rope_theta": (1e-3, 1e15), "rms_norm_eps": (0, 1), "layer_norm_eps": (0, 1),
+}  # fmt: skip
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
 
@@ -55,6 +64,7 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         fix = "merge them (peft's merge_and_unload), and save the result"
         raise ValueError(f"model {str(path)!r} has an adapter beside its weights (adapter_config.json): {fix}")
     with explained(path, "config"):
+        _check_config_files(path)
         config = AutoConfig.from_pretrained(str(path), **NO_CODE)
         raw = PreTrainedConfig.get_config_dict(str(path))[0]
         twice = _disagreement(Path(path))
@@ -136,10 +146,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         check_model_path(path)
         path = base_of(path)
     with explained(path, "tokenizer"):
+        _check_tokenizer_files(path)
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
             cached_file(str(path), "generation_config.json")
-    if len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False):
+        empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)
+    if empty:
         what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
         raise ValueError(f"model {str(path)!r} has {what}")
     if tokenizer.init_kwargs.get("auto_map"):
@@ -160,6 +172,8 @@ def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     hub.setLevel(logging.ERROR)  # or it prints a line for each of its retries, before the error
     try:
         yield
+    except untrusted.BadFile:
+        raise
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"model {str(path)!r} {_CODE.format(what)}") from None
@@ -167,7 +181,7 @@ def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
             raise ValueError(f"{damaged} is damaged, it is not JSON: copy or download it again") from None
         if isinstance(error, OSError | ImportError):
             raise
-        text = str(error).partition("\n")[0]
+        text = " ".join(str(error).split())[:300]
         fix = "; copy or download tokenizer.json again" * (what == "tokenizer")
         found = f"its {what} cannot be read: {type(error).__name__}: {text}{fix}"
         raise ValueError(f"model {str(path)!r}: {found}") from error
@@ -178,10 +192,91 @@ def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 def _not_json(folder: Path) -> Path | None:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            json.loads(path.read_bytes())
-        except ValueError:
+            json.loads(untrusted.read(path, "tokenizer_mib"))
+        except (ValueError, RecursionError):
             return path
     return None
+
+
+@contextmanager
+def building(path: str | os.PathLike[str]) -> Iterator[None]:
+    """One line with the folder for what transformers raises in a model's class where its config has a wrong value."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        what, file = " ".join(f"{type(error).__name__}: {error}".split())[:300], Path(path) / "config.json"
+        if isinstance(error, KeyError) and file.is_file() and (key := _key_of(untrusted.read_json(file), *error.args)):
+            what = f"{key} is {error.args[0]!r}, which transformers does not know"
+        raise ValueError(f"model {str(path)!r}: no model can be built from its config.json: {what}") from error
+
+
+def _key_of(config: Any, value: Any) -> str | None:
+    """The key of a config, or of an object in it, that has this value."""
+    pairs = config.items() if isinstance(config, dict) else ()
+    return next((f for key, x in pairs if (f := key if x == value else _key_of(x, value))), None)
+
+
+def _file(path: str | os.PathLike[str], name: str) -> Path | None:
+    """A file of a folder or hub id; None where it has none."""
+    from transformers.utils.hub import cached_file
+
+    if Path(path).is_dir():
+        return Path(path) / name if (Path(path) / name).exists() else None
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(str(path), name, **quiet)
+    return Path(found) if found else None
+
+
+def _check_config_files(path: str | os.PathLike[str]) -> None:
+    """ValueError, with the file and the key, for values of which no model can be built, and for an index of weights
+    that names other files than safetensors beside it."""
+    for name in ("config.json", "generation_config.json"):
+        if (file := _file(path, name)) is None:
+            continue
+        found = untrusted.read_json(file)
+        if not isinstance(found, dict):
+            raise untrusted.BadFile(f"{file} is damaged, it is no JSON object: copy or download it again")
+        inner: Any = found.get("text_config")
+        text = inner if isinstance(inner, dict) else {}
+        for prefix, part in (("", found), ("text_config.", text)):
+            for key, value in part.items():
+                if (what := _wrong(key, value)) is not None:
+                    what = f"{prefix}{key} {what}, got {repr(value)[:80]}"
+                    raise untrusted.BadFile(f"{file}: {what}: copy or download it again")
+    if Path(path).is_dir() and (index := Path(path) / "model.safetensors.index.json").exists():
+        found = untrusted.read_json(index)
+        names = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(names, dict):
+            raise untrusted.BadFile(f"{index} has no weight_map: copy or download it again")
+        for tensor, name in names.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                what = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
+                raise untrusted.BadFile(f"{index}: {what}")
+
+
+def _wrong(key: str, value: Any) -> str | None:
+    """What is wrong with a value of a config; None for nothing, and for a key that is not known."""
+    if key in _TOKENS and value is not None:
+        ids = value if isinstance(value, list) else [value]
+        return None if all(type(i) is int for i in ids) else "must be a token, or a list of tokens"
+    if key not in _SIZES or value is None or isinstance(value, list):  # some models have one for each layer
+        return None
+    low, high = _SIZES[key]
+    fine = isinstance(value, int | float) and low <= value <= high
+    return None if fine else f"must be a number from {low:,} to {high:,}"
+
+
+def _check_tokenizer_files(path: str | os.PathLike[str]) -> None:
+    """ValueError, with the file, for a tokenizer that is too large to be read, or nested too deeply."""
+    for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json"):
+        if (file := _file(path, name)) is None:
+            continue
+        data = untrusted.read(file, "tokenizer_mib")
+        num = data.count(b"\n" if name == "added_tokens.json" else b'"content"')
+        if num > untrusted.limit("tokens"):
+            raise untrusted.too_much(file, f"it adds about {num:,} tokens", "tokens")
+        if name != "tokenizer.json":  # which `tokenizers` reads, with a limit of depth
+            untrusted.parsed(file, data)
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rlkit._util.files import weight_files
 from rlkit._util.ranks import is_first
+from rlkit.model.pretrained import load_config
 
 log = logging.getLogger("rlkit.model")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,6 +52,22 @@ def stored(path: str | Path) -> dict[str, Stored]:
         except (OSError, SafetensorError):
             return {}
     return found
+
+
+def check_sizes(path: str | os.PathLike[str]) -> None:
+    """ValueError where a config asks for far more numbers than its weights have: transformers draws the rest."""
+    num = 2 * sum(x.nbytes for x in stored(Path(path) if Path(path).is_dir() else str(path)).values())  # of 4 bits
+    config = load_config(path).get_text_config()
+    sizes: dict[str, Any] = {
+        name: getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "hidden_size")
+    }
+    if not num or not all(isinstance(x, int) for x in sizes.values()):
+        return
+    vocab, layers, hidden = sizes.values()
+    for name, wanted in (("vocab_size", vocab * hidden), ("num_hidden_layers", layers * hidden * hidden)):
+        if wanted > 16 * num:
+            what = f"{name} {sizes[name]:,} with hidden_size {hidden:,} is more than its files have, {num // 2:,} bytes"
+            raise ValueError(f"model {str(path)!r}: config.json: {what}: copy or download it again")
 
 
 def _folder(path: str | Path) -> Path:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from rlkit._util.ranks import on_this_device, rank, world_size
 from rlkit.model.weights import Form, WeightStream
-from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines import EngineError, Unreachable
 from rlkit.rollout.groups import Group, Prompt, rollout
-from rlkit.rollout.stream import Counts, GroupStream
+from rlkit.rollout.stream import Counts, GroupStream, continue_aborted
 
 X = TypeVar("X")
 Resend = Callable[[], Awaitable[object]]  # publishes the current weights again, on all ranks together
@@ -44,8 +44,8 @@ async def gathered(work: Callable[[], Awaitable[X]], *, samplers: Sequence[int] 
         try:
             mine[0] = await work()
         except Exception as e:
-            of_engine = isinstance(e, EngineError)  # its message says all: one line on every rank
-            error, mine[1] = e, EngineError(str(e)) if of_engine else RuntimeError(f"rank {rank()}: {e!r}")
+            kind = Unreachable if isinstance(e, Unreachable) else EngineError  # its message says all: one line
+            error, mine[1] = e, kind(str(e)) if isinstance(e, EngineError) else RuntimeError(f"rank {rank()}: {e!r}")
     share = partial(_broadcast, mine, samplers)
     sent = await asyncio.to_thread(on_this_device(share)) if len(samplers) > 1 else share()
     for source, (_, failed) in zip(samplers, sent, strict=True):
@@ -144,8 +144,8 @@ async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: 
         try:
             await engine.update_weights(stream, version=version)
             break
-        except EngineError:
-            if not left or not hasattr(engine, "lost"):
+        except EngineError as error:
+            if not left or not hasattr(engine, "lost") or isinstance(error, Unreachable):
                 raise
     return {"sync/bytes": stream.num_bytes} if stream.num_bytes else {}
 
@@ -167,6 +167,7 @@ class SharedEngine:
     def __init__(self, engine: Any, *, samplers: Sequence[int] = (0,)) -> None:
         self.engine, self.samplers = engine, tuple(samplers)
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
+        self.positional_noise = getattr(engine, "positional_noise", False)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
         """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks.
@@ -254,6 +255,7 @@ class SharedStream:
             sampler dropped.
         journal: of `GroupStream`; the k-th sampler's is `{journal}_{k}`, except the first one's.
         max_dropped: of `GroupStream`; each sampler has its share.
+        tokenizer: of `continue_aborted`.
         turns: sampling and training take turns: after each `take` the stream pauses, and the engine rests.
         options: the other arguments of `GroupStream`.
     """
@@ -261,7 +263,7 @@ class SharedStream:
     def __init__(
         self, prompt_at: Callable[[int], Prompt], *, engine: Any, groups_per_step: int, on_group: Callable[..., None],
         journal: Path | None = None, max_dropped: int | None = None, state: Mapping[str, Any] | None = None,
-        turns: bool = False, **options: Any,
+        turns: bool = False, tokenizer: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         self._engine, self._on_group, self._group_size = engine, on_group, options["group_size"]
         self._samplers, self._turns = samplers_of(engine)[:groups_per_step], turns
@@ -272,12 +274,14 @@ class SharedStream:
         self.outcomes = list[tuple[int, bool]]()
         self.state: dict[str, Any] = {}
         if (k := self._number) is not None:
+            positional = getattr(engine, "positional_noise", False)
             share = Share.of(k, len(self._samplers), groups_per_step)
             folder = journal.with_name(f"{journal.name}_{k}") if journal is not None and k else journal
             limit = None if max_dropped is None else -(-max_dropped * share.size // groups_per_step)
             self._stream = GroupStream(
                 prompt_at, generate=engine.generate, abort=engine.abort, groups_per_step=share.size,
                 index_of=share.place, on_group=self._note if k else on_group, journal=folder, max_dropped=limit,
+                continued=partial(continue_aborted, tokenizer=tokenizer, positional_noise=positional),
                 state=state and state_of(state, k=k, samplers=len(self._samplers), num=groups_per_step), **options,
             )  # fmt: skip
 

@@ -36,7 +36,7 @@ import json
 import math
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -54,12 +54,14 @@ from rlkit.rollout.groups import (
     Score,
     compact,
     joined_experts,
+    mix,
     seeded_group,
     single_turn,
 )
 from rlkit.rollout.limits import success, varies
 from rlkit.types import Completion, Generate, SamplingParams
 
+Continued = Callable[..., Awaitable[Completion]]  # as `continue_aborted`
 NOTHING = Completion([], [], [], "abort")
 
 
@@ -75,15 +77,17 @@ class Pausable:
     is paused wait. A caller of `generate` notices only the delay, so any environment can be interrupted in the middle
     of a turn.
 
-    The noise of a token depends on its seed and position only, so under unchanged weights a completion is the same
-    with or without pauses, up to the rounding of its prefill. With stop strings, tokens at the end that may begin one
-    are sampled again: the engine looks for stop strings only in what it samples itself.
+    A pause changes no distribution: no token is sampled a second time, and no noise is used twice, if `continued` is
+    `continue_aborted` with the tokenizer. With positional noise, under unchanged weights, a completion is the same with
+    or without pauses, up to the rounding of its prefill.
 
     `abort(None)` ends all requests of the engine, including those of other callers.
     """
 
-    def __init__(self, generate: Generate, abort: Callable[..., Awaitable[Any]]) -> None:
-        self._generate, self._abort = generate, abort
+    def __init__(
+        self, generate: Generate, abort: Callable[..., Awaitable[Any]], *, continued: Continued | None = None
+    ) -> None:
+        self._generate, self._abort, self._continued = generate, abort, continued or continue_aborted
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._pauses = 0
@@ -108,7 +112,7 @@ class Pausable:
                 if not self.num_running:
                     self._idle.set()
 
-        return await continue_aborted(part, prompt_ids, params, again=lambda: pauses != self._pauses)
+        return await self._continued(part, prompt_ids, params, again=lambda: pauses != self._pauses)
 
     async def pause(self) -> None:
         """Abort all calls, and return when the engine runs none; calls that wait keep waiting."""
@@ -129,23 +133,35 @@ class Pausable:
 
 async def continue_aborted(
     part: Callable[[list[int], SamplingParams], Awaitable[Completion | None]], prompt_ids: list[int],
-    params: SamplingParams, *, again: Callable[[], bool],
+    params: SamplingParams, *, again: Callable[[], bool], tokenizer: Any = None, positional_noise: bool = False,
 ) -> Completion:  # fmt: skip
     """Sample a completion in parts: `part(context, left)` samples after the prompt and the tokens so far, within the
     rest of `max_new_tokens`.
 
     The next part follows if one ends as "abort" and `again()` is true. None instead of a part ends the completion with
     the tokens so far.
+
+    Args:
+        tokenizer: finds stop strings that begin in one part and end in the next; an engine searches only what it
+            samples itself. Without it, tokens that may begin a stop string are sampled again, which makes stop strings
+            too likely unless the noise is positional.
+        positional_noise: the engine's noise is a function of a token's seed and position. For other engines the seed
+            of a part is mixed with the number of tokens before it, or a generator per request would repeat its noise.
     """
     done = NOTHING
     while True:
-        left = replace(params, max_new_tokens=params.max_new_tokens - len(done.ids)) if done.ids else params
+        left, num = params, len(done.ids)
+        if num:
+            seed = params.seed if positional_noise or params.seed is None else mix(params.seed, num)
+            left = replace(params, max_new_tokens=params.max_new_tokens - num, seed=seed)
         if (out := await part([*prompt_ids, *done.ids], left)) is None:
             return done
         done = joined(done, out)
+        if num and params.stop and tokenizer is not None:
+            done = _stopped(done, num, params.stop, tokenizer)
         if done.finish_reason != "abort" or not again():
             return done
-        done = resumable(done, params)
+        done = resumable(done, params, tokenizer=tokenizer)
         if done.finish_reason != "abort":
             return done
 
@@ -158,17 +174,31 @@ def joined(first: Completion, second: Completion) -> Completion:
     )  # fmt: skip
 
 
-def resumable(done: Completion, params: SamplingParams) -> Completion:
+def resumable(done: Completion, params: SamplingParams, *, tokenizer: Any = None) -> Completion:
     """The part of an aborted completion to continue from; finish_reason "length" if it has `max_new_tokens` already.
 
-    Drops tokens at the end that could begin a stop string (each token is at least one byte of it).
+    Without `tokenizer`, drops tokens at the end that could begin a stop string (each is at least one byte of it).
     """
     if len(done.ids) >= params.max_new_tokens:
         return replace(done, finish_reason="length")
-    keep = max(0, len(done.ids) - max((len(s.encode()) - 1 for s in params.stop), default=0))
-    gone, experts = len(done.ids) - keep, done.experts
+    stop = params.stop if tokenizer is None else ()
+    return _first(done, max(0, len(done.ids) - max((len(s.encode()) - 1 for s in stop), default=0)))
+
+
+def _stopped(done: Completion, num: int, stop: Sequence[str], tokenizer: Any) -> Completion:
+    """`done` up to the token that completes a stop string which begins in its first `num` tokens and ends later."""
+    decode, longest = partial(tokenizer.decode, skip_special_tokens=False), max(len(s.encode()) for s in stop)
+    first = max(0, num - longest - 8)  # what is before it may begin inside a character, or lose its leading space
+    for end in range(num + 1, min(len(done.ids), num + longest) + 1):  # a token is at least one byte
+        if any(s in decode(done.ids[first:end]) for s in stop):
+            return replace(_first(done, end), finish_reason="stop")
+    return done
+
+
+def _first(done: Completion, num: int) -> Completion:
+    gone, experts = len(done.ids) - num, done.experts
     return replace(
-        done, ids=done.ids[:keep], logp=done.logp[:keep], versions=done.versions[:keep],
+        done, ids=done.ids[:num], logp=done.logp[:num], versions=done.versions[:num],
         experts=None if experts is None else experts[: len(experts) - gone],
     )  # fmt: skip
 
@@ -180,7 +210,8 @@ class Journal:
     """A `generate` that writes each completion to disk before it returns it, and replays completions it finds there.
 
     The key of a completion is the seed of its request and its context with its images, so each request needs its own
-    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token. An environment that runs
+    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token, by
+    `continued` (see `Pausable`). An environment that runs
     again after a crash gets the same turns as long as its contexts are the same; from the first different context (a
     search that returns another result), it is sampled again.
 
@@ -191,8 +222,10 @@ class Journal:
     uninterrupted run, and may differ by rounding.
     """
 
-    def __init__(self, folder: Path, generate: Generate, *, version: int = 0) -> None:
-        self._folder, self._generate = folder, generate
+    def __init__(
+        self, folder: Path, generate: Generate, *, version: int = 0, continued: Continued | None = None
+    ) -> None:
+        self._folder, self._generate, self._continued = folder, generate, continued or continue_aborted
         self._known: dict[Key, Completion] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.jsonl"), key=_version):
@@ -220,7 +253,7 @@ class Journal:
                 self._write(key, out)
             return out
 
-        return await continue_aborted(part, prompt_ids, params, again=lambda: replayed)
+        return await self._continued(part, prompt_ids, params, again=lambda: replayed)
 
     def forget(self, *, before: int) -> None:
         """Delete the files of versions before this one."""
@@ -243,13 +276,17 @@ class Journal:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             replace_file(path, whole)
-        for line in whole.splitlines():
-            row = json.loads(line)
-            key = tuple(row.pop("key"))
-            if "experts" in row:
-                *shape, data = row["experts"]
-                row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
-            self._known[key] = Completion(**row)
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                row = json.loads(line)
+                key = tuple(row.pop("key"))
+                if "experts" in row:
+                    *shape, data = row["experts"]
+                    row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
+                self._known[key] = Completion(**row)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                fix = "delete the file, and its completions are sampled again"
+                raise ValueError(f"{path}, line {number} is no completion ({error!r}): {fix}") from None
 
 
 def _key(seed: int | None, prompt_ids: list[int], images: str) -> Key:
@@ -306,6 +343,7 @@ class GroupStream:
         on_group: called with (prompt, group, step, kept) when a group has its rewards. `step` is the step in progress,
             not necessarily the one that trains on the group, so a checkpoint after a step contains no later one.
         journal: folder to which every completion is written at once; see `Journal`.
+        continued: `continue_aborted` with what the engine needs; see `Pausable`.
         index_of: the index of the j-th prompt that is started, where several streams share the prompts; None: j.
         rests: whether to pass over the prompt of an index; None: no prompt.
         version: version of the engine's current weights, which is also the number of steps taken so far.
@@ -332,6 +370,7 @@ class GroupStream:
         max_dropped: int | None = None,
         on_group: Callable[..., None] | None = None,
         journal: Path | None = None,
+        continued: Continued | None = None,
         index_of: Callable[[int], int] | None = None,
         rests: Callable[[int], bool] | None = None,
         version: int = 0,
@@ -339,8 +378,9 @@ class GroupStream:
     ) -> None:
         if group_size < 1 or groups_per_step < 1 or not 0 <= staleness < math.inf:
             raise ValueError(f"{group_size=}, {groups_per_step=} must be at least 1 and {staleness=} at least 0")
-        self._journal = None if journal is None else Journal(journal, generate, version=version)
-        self._pausable = Pausable(generate if self._journal is None else self._journal.generate, abort)
+        self._journal = None if journal is None else Journal(journal, generate, version=version, continued=continued)
+        sampled = generate if self._journal is None else self._journal.generate
+        self._pausable = Pausable(sampled, abort, continued=continued)
         self._sample = partial(
             seeded_group, generate=self._pausable.generate, params=params, group_size=group_size, env=env, score=score
         )

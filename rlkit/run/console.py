@@ -24,31 +24,34 @@ TRAINING = "training had started"  # starts the note on an error raised after th
 
 
 class Column(NamedTuple):
-    """A column of the step line: the sum of the metrics `keys` that are present, times `scale`."""
+    """A column of the step line: the sum of the metrics `keys` that are present, times `scale`.
+
+    On a narrow terminal those with `drop` leave, the lowest number first.
+    """
 
     title: str
     keys: tuple[str, ...]
     width: int
     format: str
     scale: float = 1.0
+    drop: int = 0
 
 
 COLUMNS = (
-    Column("loss", ("loss",), 7, ".4f"),
+    Column("loss", ("loss",), 7, ".4f", drop=7),
     Column("acc", ("accuracy",), 7, ".3f"),
     Column("reward", ("reward/mean",), 7, ".3f"),
-    Column("entropy", ("entropy",), 7, ".3f"),
-    Column("kl", ("kl/ref",), 8, ".5f"),
-    Column("length", ("length/mean",), 7, ".1f"),
-    Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 7, ".2f", 100.0),
+    Column("entropy", ("entropy",), 7, ".3f", drop=2),
+    Column("kl", ("kl/ref",), 8, ".5f", drop=4),
+    Column("length", ("length/mean",), 7, ".1f", drop=5),
+    Column("clip%", ("ratio/clip_low", "ratio/clip_high"), 7, ".2f", 100.0, drop=3),
     Column("teacher", ("teacher/loss",), 7, ".4f"),
-    Column("mismatch", ("mismatch/abs_mean",), 9, ".1e"),
-    Column("grad", ("grad_norm",), 7, ".3f"),
+    Column("mismatch", ("mismatch/abs_mean",), 9, ".1e", drop=1),
+    Column("grad", ("grad_norm",), 7, ".3f", drop=6),
     Column("s/step", ("time/step",), 7, ".2f"),
     Column("tok/s", ("time/tokens_per_s",), 8, ".0f"),
 )
 _NO_PARTS = ("reward/mean", "reward/std")
-_DROPPED_FIRST = ("mismatch", "entropy", "clip%", "kl", "length", "grad", "loss")  # on a narrow terminal
 
 
 def header(columns: Sequence[Column] = COLUMNS, *, evals: str = "sampled/greedy") -> str:
@@ -75,7 +78,8 @@ def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     kept = list(columns)
     parts = [c.title for c in columns if c not in COLUMNS]
     sampled = any(c.title == "reward" for c in columns)  # then the loss does not measure progress
-    for title in (*["loss"] * sampled, *_DROPPED_FIRST, *reversed(parts)):
+    first = [c.title for c in sorted(columns, key=lambda c: c.drop) if c.drop]
+    for title in (*["loss"] * sampled, *first, *reversed(parts)):
         if len(header(kept)) > width:
             kept = [c for c in kept if c.title != title]
     return kept
@@ -229,7 +233,7 @@ def _unless_lost() -> Iterator[None]:
 
 
 def line_width() -> int:
-    """Characters per line: the width of the terminal, else 120, which fits every column."""
+    """Characters per line: the width of the terminal, else 120."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size((120, 24)).columns if terminal else 120
 

@@ -29,12 +29,14 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from rlkit._util import untrusted
 from rlkit._util.files import append_file, explain_full_disk, replace_file, sync
 from rlkit._util.ranks import is_first
 from rlkit._util.text import masked
@@ -219,7 +221,7 @@ def read_args(folder: Path | str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(untrusted.read(path, "json_mib"))
         if not isinstance(found, dict):
             raise ValueError(f"it holds no JSON object: {str(found)[:40]!r}")
     except (ValueError, RecursionError) as error:
@@ -319,7 +321,7 @@ def open_run(
 def _append_start(path: Path, step: int) -> None:
     """Append this start of the run; it replaces starts whose steps are all deleted."""
     if path.exists():
-        kept = takewhile(lambda line: _step_of(line) < step, path.read_bytes().splitlines(keepends=True))
+        kept = takewhile(lambda line: _step_of(line) < step, untrusted.read(path, "metrics_mib").splitlines(True))
         os.truncate(path, sum(map(len, kept)))
     row = start_row(step) | {"args": read_args(path.parent)}
     append_file(path, (json.dumps(row) + "\n").encode())
@@ -330,7 +332,7 @@ def drop_after(folder: Path | str, step: int) -> None:
     folder = Path(folder)
     path = folder / "metrics.jsonl"
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = untrusted.read(path, "metrics_mib").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         last = max(map(_step_of, kept), default=-1)
         if last < step and step > 0:
@@ -353,19 +355,41 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         what = "no finished step yet" if holds_run(folder) else "no metrics.jsonl: give the folder of a run"
         raise FileNotFoundError(f"{folder} holds {what}")
-    return read_lines(path)
+    return read_lines(path, fits=_is_metrics)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without a last line that is incomplete; ValueError for any other damage."""
-    rows, lines = [], path.read_bytes().splitlines()
+def read_lines(path: Path, *, fits: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that fit, without a last line that is incomplete. Any other line is named and
+    left out."""
+    rows, lines = [], untrusted.read(path, "metrics_mib").splitlines()
     for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}; delete that line") from None
+        row = object_of(line)
+        if row is not None and fits(row):
+            rows.append(row)
+        elif number < len(lines) or row is not None:
+            _say_once(f"{path}, line {number} is left out, it is not what a run writes: {line[:80]!r}")
     return rows
+
+
+_say_once = lru_cache(maxsize=1000)(say)  # a page that is served reads its files again and again
+
+
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None for anything else, and for one that is nested too deeply."""
+    try:
+        row = untrusted.parsed("", line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_metrics(row: Mapping[str, Any]) -> bool:
+    numbers = all(isinstance(x, float) or (isinstance(x, int) and abs(x) < 2**63) for x in row.values())
+    return numbers and _has_step(row)
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+    return type(row.get("step")) is int and 0 <= row["step"] < 2**53
 
 
 def _number(key: str, value: Any) -> int | float:
@@ -379,8 +403,10 @@ def _number(key: str, value: Any) -> int | float:
 
 def _step_of(line: bytes) -> float:
     """The step of a metrics line; infinite for a line that was cut off."""
-    try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
-        say(f"dropped a broken line of metrics.jsonl: {line[:80]!r}")
+    if not line.endswith(b"\n"):
         return float("inf")
+    row = object_of(line)
+    if row is not None and _has_step(row):
+        return float(row["step"])
+    say(f"dropped a broken line of metrics.jsonl: {line[:80]!r}")
+    return float("inf")

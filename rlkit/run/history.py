@@ -22,12 +22,16 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     `changed` is empty where a start has no `args`, as those of version 0.1.
     """
     path = folder / "starts.jsonl"
-    starts = read_lines(path) if path.exists() else []
+    starts = read_lines(path, fits=_is_start) if path.exists() else []
     for before, start in zip([{}, *starts], starts):
         old, new = before.get("args") or {}, start.get("args") or {}
         names = [name for name in dict.fromkeys([*old, *new]) if name not in OWN] if old and new else []
         start["changed"] = {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
     return starts
+
+
+def _is_start(row: Row) -> bool:
+    return type(row.get("step")) is int and isinstance(row.get("args"), dict | None)
 
 
 def seen(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> dict[str, float]:

@@ -17,8 +17,9 @@ from rlkit._util.ranks import num_nodes, world_size
 from rlkit._util.text import masked
 from rlkit.run.cores import num_cores
 from rlkit.run.signals import resume_command
+from rlkit.settings import SERVERS
 
-_PACKAGES = ("torch", "transformers", "numpy", "triton", "sglang", "vllm")
+_PACKAGES = ("torch", "transformers", "numpy", "triton", *SERVERS)
 
 
 def start_row(step: int) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Samples:
 
     def __init__(self, run: Run, tokenizer: Any, *, engine: Any, print_steps: int = 0) -> None:
         self._run, self._engine, self._print_steps = run, engine, print_steps
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._tallies: dict[tuple[str, int], _Tally] = {}
 
     def completed(
@@ -132,7 +132,7 @@ class Samples:
         return [known | trajectory_row(t, decode=decode) for t in group]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def _question(self, prompt: Prompt) -> str:

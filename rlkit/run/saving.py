@@ -287,6 +287,10 @@ def finish(job: Job, model: Any, tokenizer: Any, *, others: Mapping[str, Any] = 
         for name, other in others.items():
             export_hf(other, tokenizer, run.folder / name, dtype=dtype_of(job.schedule))
         exported = export(run, model, tokenizer, schedule=job.schedule)
+    metric = job.schedule.keep_best
+    if metric and run.active and not (run.folder / "best").exists():
+        for first in [row[metric] for row in read_metrics(run.folder) if metric in row][:1]:
+            run.say(f"keep_best {metric}: no evaluation was better than the first ({first:.4g}), so best/ has no model")
     report(run)
     return exported
 

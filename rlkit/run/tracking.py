@@ -23,10 +23,11 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
+from rlkit._util import untrusted
 from rlkit._util.files import replace_file
 from rlkit._util.text import printable
 from rlkit.run.cores import num_cores, usage
-from rlkit.run.folder import CURVES, Run, read_args, read_metrics
+from rlkit.run.folder import CURVES, Run, object_of, read_args, read_metrics
 from rlkit.run.trackers import TRACKERS, Row, Tracker, load
 from rlkit.settings import Schedule
 
@@ -69,7 +70,7 @@ def _track(
     system: System | None = None,
 ) -> int:  # fmt: skip
     note, config, count = folder / f".track_{to}.json", read_args(folder), 0
-    kept: Row = json.loads(note.read_bytes()) if note.exists() else {"id": None, "step": -1}
+    kept: Row = {"id": None, "step": -1} | (object_of(untrusted.read(note, "json_mib")) or {} if note.exists() else {})
     kept["project"] = project or kept.get("project") or config.get("track_project") or "rlkit"
     kept["model"] = with_model or kept.get("model", bool(config.get("track_model")))
     with TRACKERS[to](folder, kept["project"], kept["id"], config) as tracker:
@@ -107,8 +108,9 @@ def _send_samples(tracker: Tracker, folder: Path, step: int, *, every: int) -> N
     for name in names:
         path = folder / "trajectories" / f"{name}_{step:06d}.jsonl"
         if path.exists():
-            with path.open(encoding="utf-8", errors="replace") as file:
-                rows = [_sample(json.loads(line), step) for line in islice(file, _SAMPLES) if line.endswith("\n")]
+            with path.open("rb") as file:
+                first = [line for line in islice(untrusted.lines(file, path), _SAMPLES) if line.endswith(b"\n")]
+            rows = [_sample(row, step) for row in map(object_of, first) if row is not None]
             if rows:
                 tracker.table(step, name, rows)
 

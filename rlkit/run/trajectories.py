@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit._util import untrusted
+
 MAX_SAMPLES = 10_000  # of all runs of a report together
 MAX_BYTES = 32 << 20  # of the rows that are taken
 MAX_READ = 256 << 20  # of the files that are opened
@@ -89,7 +91,7 @@ def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
     """The complete lines, numbered from 1."""
     used = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(untrusted.lines(file, path), 1):
             used += len(line)
             if not line.endswith(b"\n") or (limit is not None and used > limit and number > 1):
                 return
@@ -98,7 +100,10 @@ def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
 
 def _index(path: Path, number: int, line: bytes) -> int:
     match = _GROUP.match(line)
-    return int(match[1] if match else _parsed(path, number, line).get("group") or 0)
+    group = int(match[1]) if match else _parsed(path, number, line).get("group") or 0
+    if type(group) is not int:
+        raise _no_sample(path, number, line)
+    return group
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -108,7 +113,11 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
             return row
     except (ValueError, RecursionError):
         pass
-    raise ValueError(f"{path}, line {number} is not a sample: {line[:60]!r}; delete that line")
+    raise _no_sample(path, number, line)
+
+
+def _no_sample(path: Path, number: int, line: bytes) -> ValueError:
+    return ValueError(f"{path}, line {number} is not a sample: {line[:60]!r}; delete that line")
 
 
 def _fraction(index: int) -> float:

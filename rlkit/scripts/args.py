@@ -173,7 +173,7 @@ class Data:
         """
         from rlkit.data.load import load_rows, mixed_types
         from rlkit.data.prompts import shared
-        from rlkit.data.rows import PROMPT
+        from rlkit.data.turns import PROMPT
 
         elsewhere, rows = {*self.rename}, []
         for files, _ in self.parts():

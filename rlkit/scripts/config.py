@@ -16,10 +16,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING
+from itertools import count
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_origin
 
+from rlkit._util import untrusted
 from rlkit._util.text import masked
 from rlkit.scripts.flags import (
     Flag,
@@ -153,7 +155,9 @@ def _entries(file: Path, mappings: set[str]) -> Iterator[Entry]:
     import yaml
 
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(untrusted.read(file, "yaml_mib").decode(), Loader=yaml.SafeLoader)
+    except untrusted.BadFile as error:
+        raise ValueError(f"--config {error}") from None
     except OSError as error:
         raise ValueError(f"--config {file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -166,14 +170,20 @@ def _entries(file: Path, mappings: set[str]) -> Iterator[Entry]:
         raise ValueError(f"{file}{f':{mark.line + 1}' if mark else ''}: this is no YAML: {what}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{file}: it must hold `flag: value` lines, as --print-config prints them")
-    yield from _flat(root, f"{file}", mappings, "", ()) if root is not None else ()
+    yield from _flat(root, f"{file}", mappings, "", (), count()) if root is not None else ()
 
 
-def _flat(root: Any, file: str, mappings: set[str], prefix: str, above: tuple[Any, ...]) -> Iterator[Entry]:
+def _flat(
+    root: Any, file: str, mappings: set[str], prefix: str, above: tuple[Any, ...], seen: Iterator[int]
+) -> Iterator[Entry]:
     for key, node in root.value:
+        if next(seen) >= untrusted.limit("yaml_keys"):  # an anchor can hold others, and each of them more
+            raise untrusted.too_much(file, "it has too many keys", "yaml_keys")
+        if key.id != "scalar":
+            raise ValueError(f"{file}:{key.start_mark.line + 1}: a key must be the name of a flag")
         name = f"{prefix}{key.value}".replace("-", "_")
         if node.id == "mapping" and name not in mappings and node not in above:  # an anchor can hold itself
-            yield from _flat(node, file, mappings, f"{name}.", (*above, node))
+            yield from _flat(node, file, mappings, f"{name}.", (*above, node), seen)
         else:
             yield Entry(name, node, f"{file}:{key.start_mark.line + 1}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlkit.data.examples import preference_pairs
-from rlkit.data.rows import PAIR
+from rlkit.data.turns import PAIR
 from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.offline import Made, answer_sets, bring, make_examples

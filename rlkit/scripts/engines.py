@@ -163,13 +163,13 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
         return
     with _servers(spec, model) as urls:
         if world_size() == 1:
-            async with _own_engine(spec, urls) as engine:
+            async with _own_engine(spec, urls, tokenizer) as engine:
                 yield engine
             return
         from rlkit.rollout.shared import SharedEngine
 
         samplers = _samplers(spec.how)
-        async with _own_engine(spec, urls) if rank() in samplers else nullcontext() as engine:
+        async with _own_engine(spec, urls, tokenizer) if rank() in samplers else nullcontext() as engine:
             yield SharedEngine(engine, samplers=samplers)
 
 
@@ -266,7 +266,7 @@ def server_kind(how: Engines) -> ServerKind:
 
 
 @asynccontextmanager
-async def _own_engine(spec: EngineSpec, urls: Sequence[str]) -> AsyncIterator[Any]:
+async def _own_engine(spec: EngineSpec, urls: Sequence[str], tokenizer: Any) -> AsyncIterator[Any]:
     """The user's engine, a local one in its own process, or a client of the servers."""
     how, model = spec.how, spec.model
     if ":" in how.engine:
@@ -286,7 +286,7 @@ async def _own_engine(spec: EngineSpec, urls: Sequence[str]) -> AsyncIterator[An
     size = load_config(model.model).get_text_config().vocab_size
     routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
     routing["lora"] = how.weight_sync_lora
-    routing |= {"transport": _transport(spec), "wait_s": SERVER_BACK_S}
+    routing |= {"transport": _transport(spec), "wait_s": SERVER_BACK_S, "tokenizer": tokenizer}
     async with server_kind(how).engine(list(urls), vocab_size=size, **routing) as engine:
         yield engine
 

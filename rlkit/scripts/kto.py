@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rlkit.data.examples import labelled_examples
-from rlkit.data.rows import LABELLED, PAIR
+from rlkit.data.turns import LABELLED, PAIR
 from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.offline import bring, make_examples

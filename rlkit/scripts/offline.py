@@ -109,7 +109,7 @@ def longest_example(how: Examples, *configs: Any) -> int:
 
 def check_stream(how: Examples, optim: Optim, *forms: Any) -> None:
     """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
-    from rlkit.data.rows import LABELLED, PAIR
+    from rlkit.data.turns import LABELLED, PAIR
 
     refuse_if(LABELLED in forms, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
     num, most = (2 if PAIR in forms else 1) * how.max_example_tokens, optim.max_tokens

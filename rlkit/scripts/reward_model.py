@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rlkit.data.examples import preference_pairs
-from rlkit.data.rows import PAIR
+from rlkit.data.turns import PAIR
 from rlkit.scripts.args import Data, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.offline import bring, make_examples

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlkit.data.examples import sft_examples
-from rlkit.data.rows import SFT
+from rlkit.data.turns import SFT
 from rlkit.scripts.args import Data, Evaluation, Examples, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.offline import answer_sets, bring, make_examples

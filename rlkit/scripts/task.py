@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from rlkit.scripts import distill, grpo, ppo
     from rlkit.scripts.start import Sampled
 
-_OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds of environments
-
 
 def bring(args: Sampled) -> Brought:
     """What the user brought: rows, rewards and environment, checked before torch is loaded."""
-    from rlkit.data.rows import PROMPT
+    from rlkit.data.turns import PROMPT
 
     model, lora = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
@@ -225,7 +223,7 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
         elsewhere = sys.platform != "linux" and how.agent_memory is not None
         refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
-            check_command(how.agent, next((row for rows in parts for row in rows), {}))
+            check_command(how.agent, *parts)
         except ValueError as error:
             raise ValueError(f"`agent` {how.agent}: {error}") from None
         agent = command(
@@ -291,14 +289,14 @@ def _foreign_env(episodes: Episodes) -> Any:
 
 def _check_reward_and_template(how: Episodes, foreign: Any, *, has_template: bool) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
-    from rlkit.compat.recognise import kind_of
+    from rlkit.compat.recognise import OF_MESSAGES, kind_of
 
     kind = kind_of(foreign) if foreign is not None else "tools" if how.tools or how.agent else ""
     refuse_if(
         kind == "interact" and not how.reward,
         f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
     )
-    if has_template or kind not in (*_OF_MESSAGES, "object"):
+    if has_template or kind not in (*OF_MESSAGES, "object"):
         return
     if kind == "object":  # whose reset may give token ids
         log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)

@@ -217,7 +217,7 @@ def combining(episodes: Episodes) -> Any:
 def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, Any]:
     """The checked functions of `reward`, by name."""
     from rlkit.compat.rewards import adapted
-    from rlkit.data.rows import drop
+    from rlkit.data.drop import drop
     from rlkit.rewards.call import ONE_TURN, check_signature
     from rlkit.rewards.rows import check_rows
     from rlkit.rewards.text import gold_answer

@@ -31,6 +31,8 @@ class FakeEngine:
     [5, 6]
     """
 
+    positional_noise = True  # see `rlkit.rollout.stream.continue_aborted`
+
     def __init__(self, script: Iterable[Sequence[int]] = (), *, vocab_size: int = 100) -> None:
         self._script, self._vocab_size = itertools.cycle(script), vocab_size
         self._running: dict[object, Completion] = {}

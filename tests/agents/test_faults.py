@@ -1,21 +1,23 @@
 """Agents that misbehave: the episode fails with a reason, the run goes on, nothing is left behind."""
 
 import asyncio
+import socket
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 import warm
-from scripted import prompt_of, tokenizer_with
+from scripted import Script, prompt_of, tokenizer_with
 
-from rlkit.agents import endpoint, server
-from rlkit.agents.command import command, scored
+from rlkit.agents import AgentError, endpoint, server
+from rlkit.agents.command import check_command, command, scored
 from rlkit.agents.endpoint import agent_env
 from rlkit.rewards.scoring import env_rewards
 from rlkit.rollout.groups import last_pieces, rollout
@@ -234,3 +236,50 @@ def test_a_command_ends_with_the_run_that_started_it(tmp_path):
     while [*tmp_path.glob("rlkit-agents-*")] and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [*tmp_path.glob("rlkit-agents-*")] == []
+
+
+async def test_a_command_has_no_file_of_the_trainer(tmp_path):
+    tokenizer = tokenizer_with("chatml")
+    code = (
+        "import json, os, urllib.request as r\n"
+        "numbers = [n for n in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + n)]\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': 'a'}]}).encode()\n"
+        "r.urlopen(r.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body)).read()\n"
+        "json.dump({'reward': len(numbers)}, open(os.environ['RLKIT_RESULT'], 'w'))\n"
+    )
+    (tmp_path / "count.py").write_text(code)
+    agent = command(f"{sys.executable} {tmp_path / 'count.py'}", logs=tmp_path / "logs", timeout_s=100)
+    with (tmp_path / "count.py").open() as _, a_socket():
+        env = agent_env(agent, tokenizer=tokenizer)
+        (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "answer"))
+    assert piece.reward == 3  # standard input, output and errors
+
+
+def a_socket():
+    return socket.create_server(("127.0.0.1", 0))
+
+
+async def test_a_prompt_for_a_long_command_line_is_refused_before_the_run_and_in_the_log_of_an_episode(tmp_path):
+    rows = [{"prompt": "short"}, {"prompt": "\u00e9" * 70_000}]
+    line = f"{sys.executable} {FAULTY} {{prompt}}"
+    check_command(line, rows[:1])
+    said = r"row 2: \{prompt\} has 140,000 bytes, and .* 131,072: let the .*\$RLKIT_ROW"
+    with pytest.raises(ValueError, match=said):
+        check_command(line, rows)
+    check_command(f"{sys.executable} {FAULTY} good", rows)
+    tokenizer = tokenizer_with("chatml")
+    prompt = replace(prompt_of(tokenizer), row={"prompt": "a" * 140_000})
+    agent = command(line, logs=tmp_path, timeout_s=100)
+    with pytest.raises(AgentError, match=r"exit code 127: .*Argument list too long"):
+        await agent(prompt, "http://127.0.0.1:1/x/v1")
+
+
+async def test_a_command_whose_row_is_long_reads_it_from_the_file(tmp_path):
+    tokenizer = tokenizer_with("chatml")
+    (tmp_path / "read.py").write_text(
+        "import json, os\nrow = json.load(open(os.environ['RLKIT_ROW']))\n"
+        "json.dump(len(row['prompt']), open(os.environ['RLKIT_RESULT'], 'w'))\n"
+    )
+    agent = command(f"{sys.executable} {tmp_path / 'read.py'}", logs=tmp_path / "logs", timeout_s=100)
+    end = await agent(prompt_of(tokenizer, "a" * 9000), "http://127.0.0.1:1/x/v1")
+    assert end["reward"] == 9000

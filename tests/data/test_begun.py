@@ -145,7 +145,7 @@ def test_rows_of_verl_and_rewards_of_trl_have_the_answer_from_its_beginning():
     """TRL takes the beginning off the prompt that a reward gets, and puts it before the completion."""
     from rlkit.compat.rewards import adapted
     from rlkit.compat.rows import read
-    from rlkit.data.rows import PROMPT
+    from rlkit.data.turns import PROMPT
 
     rows = [{"data_source": "count", "prompt": conversation(), "reward_model": {"ground_truth": "2"}}] * 2
     tokenizer, seen = tiny_tokenizer(), []

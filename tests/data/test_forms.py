@@ -6,11 +6,14 @@ import pytest
 
 from rlkit.compat.rows import FOREIGN, read
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
+from rlkit.data.forms import Form, Turn
 from rlkit.data.load import Rows
 from rlkit.data.prompts import rl_prompts
-from rlkit.data.rows import CONVERSATION as TURNS
-from rlkit.data.rows import LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT, Form, Template, Turn, read_rows
+from rlkit.data.rows import read_rows
+from rlkit.data.template import Template
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.data.turns import CONVERSATION as TURNS
+from rlkit.data.turns import LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT
 
 TOKENIZER = tiny_tokenizer()
 CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -144,7 +147,7 @@ def test_a_new_form_is_one_row_of_the_table():
         prompt = template.text([{"role": "user", "content": row["instruction"]}], place, opened=True)
         return [Turn(place, prompt, prompt + row["output"])]
 
-    form = Form("instruction", (("instruction",), ("output", "answer")), instruction)
+    form = Form("instruction", (("instruction",), ("output", "answer")), read=instruction)
     ((turn,),) = read_rows([{"instruction": "hi", "output": "yo"}], TEMPLATE, form, max_tokens=1)
     assert turn.whole == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo"
     message = "row 1: neither 'output' nor 'answer' is there; .* an instruction has {instruction, output or answer}"

@@ -8,9 +8,9 @@ from families import FAMILIES, tokenizer_of
 from rlkit.compat.rows import read
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.prompts import rl_prompts
-from rlkit.data.rows import CONVERSATION
 from rlkit.data.template import role_fix
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.data.turns import CONVERSATION
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 

@@ -64,7 +64,8 @@ def test_a_mixture_holds_the_shares_at_any_length_and_each_part_in_passes(parts,
     for before, (n, weight) in enumerate(parts):
         own = [row - first for row in rows if first <= row < first + n]
         assert abs(len(own) - length * weight / total) <= 1 + before
-        stream = [i for epoch in range(len(own) // n + 1) for i in epoch_order(n, seed=seed, epoch=epoch)]
+        passes = range(len(own) // n + 1)
+        stream = [i for epoch in passes for i in epoch_order(n, seed=seed, epoch=epoch, part=before)]
         assert own == stream[: len(own)]
         first += n
     assert sum(n for n, _ in parts) == first
@@ -153,10 +154,37 @@ def test_each_part_of_a_mixture_has_a_place_of_its_own():
     parts = [B._replace(weight=3.0), A]
     leg, said = resumed(to_save([A], Leg(), position=5), parts, position=5)
     rows = visited(parts, range(5, 5 + 12), leg)
-    assert [row for row in rows if row < 20] == epoch_order(20, seed=0, epoch=0)[:9]
+    assert [row for row in rows if row < 20] == epoch_order(20, seed=0, epoch=0, part=1)[:9]
     after = [row - 20 for row in rows if row >= 20]
     assert before + after == epoch_order(8, seed=0, epoch=0), "the pass over the first file is completed"
     assert said[1] == "data: a.jsonl goes on after 5 rows"
+
+
+@pytest.mark.parametrize("sizes", [(60, 60), (60, 70)])
+def test_parallel_parts_do_not_meet(sizes):
+    """The orders were those of one seed, also in parts of other sizes: row i of each came in the same batch."""
+    n, m = sizes
+    stream = [mixed_index(place, parts=[(n, float(n)), (m, float(m))], seed=3) for place in range(n + m)]
+    assert sorted(stream) == [*range(n + m)]
+    first, second = [row for row in stream if row < n], [row - n for row in stream if n <= row < 2 * n]
+    place = {row: i for i, row in enumerate(second)}
+    pairs = [(i, place[row]) for i, row in enumerate(first)]
+    agree = [(a[1] < b[1]) for i, a in enumerate(pairs) for b in pairs[i + 1 :]]
+    assert 0.35 < sum(agree) / len(agree) < 0.65, "as of two independent orders: 0.5, sd 0.044"
+
+
+def test_a_part_keeps_its_order_where_others_leave():
+    c = Part(6, 1.0, "c.jsonl 4")
+    saved = to_save([A, c], Leg(), position=4)
+    leg, _ = resumed(saved, [c], position=4)
+    assert visited([c], range(4, 8), leg) == epoch_order(6, seed=0, epoch=0, part=1)[2:]
+    leg, _ = resumed(to_save([c], leg, position=8), [B, c], position=8)  # B is new, and 1 is taken
+    rows = visited([B, c], range(8, 16), leg)
+    assert [row for row in rows if row < 20] == epoch_order(20, seed=0, epoch=0)[:4]
+    saved.pop("orders")  # a checkpoint of an earlier version, whose parts had one order
+    leg, _ = resumed(saved, [A, c], position=4)
+    rows = visited([A, c], range(4, 12), leg)
+    assert [row - 8 for row in rows if row >= 8] == epoch_order(6, seed=0, epoch=0)[2:]
 
 
 def test_a_file_that_was_moved_is_the_same():

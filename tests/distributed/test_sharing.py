@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rlkit.rollout import rollout
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.sglang import FromDisk, SGLang
 from rlkit.rollout.shared import Share, SharedEngine, SharedStream, from_first, shared_rollout, state_of
-from rlkit.rollout.stream import GroupStream
+from rlkit.rollout.stream import GroupStream, continue_aborted
 from rlkit.settings import ParallelArgs
 from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
@@ -57,7 +58,7 @@ async def alone(steps, num, **options):
     engine, taken = FakeEngine(), []
     stream = GroupStream(
         prompt_at, generate=engine.generate, abort=engine.abort, groups_per_step=num, score=by_place,
-        **OPTIONS | options,
+        continued=partial(continue_aborted, positional_noise=True), **OPTIONS | options,
     )  # fmt: skip
     async with stream:
         for step in range(steps):

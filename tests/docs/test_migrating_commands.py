@@ -73,6 +73,25 @@ def ours_of(script: str, words: list[str], capsys: pytest.CaptureFixture[str]) -
     return {name: value for name, value in found.items() if value != bare[name]}
 
 
+def test_every_option_of_colossalais_script_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of rl_example.py, at commit 0271d36, and the fields of its grpo_config."""
+    words = shlex.split("""
+        --model m --dataset d.jsonl --eval-dataset e.jsonl --project p --num-episodes 1 --num-trainers 4
+        --num-inferencer 2 --num-generations 8 --inference-batch-size 64 --inference-microbatch-size 8
+        --train-batch-size 32 --train-minibatch-size 8 --train-microbatch-size 2 --ray_dir r --master_address h
+        --master_port 29506 --backend vllm --temperature 1 --top-k 50 --top-p 1 --system-prompt s
+        --max-new-tokens 3584 --max-prompt-tokens 512 --algo DAPO --learning-rate 1e-6 --kl-coeff 0.01
+        --reward-type boxed --eval-interval 100 --save-interval 100 --save-dir d --eval-save-dir e
+        --rollout-save-dir r --tensor-parallel-size 1 --pipeline-parallel-size 1 --zero-stage 0
+        --producer-tensor-parallel-size 1 --dynamic_batching True --cache_length 100 --reward_fn_type boxed
+        --response_format_tags x --soft_over_length_punishment True
+    """)
+    said = paste("grpo", words, capsys)
+    assert not [line for line in said.lines if "is no flag" in line]
+    rewards = flags_of_command("grpo", said.command[2:])["reward"]
+    assert any("soft_overlong(max_tokens=3584,cache_tokens=100)" in spec for spec in rewards)
+
+
 @pytest.mark.parametrize(("script", "theirs", "ours"), PAIRS, ids=[f"{i}-{p[0]}" for i, p in enumerate(PAIRS)])
 def test_the_commands_of_the_page_become_the_ones_beside_them(
     script: str, theirs: str, ours: str, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from rlkit.loops.ppo import ppo
 from rlkit.loops.preference import dpo, kto
 from rlkit.loops.sft import sft
 from rlkit.loops.updates import clipped
+from rlkit.loops.watch import Watch
 from rlkit.model.heads import load_value_model
 from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
@@ -73,6 +75,31 @@ def run(loop, folder, **changes):
         options["critic_lr_at"] = options["lr_at"]
     asyncio.run(call(loop, *models, tokenizer(), engine, prompts=PROMPTS, **options))
     return model
+
+
+def failed_groups(*failed):
+    """Groups of one step, a sample for each of `failed`."""
+    infos = [{"metrics": {"failed": float(bad)}, **({"error": "no tools"} if bad else {})} for bad in failed]
+    return [[Trajectory([1], [2], [not bad], [0.0], [0], info=info) for bad, info in zip(failed, infos, strict=True)]]
+
+
+def test_a_step_in_which_every_episode_failed_is_said_and_ends_the_run():
+    said = []
+
+    def watch():
+        return Watch(SimpleNamespace(say=said.append), PROMPTS, tokenizer(), skip=False)
+
+    with pytest.raises(Explained, match="all 4 episodes of step 1 failed, and nothing is trained on: no tools"):
+        watch().groups(failed_groups(1, 1, 1, 1), step=1)
+    one = watch()
+    one.groups(failed_groups(1, 0, 1, 1), step=1)
+    assert not said
+    for step in range(2, 9):
+        one.groups(failed_groups(1, 1, 1, 1), step=step)
+    assert said[0] == "all 4 episodes of step 2 failed, and nothing is trained on: no tools"
+    assert len(said) == 7
+    with pytest.raises(Explained, match="of step 9 failed"):
+        one.groups(failed_groups(1, 1, 1, 1), step=9)
 
 
 def critic_from(folder):

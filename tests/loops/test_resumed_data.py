@@ -73,7 +73,7 @@ def test_an_added_file_leaves_the_place_of_the_other(command, folder, monkeypatc
     assert "a_sft.jsonl goes on after 4 rows" in capfd.readouterr().out
     again = visited(monkeypatch, command, [("a", "=1"), ("b", "=1")], "--steps", "4", "--resume")
     of_b = [row - 8 for seen in (rows, again) for place, row in sorted(seen.items()) if place >= 4 and row >= 8]
-    assert of_b == order.epoch_order(20, seed=0, epoch=0)[: len(of_b)]
+    assert of_b == order.epoch_order(20, seed=0, epoch=0, part=1)[: len(of_b)]
     assert "begins at" not in capfd.readouterr().out, "said once"
 
 

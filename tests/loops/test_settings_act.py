@@ -149,6 +149,18 @@ def test_a_setting_that_could_not_act_is_refused(changes, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_whose_first_model_was_best_says_that_it_keeps_none(tmp_path, capsys):
+    score = scorer(length_and_digits, tokenizer=tokenizer(), timeout_s=60)
+    model, flat = small_model(), BASE | EVAL | {"prompts": PROMPTS, "score": score, "output": tmp_path}
+    flat |= {"lr": 1e-12, "keep_best": "eval/greedy"}  # the rewards stay as they are
+    asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model, max_len=64), **flat))
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["eval/greedy"]
+    said = f"keep_best eval/greedy: no evaluation was better than the first ({first:.4g}), so best/ has no model"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "best").exists()
+
+
 def test_a_critic_has_one_learning_rate():
     with pytest.raises(ValueError, match="`critic_lr_at` excludes `critic_lr`: drop one"):
         Critic(critic_lr=0.1, critic_lr_at=AT)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import socket
+import threading
 import urllib.error
 import urllib.request
 from decimal import Decimal
@@ -14,10 +15,13 @@ import pytest
 import torch
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.agents import AgentError, end_of
+from rlkit.agents import AgentError, end_of, server
 from rlkit.agents.endpoint import agent_env
 from rlkit.data.chat import render
+from rlkit.data.episode_images import EpisodeImages
 from rlkit.data.tiny import tiny_model
+from rlkit.loops.evaluate import rollout_metrics
+from rlkit.metrics import finalize
 from rlkit.rollout import calling
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import all_or_cancel, rollout
@@ -200,7 +204,9 @@ async def test_a_number_that_a_program_returns_is_its_reward(reward):
     assert (piece.reward, piece.info["error"]) == (None, "the agent failed: it asked for no turn")
 
 
-@pytest.mark.parametrize("end", ["1.0", [1.0], (1.0, {}), {"rewrad": 1.0}, {"reward": 1.0, "info": 3}, object()])
+@pytest.mark.parametrize(
+    "end", ["1.0", [1.0], (1.0, {}), {"rewrad": 1.0}, {"info": 3}, {"info": {"metrics": 3}}, object()]
+)
 def test_what_is_no_end_of_an_episode_is_refused(end):
     with pytest.raises(
         TypeError, match=r"the program returned .*: (return its reward, a number, or a dict|give a dict)"
@@ -432,3 +438,98 @@ async def test_an_answer_that_the_request_begins_is_continued(path, template):
     assert tokenizer.decode(piece.prompt_ids) == tokenizer.decode(prompt_of(tokenizer).ids) + "Sure, "
     assert [m["content"] for m in piece.info["messages"]] == ["question", "Sure, a", "more", "b"]
     assert piece.info["metrics"] == {"agent/branches": 0, "agent/rerendered": 0}
+
+
+async def talk(base_url, text="question"):
+    import aiohttp
+
+    body = {"messages": [user(text)]}
+    async with aiohttp.ClientSession() as client, client.post(f"{base_url}/chat/completions", json=body) as reply:
+        return (await reply.json())["choices"][0]["message"]["content"]
+
+
+async def one_episode(agent, **options):
+    tokenizer = tokenizer_with("chatml")
+    env = agent_env(agent, tokenizer=tokenizer, **options)
+    return await env(prompt_of(tokenizer), Script(tokenizer, *["answer"] * 9))
+
+
+async def until_closed(connections):
+    return [await asyncio.wait_for(reader.read(), 10) for reader, _ in connections]
+
+
+async def test_foreign_connections_take_no_place_and_end(monkeypatch):
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(server, "_WAIT_S", 0.3)
+
+    async def agent(prompt, base_url):
+        where = urlsplit(base_url)
+        foreign = [await asyncio.open_connection(where.hostname, where.port) for _ in range(30)]
+        slow = await asyncio.open_connection(where.hostname, where.port)
+        slow[1].write(b"POST /x/v1/chat/completions HTTP/1.1\r\n")  # and never more
+        said = await talk(base_url)
+        assert await until_closed([*foreign, slow]) == [b""] * 31
+        assert await talk(base_url) == said == "answer"
+        for _, writer in [*foreign, slow]:
+            writer.close()
+
+    start = asyncio.get_running_loop().time()
+    *_, piece = await one_episode(agent)
+    assert piece.info["num_turns"] == 2
+    assert asyncio.get_running_loop().time() - start < 9
+
+
+async def test_the_oldest_foreign_connection_gives_its_place_to_a_client(monkeypatch):
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 2)
+
+    async def agent(prompt, base_url):
+        where = urlsplit(base_url)
+        first = await asyncio.open_connection(where.hostname, where.port)
+        await asyncio.sleep(0.1)
+        second = await asyncio.open_connection(where.hostname, where.port)
+        await asyncio.sleep(0.1)
+        assert await talk(base_url) == "answer"
+        assert await until_closed([first]) == [b""]
+        first[1].close()
+        second[1].close()
+
+    await one_episode(agent)
+
+
+async def test_a_large_conversation_is_rendered_off_the_event_loop(monkeypatch):
+    threads, render = [], EpisodeImages.render
+
+    def noting(self, messages, **how):
+        threads.append(threading.current_thread().name)
+        return render(self, messages, **how)
+
+    monkeypatch.setattr(EpisodeImages, "render", noting)
+
+    async def agent(prompt, base_url):
+        assert await talk(base_url) == "answer"
+        assert await talk(base_url, "word " * 50_000) == "answer"
+
+    await one_episode(agent)
+    assert threads[0] == threading.main_thread().name
+    assert threads[1].startswith("rlkit-agents")
+
+
+@pytest.mark.parametrize("name", ["failed", "agent/branches"])
+async def test_a_metric_of_rlkit_is_refused_of_an_agent(name):
+    async def agent(prompt, base_url):
+        await talk(base_url)
+        return {"reward": 1.0, "info": {"metrics": {name: 1.0}}}
+
+    with pytest.raises(ValueError, match=f"info\\['metrics'\\] has '{name}', a metric of rlkit's own"):
+        await one_episode(agent)
+
+
+async def test_numbers_named_as_those_of_rlkit_stand_beside_them():
+    async def agent(prompt, base_url):
+        await talk(base_url)
+        return {"reward": 0.5, "info": {"metrics": {"mean": 7.0, "std": 8.0, "time/step": 9.0}}}
+
+    found = finalize(rollout_metrics([await one_episode(agent)], version=0))
+    names = ("mean", "own/mean", "own/std", "time/step")
+    assert [found[f"reward/{name}"] for name in names] == [0.5, 7.0, 8.0, 9.0]
+    assert "time/step" not in found

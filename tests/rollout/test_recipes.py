@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import urllib.request
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.agents.endpoint import agent_env
@@ -88,6 +90,17 @@ async def test_contents_alone_for_base_models():
     (piece,) = chat.end()
     check_exact([piece], script.calls)
     assert tokenizer.decode(piece.prompt_ids + piece.ids) == "Is it? yes\nSure? no<|im_end|>"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+async def test_the_reward_of_what_an_agent_wrote(tmp_path):
+    score = run("async def score(completion, row, folder)").score
+    row = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]}
+    rewards = []
+    for body in ("a + b", "3", "0"):
+        (tmp_path / "solution.py").write_text(f"def add(a, b):\n    return {body}\n")
+        rewards.append((await score("", row, str(tmp_path)))["reward"])
+    assert rewards == [1.0, 0.5, 0.0]
 
 
 async def test_a_program_with_the_openai_package():

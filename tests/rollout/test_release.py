@@ -71,6 +71,19 @@ async def test_memory_is_free_from_the_last_sample_to_the_next_update(kind: Any,
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_files_of_the_weights_are_gone_after_the_run(tmp_path: Path) -> None:
+    """Each update's are as large as the model; two were left."""
+    folder = tmp_path / "weights"
+    async with server() as (url, _seen):
+        engine = SGLang(url, transport=FromDisk(folder))
+        for version in range(3):
+            await engine.update_weights([("x", torch.zeros(1))], version=version)
+        assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+        await engine.close()
+    assert not folder.exists()
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 async def test_no_weights_go_to_a_vllm_on_a_cpu_that_would_keep_its_tied_head(tmp_path: Path) -> None:
     """One that was started without rlkit's extension."""
     told = OF_VLLM["vllm_config"] | {"device_config": {"device": "cpu"}}

@@ -59,6 +59,16 @@ def test_the_port_is_below_the_ephemeral_range():
         socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_the_cause_of_a_death_is_the_end_of_the_message(tmp_path):
+    """Not the guard's own line, which it writes after the server has ended."""
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nraise SystemExit('no such model')\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"no such model$"):
+        launch(tmp_path, python=str(python), log=tmp_path / "log")
+    assert "guard: server status 1" in (tmp_path / "log").read_text()
+
+
 def test_a_taken_port_is_refused_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="is taken"):
         launch(tmp_path, port=taken.getsockname()[1])

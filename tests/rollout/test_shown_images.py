@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import json
+import struct
+import zlib
 from functools import partial
 from typing import Any
 
@@ -335,15 +337,23 @@ BAD = {
     "not base64": ("no*base64", "an image is not base64"),
     "no image": (base64.b64encode(b"text").decode(), "an image cannot be read: cannot identify image file"),
     "cut": ("CUT", "an image cannot be read: "),
-    "too large": ("LARGE", "an image cannot be read: it has 9000 x 1 pixels, and a side may have 8000"),
+    "too large": ("LARGE", "an image cannot be read: it has 4001 x 4000 pixels, and may have 16 million"),
 }
+
+
+def large(width, height):
+    """A PNG with this size in its header, and the pixels of a small one."""
+    data = base64.b64decode(png(Pillow.new("1", (1, 1))))
+    header = b"IHDR" + struct.pack(">II", width, height) + data[24:29]
+    whole = data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+    return base64.b64encode(whole).decode()
 
 
 @pytest.mark.parametrize("path", PARTS)
 async def test_bad_images_are_refused_and_the_episode_goes_on(path, task, pictures, monkeypatch) -> None:
     folder, _, prompts = task
     tokenizer, got = load_tokenizer(folder), {}
-    given = {"CUT": png(pictures["a"])[:400], "LARGE": png(Pillow.new("1", (9000, 1)))}
+    given = {"CUT": png(pictures["a"])[:400], "LARGE": large(4001, 4000)}
     monkeypatch.setattr(endpoint, "MAX_IMAGES", 2000)  # three of the pictures have more
 
     def agent(prompt: Prompt, base_url: str) -> dict[str, float]:

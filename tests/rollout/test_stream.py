@@ -7,7 +7,7 @@ import copy
 import json
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from ticking import Ticking, prompt_at, small_model
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import rollout, single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.rollout.stream import GroupStream
+from rlkit.rollout.stream import GroupStream, continue_aborted
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=30)
@@ -28,7 +28,7 @@ DELAYS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 def stream_of(engine, prompts, **changes):
     options = {
         "generate": engine.generate, "abort": engine.abort, "params": PARAMS, "group_size": 2, "groups_per_step": 3,
-        "seed": 0,
+        "seed": 0, "continued": partial(continue_aborted, positional_noise=True),
     }  # fmt: skip
     return GroupStream(prompts, **options | changes)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import get_args
 
 import nightly
 import pytest
@@ -20,6 +21,12 @@ from rlkit.run.cores import Usage
 from rlkit.run.trackers import TRACKERS
 from rlkit.run.tracking import System, track
 from rlkit.scripts import cli
+from rlkit.settings import Tracker
+
+
+def test_each_tracker_has_a_name_on_the_command_line_and_a_reader_here():
+    assert TRACKERS.keys() == {*get_args(Tracker)} == READ.keys()
+
 
 ARGS = {"lr": 0.1, "env": None, "run": "ab12", **{f"flag_{i}": i for i in range(120)}}
 

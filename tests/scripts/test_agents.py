@@ -100,14 +100,14 @@ def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
 
 @pytest.mark.parametrize("returned", ["'yes'", "(1.0, 'why')", "{'rewrad': 1.0}"])
 async def test_a_wrong_result_of_a_function_is_one_line_with_its_name(files, returned):
-    (files / "mine.py").write_text(f"def agent(prompt, base_url):\n    return {returned}\n")
-    args = args_of(files, agent="mine.py:agent")
+    (files / "returning.py").write_text(f"def agent(prompt, base_url):\n    return {returned}\n")
+    args = args_of(files, agent="returning.py:agent")
     env = read_env(args.episodes, args.data, args.rollouts, output=files / "run")(tiny_tokenizer())
     with pytest.raises(EpisodeError) as caught:
         await env(Prompt([1], {"prompt": "q"}, 2), None)
     assert isinstance(caught.value, Explained)  # which a script prints without a traceback
     (line,) = str(caught.value).splitlines()
-    assert line.startswith("agent mine.py:agent failed on row 3: the program returned ")
+    assert line.startswith("agent returning.py:agent failed on row 3: the program returned ")
     assert "return its reward, a number, or a dict with some of info, reward, score" in line
 
 

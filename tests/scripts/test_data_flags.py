@@ -9,8 +9,8 @@ import os
 import pytest
 
 from rlkit.data import order
-from rlkit.data.rows import LABELLED, PAIR, PROMPT, SFT
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
 from rlkit.scripts.args import Data
 from rlkit.scripts.cli import run
 

@@ -449,7 +449,7 @@ def test_wrong_columns_are_refused_before_torch_is_loaded(tmp_path):
 
     path = write(tmp_path / "data.jsonl", [{"query": "hi"}])
     code = (
-        "import sys\nfrom rlkit.compat.rows import read\nfrom rlkit.data.rows import SFT\n"
+        "import sys\nfrom rlkit.compat.rows import read\nfrom rlkit.data.turns import SFT\n"
         "from rlkit.data.load import load_rows\n"
         f"try:\n    read(load_rows({str(path)!r}), *SFT)\nexcept ValueError as error:\n    print(error)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"

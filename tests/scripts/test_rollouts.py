@@ -15,8 +15,8 @@ import torch
 from scripted import Script, check_exact, tokenizer_with
 
 from rlkit.data.prompts import Prompt
-from rlkit.data.rows import PROMPT
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.turns import PROMPT
 from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
 from rlkit.scripts.args import Data, Episodes, Model

@@ -30,7 +30,7 @@ with open(args.output + "/metrics.jsonl", "w") as file:
     for step in range(1, 5):
         score = step - (args.x - 3) ** 2 - 5 * (args.kind == "b")
         print(json.dumps({"step": step, "score": score, "x": args.x}), file=file, flush=True)
-if args.bad == "hangs" and args.kind == "b":  # until somebody ends it
+if args.bad == "hangs" and (args.kind == "b" or args.x > 5):  # until somebody ends it
     time.sleep(600)
 assert args.bad != "fails"
 """
@@ -112,19 +112,15 @@ def test_random_values_are_those_of_the_seed(tmp_path):
 
 
 def test_a_study_of_something_else_is_refused(tmp_path, capsys):
+    """Trials of another command, or of other flags, would be compared with those of this one."""
     sweep(tmp_path, "--range", "x", "0", "10", trials=1, train=["--kind", "a"])
+    same, other = [sys.executable, str(tmp_path / "train.py"), "--kind", "a"], ["--metric", "score", "--range", "x"]
     for flags, command, message in [
-        (["--metric", "x", "--range", "x", "0", "1"], [sys.executable], "has a study of the metric score, and this"),
-        (
-            ["--metric", "score", "--range", "x", "0", "1"],
-            ["other"],
-            f"has a study of the command {sys.executable}, and",
-        ),
-        (
-            ["--metric", "score", "--choice", "x", "0,1"],
-            [sys.executable],
-            "has a study over other values, give another",
-        ),
+        (["--metric", "x", "--range", "x", "0", "1"], same, "has a study of the metric score, and this"),
+        ([*other, "0", "1"], ["other"], f"has a study of the command {sys.executable}, and"),
+        ([*other, "0", "1"], [*same[:-1], "b"], "--kind a, and this one is of "),
+        ([*other, "0", "1", "--choice", "bad", "no"], same, "has a study of the flags x, and this one is of bad, x"),
+        (["--metric", "score", "--choice", "x", "0,1"], same, "has a study over other values, give another"),
     ]:
         with pytest.raises(SystemExit, match="2"):
             run(main, Args, None, argv=["--output", str(tmp_path / "out"), *flags, "--", *command])
@@ -132,10 +128,10 @@ def test_a_study_of_something_else_is_refused(tmp_path, capsys):
 
 
 def test_a_worse_run_is_ended_early(tmp_path, capsys):
-    sweep(tmp_path, "--range", "x", "3", "3", "--choice", "kind", "a", "--startup-trials", "1")
+    train = ["--kind", "a", "--bad", "hangs"]
+    sweep(tmp_path, "--range", "x", "3", "3", "--startup-trials", "1", train=train)
     assert "(ended early)" not in capsys.readouterr().out
-    flags = ["--range", "x", "3", "3", "--startup-trials", "1"]
-    sweep(tmp_path, *flags, train=["--kind", "b", "--bad", "hangs"], trials=1)
+    sweep(tmp_path, "--range", "x", "5.5", "5.5", "--startup-trials", "1", train=train, trials=1)
     assert "(ended early)" in capsys.readouterr().out
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE", "COMPLETE", "PRUNED"]
 

@@ -10,16 +10,21 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
 
+from rlkit.rollout.engines import Unreachable
 from rlkit.rollout.engines.http import Http, ReplicaError
 from rlkit.rollout.engines.servers.replicas import Replicas
 from rlkit.rollout.engines.sglang import FromGroup, SGLang
 from rlkit.rollout.engines.sglang.api import SGLangApi
+from rlkit.rollout.shared import publish
+from rlkit.run.saving import unless_hung
+from rlkit.run.signals import Stop
 from rlkit.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3)
@@ -375,6 +380,54 @@ async def test_a_refused_process_group_is_an_error_at_once() -> None:
     async with serving(good, **pages) as urls, SGLang(urls, transport=FromGroup(backend="gloo")) as engine:
         with pytest.raises(ValueError, match=r"init_weights_update_group: status 400: .*no such backend"):
             await asyncio.wait_for(engine.update_weights([("w", torch.ones(3))], version=1), 120)
+
+
+def stuck(seen: list[str]) -> dict[str, Handler]:
+    """As a server that waits in a collective: it answers what it is, and no other request about its weights."""
+
+    async def waits(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return await hangs(request)
+
+    return {**noting(seen), **dict.fromkeys(["init_weights_update_group", "end_weight_update", "abort_request"], waits)}
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_server_that_does_not_join_the_group_is_one_line_at_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a far machine whose name stands for a loopback address. It was repeated 5 times, each with 600 s of cleaning
+    up, and the error was that of the last request."""
+    monkeypatch.setattr("rlkit.rollout.engines.servers.engine.CLEAN_UP_S", 0.5)
+    seen: list[str] = []
+    async with serving(good, **stuck(seen)) as urls:
+        engine = SGLang(urls, transport=FromGroup(backend="gloo", timeout=1.0))
+        with pytest.raises(Unreachable, match=r"no gloo group for the weights from 127.0.0.1 \(limit 1 s\)") as caught:
+            await asyncio.wait_for(publish(engine, lambda: [("w", torch.ones(3))], version=1), 20)
+        await engine.close()
+    assert urls[0] in str(caught.value)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert [path for path in seen if "init" in path] == ["/init_weights_update_group"], "not repeated"
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_stop_request_ends_an_update_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlkit.rollout.engines.silence.HUNG_AFTER_S", 1.0)
+    monkeypatch.setattr("rlkit.rollout.engines.servers.engine.CLEAN_UP_S", 0.5)
+    said: list[str] = []
+    stop, run = Stop(), SimpleNamespace(say=said.append)
+    async with serving(good, **stuck([])) as urls:
+        engine = SGLang(urls, transport=FromGroup(backend="gloo"), wait_s=900.0)
+        sending = engine.update_weights([("w", torch.ones(3))], version=1)
+        waiting = asyncio.ensure_future(unless_hung(sending, None, engine=engine, stop=stop, run=run))
+        await asyncio.sleep(1.5)
+        assert not waiting.done(), "nobody asked to stop"
+        stop.requested = True
+        assert await asyncio.wait_for(waiting, 10) is None
+        sampling = engine.generate([1], params=PARAMS)  # which waits for the next update
+        assert await asyncio.wait_for(unless_hung(sampling, None, engine=engine, stop=stop, run=run), 10) is None
+        await asyncio.wait_for(engine.close(), 10)
+    assert said[0].startswith("stopping without the engine")
 
 
 async def test_progress_counts_the_queues_of_the_servers() -> None:

@@ -16,8 +16,8 @@ from rlkit.compat import rows as compat_rows
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.load import load_rows
 from rlkit.data.prompts import rl_prompts
-from rlkit.data.rows import LABELLED, PAIR, PROMPT, SFT
 from rlkit.data.tiny import tiny_tokenizer
+from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
 
 CALLS = (  # a template that writes tools, calls and reasoning
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -111,7 +111,7 @@ class Http:
     def _open(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
-            _raise_open_files()
+            raise_open_files()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
             self._session, self._loop = aiohttp.ClientSession(connector=connector), loop
         return self._session
@@ -172,8 +172,9 @@ def _parse(url: str, status: int, raw: bytes, after: str | None) -> Any:
         raise ReplicaError(f"{url}: status {status}, but the reply is not JSON ({error}): {text}") from error
 
 
-def _raise_open_files() -> None:
-    """A connection is an open file, and many systems start processes with a limit of 1024 (macOS: 256)."""
+def raise_open_files() -> int:
+    """Raise the limit of open files, and return it: a connection is one, and many systems start processes with a limit
+    of 1024 (macOS: 256)."""
     import resource  # not on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -182,7 +183,8 @@ def _raise_open_files() -> None:
         if soft != resource.RLIM_INFINITY and soft < limit:
             with suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-                return
+                return limit
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 def check_prompt(prompt_ids: list[int], *, vocab_size: float) -> None:

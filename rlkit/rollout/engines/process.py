@@ -106,6 +106,8 @@ async def launch(
 class ProcessEngine:
     """An `rlkit.types.Engine`; see `launch`. It belongs to the event loop it was launched in."""
 
+    positional_noise = True  # that of a `LocalEngine`
+
     def __init__(self, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
         self._ids = itertools.count()

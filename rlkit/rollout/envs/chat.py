@@ -13,7 +13,7 @@ from rlkit.data.images import PLACE, gathered
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
-from rlkit.data.rows import begins_answer
+from rlkit.data.turns import begins_answer
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory

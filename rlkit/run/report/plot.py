@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlkit._util import untrusted
 from rlkit._util.extras import optional
 from rlkit._util.files import replace_file
 from rlkit.run.console import in_notebook, reward_parts
@@ -283,9 +284,9 @@ def _front(folder: Path) -> dict[str, Any] | None:
     """The front that a run with several rewards left (`rlkit.loops.pareto`)."""
     path = folder / PARETO
     try:
-        found = json.loads(path.read_text()) if path.exists() else None
+        found = json.loads(untrusted.read(path, "json_mib")) if path.exists() else None
         return found and {**found, "front": sorted(entry["point"] + [entry["step"]] for entry in found["front"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): delete it, and the front is not drawn") from None
 
 

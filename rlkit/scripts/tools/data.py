@@ -145,7 +145,7 @@ def show_rewards(args: Args, data: Data, rows: Any) -> bool:
 
 def show_rendered(args: Args, command: str, found: Reading, rows: Any, good: Sequence[int], tokenizer: Any) -> None:
     """Print the row that is asked for, or the first one of which something is trained, and the lengths."""
-    from rlkit.data.rows import NothingLeft
+    from rlkit.data.drop import NothingLeft
 
     for index in [*[i for i in good if i == args.row - 1], *good]:
         with suppress(NothingLeft):
@@ -174,10 +174,9 @@ def columns_of(rows: Sequence[Any]) -> list[str]:
 
 def forms_for(command: str) -> tuple[Any, ...]:
     """The forms that a command reads."""
-    from rlkit.data import rows as forms
+    from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
 
-    pairs = (forms.PAIR,)
-    return {"grpo": (forms.PROMPT,), "sft": forms.SFT, "kto": (*pairs, forms.LABELLED)}.get(command, pairs)
+    return {"grpo": (PROMPT,), "sft": SFT, "kto": (PAIR, LABELLED)}.get(command, (PAIR,))
 
 
 class Reading(NamedTuple):
@@ -199,9 +198,11 @@ class Reading(NamedTuple):
 
 def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) -> Reading:
     """How `command` reads the rows; nothing is logged."""
+    from rlkit.data.drop import NothingLeft, check_begun
+    from rlkit.data.forms import Turn
     from rlkit.data.markup import markup_of
     from rlkit.data.messages import mappings
-    from rlkit.data.rows import NothingLeft, Turn, begins_answer, check_begun
+    from rlkit.data.turns import begins_answer
 
     said = list[logging.LogRecord]()
     logger, render = logging.getLogger("rlkit.data"), None
@@ -274,7 +275,7 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
     Where it does not take all, each is read by itself, after the first row, which decides the form. A row that is
     dropped is one that it takes.
     """
-    from rlkit.data.rows import NothingLeft
+    from rlkit.data.drop import NothingLeft
 
     good, wrong = list[int](), dict[str, str]()
     before = logging.root.manager.disable

@@ -121,7 +121,7 @@ def main(args: Args) -> None:
 
 def bring(args: Args, flags: grpo.Args, kept: Mapping[str, Any]) -> Asked:
     """Read the data and the user's code; ValueError for what cannot be measured."""
-    from rlkit.data.rows import PROMPT
+    from rlkit.data.turns import PROMPT
     from rlkit.model.pretrained import load_config
 
     if not kept or flags.engine.engine != "local":

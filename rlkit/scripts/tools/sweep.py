@@ -177,10 +177,13 @@ def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=args.startup_trials),
     )
     measured = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.trials)
-    for name, now in (("command", script_of(args.command) or args.command[0]), ("metric", metric)):
+    searched = ", ".join(sorted({*args.range, *args.log_range, *args.choice}))
+    facts = {"metric": metric, "words": shlex.join(args.command), "searched": searched}
+    for name, now in {"command": script_of(args.command) or args.command[0], **facts}.items():
         before = study.user_attrs.get(name, now)
         if before != now and measured:
-            what = f"has a study of the {name} {before}, and this one is of {now}: give another folder"
+            kind = {"words": "command", "searched": "flags"}.get(name, name)
+            what = f"has a study of the {kind} {before}, and this one is of {now}: give another folder"
             raise ValueError(f"`output` {args.output} {what}")
         study.set_user_attr(name, now)
     seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again

@@ -12,11 +12,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from rlkit.scripts.cli import run
+from rlkit.settings import Tracker
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Args:
 
     folder: tyro.conf.Positional[Path]
     """run folder with a metrics.jsonl"""
-    to: Literal["wandb", "mlflow", "tensorboard", "trackio"]
+    to: Tracker
     """the tracker; its package must be installed"""
     project: str | None = None
     """project (wandb, trackio) or experiment (mlflow). None: that of the run, else rlkit"""

@@ -66,6 +66,8 @@ class LocalEngine:
     `dtype`, of the longest that the running requests may reach, and requests wait where the device has no room.
     """
 
+    positional_noise = True  # see `rlkit.rollout.stream.continue_aborted`
+
     def __init__(
         self,
         model: Any,

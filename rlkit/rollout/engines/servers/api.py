@@ -55,6 +55,7 @@ class Api(Protocol):
     info: str  # path that reports the version of its weights
     lora_root: str  # before the paths that load and unload adapters
     lora: str  # what starts one that takes adapters
+    positional_noise: bool  # the noise of a token is a function of its seed and position
     vision_env: Mapping[str, str]  # variables with which it keeps no features of images, for a tower that trains
 
     def body(

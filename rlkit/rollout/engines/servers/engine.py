@@ -16,12 +16,13 @@ from uuid import uuid4
 from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.model.weights import AdapterStream, Form, WeightStream
+from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
 from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
-from rlkit.rollout.engines.servers.replicas import CONTROL_TIMEOUT, Replica, Replicas
+from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
@@ -90,6 +91,8 @@ class ServerEngine:
             requests go elsewhere.
         tries: attempts of a generation until its error is raised. Weight updates are never repeated.
         wait_s: seconds for which requests and updates wait for a server to come back where none is up; see `lost`.
+        tokenizer: of the model; with stop strings it keeps every token of a request that an update interrupts, see
+            `rlkit.rollout.stream.continue_aborted`.
         vocab_size: number of token ids of the model, to check prompts and replies; by default that of the served
             checkpoint, where this machine can read it.
         backoff_s, busy_s: a server that answers 408, 425, 429 or 503 is asked again after about `backoff_s` seconds,
@@ -113,6 +116,7 @@ class ServerEngine:
         stall: float = 120.0,
         tries: int = 3,
         wait_s: float = 0.0,
+        tokenizer: Any = None,
         vocab_size: int | None = None,
         backoff_s: float = 0.5,
         busy_s: float = 600.0,
@@ -123,7 +127,7 @@ class ServerEngine:
             raise ValueError("urls must be one or more addresses, as http://127.0.0.1:30000")
         for url in [*addresses, *routers]:
             host_of(url)
-        self.version = 0
+        self.version, self.positional_noise, self._tokenizer = 0, api.positional_noise, tokenizer
         self._http = Http(backoff_s=backoff_s, busy_s=busy_s)
         self._servers = Replicas(self._http, addresses, api, stall=stall, vocab_size=vocab_size)
         self._serving = Replicas(self._http, routers, api, stall=stall) if routers else self._servers
@@ -146,6 +150,7 @@ class ServerEngine:
         self._background: set[asyncio.Task[None]] = set()
         self._num_tokens = self._num_waiting = 0
         self._asked = 0.0
+        self._moved: float | None = None  # when the update last read a tensor
 
     async def __aenter__(self) -> Self:
         try:
@@ -188,7 +193,10 @@ class ServerEngine:
             return await self._sampled(call, context, left, limits)
 
         try:
-            done = await continue_aborted(part, prompt_ids, params, again=lambda: call.again)
+            done = await continue_aborted(
+                part, prompt_ids, params, again=lambda: call.again, tokenizer=self._tokenizer,
+                positional_noise=self.positional_noise,
+            )  # fmt: skip
             self._num_tokens += len(done.ids)
             return done
         finally:
@@ -241,8 +249,13 @@ class ServerEngine:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which a server has left requests without any sign of life; 0 if there are none."""
-        return max(r.silence.seconds for r in [*self._servers.all, *self._serving.all])
+        """Seconds for which a server has left requests without any sign of life, or an update has stood still; else 0.
+
+        A server that waits in a collective for an update's tensors may still answer questions. After a failed update
+        the seconds go on: requests wait for the next one.
+        """
+        still = 0.0 if self._moved is None else time.monotonic() - self._moved
+        return max(still, *(r.silence.seconds for r in [*self._servers.all, *self._serving.all]))
 
     async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
@@ -288,6 +301,7 @@ class ServerEngine:
             `wait_s` waits for it, also what was in flight.
         """
         async with self._updating:
+            self._moved = time.monotonic()
             servers = await self._revive()
             if isinstance(weights, WeightStream) and weights.has_adapter:
                 weights = weights.in_form(await self._adapters.form(servers, weights.model))
@@ -312,7 +326,7 @@ class ServerEngine:
             except BaseException:
                 self._broken = UNFINISHED.format(version)
                 raise
-            self._broken = None
+            self._broken = self._moved = None
             self._forgot.clear()
 
     async def lost(self) -> None:
@@ -518,22 +532,38 @@ class ServerEngine:
             await self._set_paused(servers, self._pause)
             if self._transport.sessions:
                 await all_done(map(self._api.begin, servers))
-            try:
-                await self._transport.send(servers, checked(weights, known, unsent=self._unsent), version=version)
-                if self._pause != "in_place":
-                    await all_done(map(self._api.flush, servers))
-            finally:
-                if self._transport.sessions:
-                    await all_done(map(self._api.end, servers))
+            read = self._noted(checked(weights, known, unsent=self._unsent))
+            await self._transport.send(servers, read, version=version)
+            if self._pause != "in_place":
+                await all_done(map(self._api.flush, servers))
+            if self._transport.sessions:
+                await all_done(map(self._api.end, servers))
         except BaseException:
             self._broken = UNFINISHED.format(version)
             for call in self._calls.values():  # what is in flight must not continue under mixed weights
                 self._end(call, again=self._wait_s > 0 and self._pause != "abort")  # but under those sent again
-            everything = (self._api.abort(server, None, timeout=CONTROL_TIMEOUT) for server in servers)
-            await asyncio.gather(*everything, return_exceptions=True)
+            with suppress(TimeoutError):  # the first error tells the cause, and servers that hang do not answer
+                await asyncio.wait_for(self._undo(servers), CLEAN_UP_S)
             raise
-        finally:
-            await self._set_paused(servers, None)
+        await self._set_paused(servers, None)
+
+    async def _undo(self, servers: Sequence[Replica]) -> None:
+        """After a failed update, on each server as far as it answers: end the session and all requests, and resume."""
+
+        async def one(server: Replica) -> None:
+            if self._transport.sessions:
+                with suppress(EngineError, ValueError):
+                    await self._api.end(server)
+            with suppress(EngineError, ValueError):
+                await self._api.abort(server, None, timeout=CLEAN_UP_S)
+            await self._set_paused([server], None)
+
+        await asyncio.gather(*map(one, servers), return_exceptions=True)
+
+    def _noted(self, weights: NamedTensors) -> NamedTensors:
+        for pair in weights:
+            self._moved = time.monotonic()
+            yield pair
 
     async def _set_paused(self, servers: Sequence[Replica], mode: PauseMode | None) -> None:
         async def one(server: Replica) -> None:

@@ -86,7 +86,9 @@ class Server:
         self._stop()
 
     def _tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+        lines = self.log.read_text(errors="replace").splitlines()
+        own = [line for line in lines if not line.startswith("guard: ")]  # of guard.py, after the server's end
+        return "\n".join((own or lines)[-30:])
 
 
 def start_server(

@@ -18,6 +18,7 @@ from rlkit.rollout.engines.servers.checks import experts_of, vocab_size
 from rlkit.rollout.engines.silence import Silence
 
 CONTROL_TIMEOUT = 600.0
+CLEAN_UP_S = 10.0  # for what follows a failure: the server may hang
 HEALTH_TIMEOUT = 20.0
 _log = logging.getLogger("rlkit.rollout")
 

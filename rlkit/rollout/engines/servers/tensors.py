@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class FromDisk:
     """Through checkpoint files on storage that trainer and servers share, for any kind of server.
 
     Args:
-        folder: each update writes `folder/<version>/*.safetensors`; the folders of the last two updates are kept.
+        folder: each update writes `folder/<version>/*.safetensors`; the last two are kept until `close`.
         file_bytes: size of a file, and of the buffer in this process's memory.
     """
 
@@ -105,7 +105,12 @@ class FromDisk:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     async def close(self) -> None:
-        """Keep the last files."""
+        """Delete the files: each is as large as the model, and the servers have read them."""
+        for path in self._written:
+            shutil.rmtree(path, ignore_errors=True)
+        self._written.clear()
+        with suppress(OSError):  # not empty, or gone
+            self.folder.rmdir()
 
 
 @contextmanager

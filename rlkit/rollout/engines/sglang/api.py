@@ -49,6 +49,7 @@ class SGLangApi:
     alive = "/model_info"  # /health generates a token, which a paused server does not
     info, lora_root = "/model_info", ""
     lora = "--enable-lora --max-lora-rank RANK --lora-target-modules all"
+    positional_noise = True
     vision_env = VISION_ENV
 
     def body(

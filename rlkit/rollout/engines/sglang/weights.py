@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper, _world
 from torch.multiprocessing import reductions
 
-from rlkit._util.ranks import own_address
+from rlkit._util.ranks import name_interface, own_address
+from rlkit._util.text import masked
 from rlkit.rollout.calling import in_own_thread
+from rlkit.rollout.engines import EngineError, Unreachable
 from rlkit.rollout.engines.hosts import is_here
-from rlkit.rollout.engines.http import all_done
+from rlkit.rollout.engines.http import Refused, all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
-from rlkit.rollout.engines.servers.replicas import Replica
+from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica
 from rlkit.rollout.engines.servers.tensors import Bucket, Memory, file_system_sharing, flatten, groups
 from rlkit.rollout.groups import all_or_cancel
 
@@ -134,7 +136,7 @@ class FromGroup:
             return
         group, members, self._group, self._members = self._group, self._members, None, []
         body = {"group_name": self._name}
-        posts = (server.post("/destroy_weights_update_group", body) for server, _ in members)
+        posts = (server.post("/destroy_weights_update_group", body, timeout=CLEAN_UP_S) for server, _ in members)
         await asyncio.gather(*posts, return_exceptions=True)
         await asyncio.to_thread(dist.destroy_process_group, group)
 
@@ -156,20 +158,42 @@ class FromGroup:
             _new_process_group_helper, size, 0, [], Backend(self._backend), dist.PrefixStore(self._name, store),
             group_name=GroupName(self._name), timeout=limit,
         )  # fmt: skip
-        (group, _), *_ = await all_or_cancel([in_own_thread(join), *posts])  # a refusal ends it at once
+        try:
+            joined = asyncio.wait_for(in_own_thread(join), self._timeout + 1)
+            (group, _), *_ = await all_or_cancel([joined, *posts])  # a refusal ends it at once
+        except (TimeoutError, RuntimeError, Refused) as error:
+            if isinstance(error, EngineError) and not (isinstance(error, Refused) and "connect" in str(error)):
+                raise
+            raise Unreachable(self._no_group(servers, error)) from error
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}  # destroy_process_group looks it up
         self._group = group
 
+    def _no_group(self, servers: Sequence[Replica], error: Exception) -> str:
+        cause = str(error).partition("\n")[0][:400]
+        urls, backend = ", ".join(masked(server.url) for server in servers), self._backend
+        return (
+            f"{urls}: no {backend} group for the weights from {self._host} (limit {self._timeout:g} s): the "
+            "server and this process do not reach each other at the addresses that they name. A machine whose name "
+            f"stands for a loopback address names that one: start the server with {backend.upper()}_SOCKET_IFNAME=ETH, "
+            "its network interface (`ip -br address` lists them), set it here too, and open the firewall between them; "
+            "or send the weights by files (--weight-sync disk)" + (f" ({cause})" if cause else "")
+        )
+
     async def _with_ours(self, posts: Sequence[asyncio.Future[Any]], parts: Sequence[Tensor]) -> None:
         """A broadcast waits for every rank: if a server refuses, tear the group down instead of waiting."""
-        ours: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(self._broadcast, parts))
-        while not ours.done() and not any(map(_failed, posts)):
-            await asyncio.wait({ours, *(p for p in posts if not p.done())}, return_when=asyncio.FIRST_COMPLETED)
+        ours: asyncio.Future[Any] = asyncio.ensure_future(in_own_thread(partial(self._broadcast, parts)))
+        try:
+            while not ours.done() and not any(map(_failed, posts)):
+                await asyncio.wait({ours, *(p for p in posts if not p.done())}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not ours.done() or any(map(_failed, [ours, *posts])):  # refused, or cancelled by a stop request
+                group, self._group, self._members = self._group, None, []
+                assert group is not None
+                for post in posts if not ours.done() else ():
+                    post.cancel()
+                await asyncio.to_thread(group.abort)
+                await asyncio.to_thread(dist.destroy_process_group, group)
         if any(map(_failed, [ours, *posts])):
-            group, self._group, self._members = self._group, None, []
-            assert group is not None
-            await asyncio.to_thread(group.abort)
-            await asyncio.to_thread(dist.destroy_process_group, group)
             await all_done([*posts, ours])
 
     def _broadcast(self, parts: Sequence[Tensor]) -> None:
@@ -187,6 +211,7 @@ class FromGroup:
 def group_to(urls: Sequence[str], on_cpu: bool) -> FromGroup:
     """The transport to these servers, which meet at an address of this machine that all of them reach."""
     host = "127.0.0.1" if all(map(is_here, urls)) else own_address()
+    name_interface(far=host != "127.0.0.1")
     return FromGroup(backend="gloo" if on_cpu else "nccl", host=host)
 
 

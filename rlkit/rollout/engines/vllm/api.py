@@ -53,6 +53,7 @@ class VLLMApi:
     alive = "/health"
     info, lora_root = "/weight_info", "/v1"
     lora = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve ... --enable-lora --max-lora-rank RANK"
+    positional_noise = False  # runner V1 has a generator per request
     vision_env: Mapping[str, str] = {}
 
     def __init__(self) -> None:

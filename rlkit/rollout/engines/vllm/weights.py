@@ -10,6 +10,7 @@ import asyncio
 import base64
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
-from rlkit.rollout.engines.servers.replicas import Replica
+from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica
 from rlkit.rollout.engines.servers.tensors import Named, groups
 from rlkit.rollout.groups import all_or_cancel
 
@@ -80,13 +81,13 @@ class FromGroup:
         for named, _ in groups(named_tensors, max_bytes=self._bucket_bytes):
             body = {"update_info": metadata(named)}
             posts = [server.post("/update_weights", body) for server in servers]
-            await all_done([*posts, asyncio.to_thread(self._broadcast, named)])
+            await all_done([*posts, in_own_thread(partial(self._broadcast, named))])
         await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
         """Leave the group."""
         members, self._members, self._comm = self._members, [], None
-        posts = (server.post("/shutdown_weight_transfer_engine", None) for server, _ in members)
+        posts = (server.post("/shutdown_weight_transfer_engine", None, timeout=CLEAN_UP_S) for server, _ in members)
         await asyncio.gather(*posts, return_exceptions=True)
 
     async def _meet(self, servers: Sequence[Replica]) -> Any:
