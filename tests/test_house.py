@@ -18,10 +18,10 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 665, "advantages": 585, "data": 3655, "kernels": 1770, "loops": 2370, "losses": 1645, "model": 4020,
-    "packing": 490, "parallel": 1300, "rewards": 2150, "rollout": 5910, "run": 1835, "run/report": 815, "scripts": 3340,
+    "_util": 800, "advantages": 585, "data": 3860, "kernels": 1770, "loops": 2375, "losses": 1645, "model": 4115,
+    "packing": 490, "parallel": 1300, "rewards": 2160, "rollout": 6035, "run": 1865, "run/report": 815, "scripts": 3350,
     "testing": 1470, "modules right below rlkit": 1130,
-    "agents": 1340, "compat": 1700, "rewards/sandbox": 1120, "scripts/tools": 1180,
+    "agents": 1440, "compat": 1685, "rewards/sandbox": 1120, "scripts/tools": 1185,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,
@@ -31,7 +31,6 @@ LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "loops/supervised.py:supervised": 47,
     "loops/updates.py:grpo_update": 46,
     "model/parallelize.py:parallelize": 41,
-    "agents/branches.py:Branches.reply": 55,
     "scripts/cli.py:_refuse_wrong": 51,
     "scripts/tools/sweep.py:main": 53,
     "scripts/tools/sweep.py:check_command": 44,
@@ -49,8 +48,8 @@ LONG_SIGNATURES = {  # parameters, without `self`
     "loops/preference.py:dpo": 13,
     "loops/rl.py:rl": 13,
     "loops/updates.py:grpo_update": 13,
-    "rollout/engines/servers/engine.py:ServerEngine.__init__": 16,
-    "rollout/stream.py:GroupStream.__init__": 18,
+    "rollout/engines/servers/engine.py:ServerEngine.__init__": 17,
+    "rollout/stream.py:GroupStream.__init__": 19,
 }
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
