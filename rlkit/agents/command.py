@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rlkit import agents
 from rlkit._util.numbers import is_number
-from rlkit.agents import AgentError
+from rlkit.agents import ENDS, AgentError, end_of
 from rlkit.data.images import MARK, PLACE, gathered
 from rlkit.data.load import place_of
 from rlkit.data.prompts import question_messages
@@ -214,10 +214,10 @@ def _read(result: Path, *, needs_reward: bool) -> dict[str, Any]:
         found = json.loads(result.read_text())
     except (ValueError, RecursionError):
         raise AgentError("what it wrote to $RLKIT_RESULT is no JSON") from None
-    found = {"reward": found} if is_number(found) else found
-    known = {"reward", "score", "turn_rewards", "truncated", "info"}
-    if not isinstance(found, dict) or not known.issuperset(found) or not isinstance(found.get("info", {}), dict):
-        raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(sorted(known))}")
+    try:
+        found = end_of(found)
+    except TypeError:
+        raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(ENDS)}") from None
     if "failed" in found.get("info", {}).get("metrics", {}):
         raise AgentError("$RLKIT_RESULT: `failed` is a metric of rlkit's own: give it another name")
     if wrong := [name for name, fine in _fields(found).items() if not fine]:

@@ -3,7 +3,7 @@
 async def agent(prompt, base_url):
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
     ...                                     # any framework, any number of calls
-    return {"reward": 1.0}                  # keywords of Branches.end, or None where `score` gives the reward
+    return 1.0                              # the reward, keywords of Branches.end, or None where `score` gives it
 
 env = agent_env(agent, tokenizer=tokenizer)
 env = agent_env(command("python my_agent.py {question}", ...), tokenizer=tokenizer, raise_errors=False)
@@ -18,7 +18,7 @@ from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
 from rlkit._util.extras import optional
-from rlkit.agents import AgentError
+from rlkit.agents import AgentError, end_of
 from rlkit.agents.branches import Branches
 from rlkit.agents.request import Answer, BadRequest, Request, answer_of, others
 from rlkit.agents.server import Server
@@ -78,8 +78,9 @@ def agent_env(
     that reads images; they must be data: URLs or base64. Requests that are malformed, have a damaged image or more than
     32 MiB (413), or that the chat template cannot render, are refused in the format's own way, and the episode goes on.
 
-    The program returns keywords of `Branches.end` (`reward`, `info`, ...) or None. A program that asks for no turn has
-    an episode without tokens: its reward counts in the group's baseline, and nothing of it trains.
+    The program returns its reward, a number, or keywords of `Branches.end` (`reward`, `info`, ...) in a dict, or None;
+    TypeError for anything else. A program that asks for no turn has an episode without tokens: its reward counts in the
+    group's baseline, and nothing of it trains.
 
     An exception of the program ends the run, and so does no end after `timeout_s` (a sync function keeps running in
     the background; its URL is closed), or a thousand refused requests. Without `raise_errors` the episode has failed
@@ -95,31 +96,30 @@ def agent_env(
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         episode = _Episode(prompt, sample, tokenizer, read, template_args, params, refuse_sampling)
-        end: Any = None
+        end = dict[str, Any]()
         failure: Exception | None = None
         async with server.episode(episode) as base_url:
             try:
-                end = await episode.run(call(agent, prompt, base_url), timeout_s)
+                returned = await episode.run(call(agent, prompt, base_url), timeout_s)
             except Exception as error:
                 if raise_errors or error is episode.error:
                     raise
                 failure = error
+        if failure is None:
+            end = end_of(returned)
         if not (raise_errors or failure or episode.branches.num_turns):
             failure = AgentError("it asked for no turn")
         if failure is not None:
             return episode.failed(failure, end)
-        if not isinstance(end, Mapping | None):
-            what = "the program must return keywords of Branches.end as a dict, or None"
-            raise TypeError(f"{what}, got {type(end).__name__}")
         if episode.branches.num_turns:
             try:
-                return episode.branches.end(**(end or {}))
+                return episode.branches.end(**end)
             except ValueError as error:  # of `turn_rewards`
                 if raise_errors:
                     raise
                 return episode.failed(AgentError(str(error)), end)
         report_once("an agent", "asked for no turn", f" (row {prompt.index + 1}): such episodes train nothing")
-        return [_without_turns(prompt, **(end or {}))]
+        return [_without_turns(prompt, **end)]
 
     return env
 
@@ -190,12 +190,12 @@ class _Episode:
             if task.done() and not task.cancelled():
                 task.exception()  # it is not missed: the episode has ended for another reason
 
-    def failed(self, error: Exception, end: Any) -> list[Trajectory]:
-        """The episode of a program that failed; `end` is what it returned, if it did."""
+    def failed(self, error: Exception, end: Mapping[str, Any]) -> list[Trajectory]:
+        """The episode of a program that failed; `end` is `end_of` what it returned."""
         reason = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
         if self._full and self.branches.num_turns:
             return self.branches.end(reward=0.0, truncated=True, info={"notes": {"agent": reason}})
-        info = {**(end or {}).get("info", {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
+        info = {**end.get("info", {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
         if self.branches.num_turns:
             return self.branches.end(truncated=True, info=info)
         return [_without_turns(self._prompt, reward=None, info=info)]

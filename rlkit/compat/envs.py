@@ -85,7 +85,10 @@ def rl2(
         row = deepcopy(prompt.row)  # the samples of a group share it, and steps write to it
         state, extra_info = text.start, row.get("extra_info", row)
         if reset is not None:
-            state, extra_info = await call(reset, extra_info)
+            opening = await call(reset, extra_info)
+            if not (isinstance(opening, tuple | list) and len(opening) == 2):
+                raise TypeError(f"reset must return the pair (state, extra_info), got {opening!r:.80}")
+            state, extra_info = opening
         now = SimpleNamespace(sample=row, turn=0, metrics=defaultdict(list))
         while (turn := await text.reply(state)) is not None:
             now.state_text, now.action_text, now.turn = state, turn.text, now.turn + 1
@@ -126,7 +129,7 @@ def interact(interact: Callable[[list[dict[str, Any]]], Any], tokenizer: PreTrai
         async for _ in chat:
             if not (answers := await call(interact, chat.messages)):
                 break
-            if isinstance(answers, dict | str) or not all(isinstance(answer, dict | str) for answer in answers):
+            if not isinstance(answers, list | tuple) or not all(isinstance(answer, dict | str) for answer in answers):
                 raise ValueError(f"interact must return a list of messages to add, got {answers!r:.80}")
             chat.add(*answers)
         return chat.end(reward=0.0)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
 from rlkit.data.drop import TooLong, check_begun, drop, shorten
-from rlkit.data.images import ImageReader
-from rlkit.data.load import place_of
+from rlkit.data.images import COLUMNS, ImageReader
+from rlkit.data.load import Row, place_of
 from rlkit.data.messages import decoded
 from rlkit.data.rows import read_rows
-from rlkit.data.schema import PROMPTS
+from rlkit.data.schema import OF_TEMPLATE, PROMPTS
 from rlkit.data.template import Template
 from rlkit.data.turns import PROMPT, prompt_messages, prompt_text, question_messages
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rlkit.types import Picture
 
-__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts"]
+__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts", "shared"]
 
 _log = logging.getLogger("rlkit.data")
 
@@ -152,3 +152,31 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
 def row_given(row: dict[str, Any]) -> dict[str, Any]:
     """The row as rewards and environments get it: with messages where their JSON text is."""
     return {**row, **decoded({name: row[name] for name in ("prompt", "messages") if isinstance(row.get(name), str)})}
+
+
+def shared(held_out: Sequence[Sequence[Row]], train: Sequence[Sequence[Row]], *, whole: bool = False) -> list[str]:
+    """Of each held-out set, in rlkit's columns, how many of its rows ask what a row of `train` asks, and where; "" for
+    none. With `whole`, rows are compared in all columns."""
+    key = (lambda row: repr(sorted(row.items()))) if whole else _asked
+    seen, lines = {hash(key(row)) for rows in train for row in rows}, []
+    for rows in held_out:
+        found = [i for i, row in enumerate(rows) if hash(key(row)) in seen]
+        places = ", ".join(place_of(rows, i, with_source=i == found[0]) for i in found[:_FIRST])
+        what = f"{'' if whole else 'the prompts of '}{len(found)} of {len(rows)} rows are also in --data"
+        lines.append(f"{what}: {places}{', ...' * (len(found) > _FIRST)}" if found else "")
+    return lines
+
+
+def _asked(row: Row) -> str:
+    """What a row asks: its conversation up to the last answer, with tools and images; or its text."""
+    said: Any = next((row[name] for name in (*PROMPTS, "chosen", "text") if row.get(name) is not None), None)
+    if isinstance(said, str):
+        said = [{"role": "user", "content": said}]
+    if isinstance(said, list | tuple) and all(isinstance(message, Mapping) for message in said):
+        while said and said[-1].get("role") == "assistant":
+            said = said[:-1]
+        said = [(m.get("role"), str(m.get("content")).strip(), m.get("tool_calls")) for m in said]
+    return repr((said, [row.get(name) for name in (*OF_TEMPLATE, *COLUMNS)]))
+
+
+_FIRST = 5  # places in a line

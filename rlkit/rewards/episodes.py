@@ -18,10 +18,11 @@ class EpisodeError(RewardError):
     """An environment of the user failed. `__cause__` is the exception."""
 
 
-def named(env: Env, foreign: Any) -> Env:
+def named(env: Env, foreign: Any, kind: str = "environment") -> Env:
     """The environment, whose exceptions and wrong results are an `EpisodeError` with the name of `foreign`.
 
-    `foreign` is what the user wrote: the function, class or factory. Errors of the engine are raised as they are.
+    `foreign`, of a `kind`, is what the user wrote: the function, class or factory. Errors of the engine are raised as
+    they are.
     """
 
     async def of_user(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
@@ -39,19 +40,19 @@ def named(env: Env, foreign: Any) -> Env:
         except Exception as error:
             if any(found in sampling for found in (error, error.__cause__, error.__context__)):
                 raise
-            raise _failed(foreign, error, prompt) from error
+            raise _failed(f"{kind} {name_of(foreign)}", foreign, error, prompt) from error
 
     return of_user
 
 
-def _failed(foreign: Any, error: Exception, prompt: Prompt) -> EpisodeError:
+def _failed(name: str, foreign: Any, error: Exception, prompt: Prompt) -> EpisodeError:
     place, text = place_in(foreign, error), " ".join(str(error).split())
     cause = f"{type(error).__name__}: {text}{place}" if place else text  # without a place, it is our own sentence
     fix = fix_of(foreign, error, prompt.row) or "correct it, or handle it there: return an episode with a reward"
     if isinstance(error, AttributeError) and "NoneType" in text and getattr(error, "name", "") in _OF_TURN:
         fix = "a turn is None where there is no room for another one: write `if turn is None: break` before this line"
     lines = [
-        f"environment {name_of(foreign)} failed on row {prompt.index + 1}: {cause}",
+        f"{name} failed on row {prompt.index + 1}: {cause}",
         *[f"  fix: {fix}"] * bool(place),
     ]
     return EpisodeError("\n".join(lines), index=prompt.index, cause=cause)

@@ -12,7 +12,7 @@ from rlkit.data.load import column_error, place_of
 from rlkit.rewards.call import ONE_TURN, needs_of
 from rlkit.rewards.failures import ALARM, name_of, unwrapped
 from rlkit.rewards.source import alarm_in, names_of_kwargs
-from rlkit.rewards.text import first_value
+from rlkit.rewards.text import first_value, is_blank
 
 _log = logging.getLogger("rlkit.rewards")
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -21,8 +21,8 @@ _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -> None:
     """Check that the rows of each part have the columns that a reward function needs, as far as that is known.
 
-    A gold answer or tests of this package's functions must not be null, under one of their names. A column that an
-    adapted function (`rlkit.compat.rewards.adapted`) names must be there, and may be null.
+    A gold answer or tests of this package's functions must not be empty, under one of their names. A column that an
+    adapted function (`rlkit.compat.rewards.adapted`) names must be there, and may be null; its gold answer may be "".
 
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns, and
     what the adapter's own check raises; TypeError for a function that asks for a column as a parameter. An alarm, which
@@ -34,9 +34,12 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
         if check := getattr(function, "check_rows", None):
             check(rows)
         _check_needs(function, rows)
-        ours = str(unwrapped(function).__module__).startswith("rlkit.")
-        if not hasattr(function, "needs") and not ours:  # neither of another library nor of this package
+        if not hasattr(function, "needs") and not _is_ours(function):  # neither of another library nor of this package
             _refuse_columns(function, set[str]().union(*rows))
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return str(unwrapped(function).__module__).startswith("rlkit.")
 
 
 def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
@@ -51,13 +54,16 @@ def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
     """Check the rows of one part."""
-    needs = needs_of(function)
+    needs, ours = needs_of(function), _is_ours(function)
     for index, row in enumerate(rows):
         for need in needs:
-            if need in row if isinstance(need, str) else first_value(row, *need) is not None:
-                continue
             names = (need,) if isinstance(need, str) else need
+            found = [first_value(row, name) for name in names if name in row]
+            if found if isinstance(need, str) else not all(is_blank(x) if ours else x is None for x in found):
+                continue
             problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
-            if null := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
-                problem += f" with a value ({' and '.join(null)} {'is' if len(null) == 1 else 'are'} null)"
-            raise column_error(place_of(rows, index), problem, row, "; rename one with --rename")
+            if empty := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
+                how = "null" if all(x is None for x in found) else "empty"
+                problem += f" with a value ({' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} {how})"
+            fix = "; drop such rows, or rename another column with --rename" if empty else "; rename one with --rename"
+            raise column_error(place_of(rows, index), problem, row, fix)

@@ -19,9 +19,10 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlkit.data.columns import is_empty
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
 
@@ -302,20 +303,32 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def gold_answer(row: Mapping[str, Any]) -> Any | None:
-    """The gold answer of a row as it is written there, or None: the first of these columns that is there and not null.
+    """The gold answer of a row as it is written there, or None: the first of these columns that is there and not empty.
 
         answer, ground_truth, solution, label, gt_answer, reward_model.ground_truth (verl's Parquet files)
 
     >>> gold_answer({"answer": None, "reward_model": {"ground_truth": "72"}})
     '72'
     """
-    return first_value(row, *GOLD)
+    return next((value for value in _values(row, GOLD) if not is_blank(value)), None)
 
 
 def first_value(row: Mapping[str, Any], *names: str) -> Any | None:
     """The first value of these columns that is not null; that of `reward_model` is its `ground_truth`."""
-    values = (_ground_truth(row.get(name)) if name == "reward_model" else row.get(name) for name in names)
-    return next((value for value in values if value is not None), None)
+    return next((value for value in _values(row, names) if value is not None), None)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value is no gold answer: white space, or empty (`rlkit.data.columns.is_empty`).
+
+    >>> is_blank(" "), is_blank(["", None]), is_blank(0)
+    (True, True, False)
+    """
+    return is_empty(value.strip() if isinstance(value, str) else value)
+
+
+def _values(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[Any]:
+    return (_ground_truth(row.get(name)) if name == "reward_model" else row.get(name) for name in names)
 
 
 def no_gold_answer(row: Mapping[str, Any], column: str | None = None) -> ValueError:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from rlkit.data.load import place_of
@@ -113,20 +114,26 @@ async def try_reward(
 
 
 async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: Sequence[tuple[str, str, Any]]) -> str:
-    """The line about a function that goes on to give one text other rewards; empty for none.
+    """The line about a function that gives one text two rewards; empty for none.
 
-    One that settles after the first call, such as a reward for what was not seen before, is not random.
+    Differences below 1e-3 of the largest are noise, unless the rewards of all texts go one way over four calls.
     """
-    first = [_number(result) for *_, result in tried]
-    size = 1e-3 * max((abs(x) for x in first if not math.isnan(x)), default=0.0)
-    differ = lambda x, y: [i for i, (a, b) in enumerate(zip(x, y)) if abs(a - b) > size]  # noqa: E731
-    second = [*map(_number, await call())]
-    found = differ(first, second)
-    later = [[*map(_number, await call())] for _ in range(2 if found else 0)]
-    if not any(differ(second, numbers) for numbers in later):
+    runs = [[_number(result) for *_, result in tried], [*map(_number, await call())]]
+    size = 1e-3 * max((abs(x) for x in runs[0] if not math.isnan(x)), default=0.0)
+    found = [i for i, (a, b) in enumerate(zip(*runs)) if abs(a - b) > size]
+    if not found and _one_way(runs):
+        runs += [[*map(_number, await call())] for _ in range(2)]
+        found = [0] * _one_way(runs)
+    if not found:
         return ""
-    what = f"{first[found[0]]:g} and {second[found[0]]:g} to {tried[found[0]][1]}"
+    what = f"{runs[0][found[0]]:.8g} and {runs[-1][found[0]]:.8g} to {tried[found[0]][1]}"
     return f"{name_of(function)} gives {what} in two calls: is it random, or does it remember earlier calls?"
+
+
+def _one_way(runs: Sequence[Sequence[float]]) -> bool:
+    """Whether each run has larger numbers than the one before, or each smaller ones."""
+    pairs = [pair for one in zip(*runs) for pair in pairwise(one)]
+    return all(a < b for a, b in pairs) or all(a > b for a, b in pairs)
 
 
 async def _moved(call: Callable[..., Any], texts: Mapping[str, str], first: Sequence[float], gold: str | None) -> str:

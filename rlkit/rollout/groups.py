@@ -133,6 +133,11 @@ def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, 
         check_call("keep_group", keep_group, "keep_group(group)")
 
 
+_NOT_ONE_GAME = "begins the samples of one prompt with different observations"
+_ONE_GAME = (
+    "their rewards are compared as if the game were the same; draw what is random from the prompt "
+    "(random.Random(prompt.index), or the argument `seed` of reset)"
+)
 _TEXTS = {"completion", "completions", "row", "rows"}
 _REWARD_FUNCTION = "score is a reward function: give scorer(score, tokenizer=tokenizer, timeout_s=...)"
 
@@ -147,11 +152,17 @@ async def sample_group(
     it with its reward; None keeps the environment's own rewards. All pieces get the reward of the last one. If `score`
     masks a last piece entirely, all pieces are masked. The pieces of each role (`Trajectory.role`) count as an episode.
 
+    Episodes that begin with different observations are named once, unless they are an agent's.
+
     Errors: ValueError for a reward that is not a number; NaN and infinity are left to the loops (`rlkit.loops.nans`).
     """
-    played = await all_or_cancel([_episode(env, prompt, sample) for sample in samplers])
+    openings: list[list[int]] = []
+    played = await all_or_cancel([_episode(env, prompt, sample, openings) for sample in samplers])
     episodes = [pieces for roles in played for pieces in roles]
     last = [pieces[-1] for pieces in episodes]
+    agents = any("agent/branches" in (t.info.get("metrics") or ()) for t in last)  # whose requests may differ
+    if not agents and any(ids != openings[0] for ids in openings):
+        report_once("the environment", _NOT_ONE_GAME, f" (row {prompt.index + 1}): {_ONE_GAME}")
     if score is not None:
         scores = score(prompt, last)
         if not isinstance(scores, Awaitable):
@@ -327,13 +338,16 @@ class _Idle:
         report_once("the environment", f"has asked for nothing for {IDLE_S:g} s", where)
 
 
-async def _episode(env: Env, prompt: Prompt, sample: Sampler) -> list[Group]:
-    """The pieces of each role of one episode, with `continues` set."""
+async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[list[int]]) -> list[Group]:
+    """The pieces of each role of one episode, with `continues` set; `openings` gets the context of its first turn."""
     absent, idle = set[str](), _Idle(prompt)
-    names_images = False
+    names_images = opened = False
 
     async def watched(prompt_ids: list[int], **limit: Any) -> Completion:
-        nonlocal names_images
+        nonlocal names_images, opened
+        if not opened:
+            openings.append([*prompt_ids] if isinstance(prompt_ids, Sequence) else [])
+        opened = True
         names_images = names_images or limit.get("images") is not None
         idle.end()
         try:
@@ -375,7 +389,11 @@ def pieces_of(returned: Any, place: str = "") -> Group:
     if isinstance(pieces, list | tuple) and pieces and all(isinstance(piece, Trajectory) for piece in pieces):
         return [*pieces]
     fix = "return at least one piece: a Trajectory, or a list of them"
-    found = "no trajectory" if returned is None or pieces == [] else show(returned)
+    found = (
+        "no trajectory" if returned is None or (isinstance(returned, list | tuple) and not returned) else show(returned)
+    )
+    if is_number(returned):
+        fix = "return the episode with it, as in chat.end(reward=...)"
     if hasattr(returned, "end"):
         fix = f"return {type(returned).__name__.lower()}.end(reward=...)"
     raise ValueError(f"{place}the environment returned {found}; {fix}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlkit._util.numbers import show
 from rlkit.data.markup import encode, encode_after_text, markup_of
 from rlkit.rollout.envs.chat import Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
@@ -34,6 +35,8 @@ class Text:
 
     async def reply(self, context: str) -> Turn | None:
         """Sample a turn after `context`; None if the last one was truncated or there is no room."""
+        if not isinstance(context, str):
+            raise TypeError(f"what the policy reads must be text, got {show(context)}")
         if self.turns.truncated:
             return None
         rest = self._rest(context)

@@ -164,14 +164,15 @@ class Data:
 
     @data_progress()
     def rows(
-        self, *forms: Any, limit: int | None = None, limit_each: int | None = None
+        self, *forms: Any, limit: int | None = None, limit_each: int | None = None, whole: bool = False
     ) -> tuple[list[list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
         """The training rows of each of `parts`, at most `limit_each` of a file, and at most `limit` rows of each
-        held-out set.
+        held-out set. Held-out rows whose prompt also trains are logged; with `whole` those of which all columns do.
 
         ValueError for a row that has none of the `forms`.
         """
         from rlkit.data.load import load_rows, mixed_types
+        from rlkit.data.prompts import shared
         from rlkit.data.turns import PROMPT
 
         elsewhere, rows = {*self.rename}, []
@@ -186,13 +187,13 @@ class Data:
         found = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
         for column in (line for part in rows for line in mixed_types(part)) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
-        seen = {_hashed(row) for part in rows for row in part} if held_out else set()
         names = [name for part in rows for name in part.sources]
-        for part in held_out.values():
+        both = shared([*found[1].values()], found[0], whole=whole) if held_out else []
+        for part, line in zip(held_out.values(), both, strict=True):
             if same := [name for name in names if name in part.sources]:
                 log.warning("--eval-data is not held out: %s is also in --data", same[0])
-            elif not {*map(_hashed, part)}.difference(seen):
-                log.warning("--eval-data is not held out: all its rows (%s) are also in --data", part.sources[0])
+            elif line:
+                log.warning("--eval-data is not held out: %s", line)
         return found
 
     def load_eval(self, *, limit: int | None, unused: set[str] | None) -> tuple[dict[str, Any], set[str]]:
@@ -247,11 +248,6 @@ def split_name(text: str) -> tuple[str, str]:
     """NAME and the rest of NAME=REST; "" and the text where nothing before a `=` is a name."""
     name, equals, rest = text.partition("=")
     return (name, rest) if equals and name.isidentifier() else ("", text)
-
-
-def _hashed(row: dict[str, Any]) -> int:
-    """The same number for the same row, in any order of its columns."""
-    return hash(repr(sorted(row.items())))
 
 
 @dataclass(frozen=True)

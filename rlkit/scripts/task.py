@@ -45,7 +45,8 @@ def bring(args: Sampled) -> Brought:
 
     model, lora = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
-    parts, held_out = args.data.rows(PROMPT, limit=args.evaluation.eval_limit)
+    limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
+    parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     own = own_rewards(args.evaluation, args.episodes, held_out)
     output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in own)
     env = read_env(args.episodes, args.data, args.rollouts, *parts, *held_out.values(), output=output)
@@ -241,13 +242,14 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.agents.endpoint import agent_env
+        from rlkit.rewards.episodes import named
 
-        return agent_env(
-            agent, tokenizer=tokenizer, parse=parse,
-            template_args=data.template() or None, timeout_s=how.agent_timeout if is_function else None,
-            address=how.agent_address, tls=tls, params=rollouts.params,
-            refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+        made = agent_env(
+            agent, tokenizer=tokenizer, parse=parse, template_args=data.template() or None,
+            timeout_s=how.agent_timeout if is_function else None, address=how.agent_address, tls=tls,
+            params=rollouts.params, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
         )  # fmt: skip
+        return named(made, agent, "agent") if is_function else made
 
     return of_tokenizer
 

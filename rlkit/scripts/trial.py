@@ -234,7 +234,7 @@ def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, An
     for rows in parts if found else ():
         golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
         if any(gold is not None for _, gold in golds):
-            why = "have no gold answer (missing or null)"
+            why = "have no gold answer (missing, null or empty)"
             drop(rows, golds, lambda gold: gold is None, what="rows", why=why, keep=True)
     return found
 

@@ -83,6 +83,13 @@ async def test_rl2_rewards_of_turns_a_reset_and_a_missing_state():
     async def no_state(state, action, extra_info):
         return {"next_state": None, "reward": 0.0, "score": 0.0, "done": False, "extra_info": extra_info}
 
+    for opening, message in (
+        ("a game: ", r"the pair \(state, extra_info\), got 'a game"),
+        (({}, {}), "must be text, got dict"),
+    ):
+        env = envs.rl2(rl2_step, tokenizer, reset=lambda extra_info, opening=opening: opening)
+        with pytest.raises(TypeError, match=message):
+            await env(prompt, Script(tokenizer))
     with pytest.raises(TypeError, match="next_state must be text where done is false, got None") as raised:
         await sample_group(prompt, [Script(tokenizer, "a")], env=envs.rl2(no_state, tokenizer))
     assert raised.value.__notes__ == ["in an episode of row 1"]
@@ -99,6 +106,10 @@ async def test_rl2_interact_and_reward_fn():
     def reward_fn(messages, answer):
         return float(messages[-1]["content"] == answer) + 0.1 * len(messages)
 
+    for wrong in (5, "again", {"role": "user", "content": "again"}, [5]):
+        env = envs.interact(lambda messages, wrong=wrong: wrong, tokenizer)
+        with pytest.raises(ValueError, match="interact must return a list of messages to add, got"):
+            await env(prompt_of(tokenizer), Script(tokenizer, "a"))
     score = scorer(adapted(reward_fn), tokenizer=tokenizer, timeout_s=30.0)
     for env in (envs.interact(interact, tokenizer), envs.adapted(interact, tokenizer)):
         scripts = [Script(tokenizer, "<search>x</search><search>y</search>", "42"), Script(tokenizer, "41")]

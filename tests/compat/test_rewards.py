@@ -230,6 +230,13 @@ def test_a_null_gold_answer_is_missing(name, null, tmp_path):
         (text_rewards.exact_match, {"solution": "4"}, "'answer'; columns"),
         (partial(text_rewards.f1, column="a"), {"answer": "4"}, "'a'; columns"),
         (text_rewards.contains, {"answer": None}, "'answer' with a value"),
+        (text_rewards.contains, {"answer": " "}, r"'answer' with a value \(answer is empty\)"),
+        (text_rewards.exact_match, {"answer": []}, r"'answer' with a value \(answer is empty\)"),
+        (
+            math_rewards.anywhere,
+            {"answer": "", "solution": None},
+            r".* \(answer and solution are empty\); .*; drop such",
+        ),
     ],
 )
 def test_rewards_of_this_package_need_their_columns_before_training(function, row, needed):

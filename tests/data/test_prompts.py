@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from rlkit.data.prompts import prompt_messages, rl_prompts
+from rlkit.data.prompts import prompt_messages, rl_prompts, shared
 from rlkit.data.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -13,6 +13,20 @@ START, END, SYSTEM, USER, ASSISTANT, NL = 257, 258, 259, 260, 261, 10
 
 def question(text):
     return [START, USER, NL, *text.encode(), END, NL, START, ASSISTANT, NL]
+
+
+def test_rows_of_one_prompt_differ_by_their_images_tools_and_for_an_environment_by_any_column():
+    row = {"prompt": "What is it?", "image": "a.png", "seed": 1}
+    assert shared([[row]], [[{**row, "seed": 2}]]) == ["the prompts of 1 of 1 rows are also in --data: row 1"]
+    assert shared([[row]], [[{**row, "image": "b.png"}]]) == [""]
+    assert shared([[row]], [[{**row, "tools": [{"name": "f"}]}]]) == [""]
+    assert shared([[row]], [[{**row, "seed": 2}]], whole=True) == [""]
+    train = [{"seed": 1, "image": "a.png", "prompt": "What is it?"}]
+    held_out = [[row, {**row, "seed": 3}, row], [{"text": "a"}, {"text": "b"}], [row] * 9]
+    several = "9 of 9 rows are also in --data: row 1, row 2, row 3, row 4, row 5, ..."
+    assert shared(held_out, [train, [{"text": "b"}]], whole=True) == [
+        "2 of 3 rows are also in --data: row 1, row 3", "1 of 2 rows are also in --data: row 2", several,
+    ]  # fmt: skip
 
 
 def test_prompts_and_messages_are_rendered_and_keep_their_row():

@@ -21,6 +21,7 @@ HELPERS = {
     "text": {
         "first_value",
         "gold_answer",
+        "is_blank",
         "no_gold_answer",
         "squad_normalize",
         "repeated_share",

@@ -154,7 +154,9 @@ async def test_a_gold_answer_that_hangs_or_is_empty_is_an_error():
     with pytest.raises(RewardError, match=r"cannot parse the gold answer '\(\(\(.*': timeout: undecided after 0.5 s"):
         await run_reward(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)
     with pytest.raises(RewardError, match="cannot parse the gold answer '': it contains no mathematics"):
-        await run_reward(boxed, [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
+        await run_reward(partial(boxed, column="answer"), [Sample("\\boxed{1}", {"answer": ""}, 3)], timeout_s=60)
+    with pytest.raises(RewardError, match="the row has no gold answer"):
+        await run_reward(boxed, [Sample("\\boxed{1}", {"answer": " "}, 3)], timeout_s=60)
     with pytest.raises(RewardError, match=r"the row has no 'answer'; columns found: \['solution'\]"):
         await run_reward(partial(boxed, column="answer"), [Sample("\\boxed{1}", {"solution": "1"}, 3)], timeout_s=60)
     with pytest.raises(

@@ -112,6 +112,14 @@ MISTAKES = {
     "what counts its calls": (
         "calls = [0]\n\ndef f(completion, row):\n    calls[0] += 1\n    return float(calls[0])\n", [{"prompt": "a"}],
         "~gives 1 and 4 to an empty completion in two calls: is it random, or does it remember earlier calls?"),
+    "a slow counter": (
+        "def f(completion, row, calls=[0]):\n    calls[0] += 1\n"
+        "    return float(completion == row['answer']) + 1e-6 * calls[0]\n", PARIS,
+        "~gives 1.000001 and 1.00001 to its gold answer 'Paris' in two calls: is it random, or does it remember"),
+    "what was seen before": (
+        "old = set()\n\ndef f(completions, rows):\n    new = [float(c not in old) for c in completions]\n"
+        "    old.update(completions)\n    return [2 * (c == r['answer']) + x for x, c, r in zip(new, completions, rows)]\n", PARIS,
+        "~gives 3 and 2 to its gold answer 'Paris' in two calls: is it random, or does it remember earlier calls?"),
     "the whole solution": ("return float(completion.strip() == row['answer'].split('#')[2])", GSM, f"~gives 0 {NEVER}"),
     "a format that none writes": (
         "m = re.fullmatch(r'<answer>(\\d)</answer>', completion)\nreturn float(m is not None and m[0] == row['answer'])",
@@ -135,9 +143,12 @@ RIGHT = {
         "def f(completions, rows):\n    right = [c == r['answer'] for c, r in zip(completions, rows)]\n"
         "    return [x - sum(right) / len(right) - 1e-4 * sorted(map(len, completions)).index(len(c))\n"
         "            for x, c in zip(right, completions)]\n", PARIS),
-    "what was seen before": (
-        "old = set()\n\ndef f(completions, rows):\n    new = [float(c not in old) for c in completions]\n"
-        "    old.update(completions)\n    return [2 * (c == r['answer']) + x for x, c, r in zip(new, completions, rows)]\n", PARIS),
+    "a cache": (
+        "def f(completion, row, cache={}):\n    key = completion, row['answer']\n"
+        "    return cache.setdefault(key, float(completion == row['answer']))\n", PARIS),
+    "noise of a judge": (
+        "import random\n\nrandom.seed(0)\n\ndef f(completion, row):\n"
+        "    return float(completion == row['answer']) + 1e-6 * random.random()\n", PARIS),
     "async": ("async def f(completion, row):\n    await asyncio.sleep(0)\n    return float(completion == row['answer'])\n", ROWS),
     "ids": ("def f(completion, row, completion_ids, truncated, index):\n    return len(completion_ids) + index\n", ROWS),
     "TRL": ("def f(completions, answer, **kwargs):\n    return [c[0]['content'] == a for c, a in zip(completions, answer)]\n",

@@ -144,6 +144,16 @@ async def test_every_token_is_trained_in_the_context_it_was_sampled_in(name, tur
         assert len(pieces) == 1
 
 
+@pytest.mark.parametrize("message", [5, None, ["a"], object()])
+def test_what_is_no_message_is_refused(message):
+    tokenizer = tokenizer_with("chatml")
+    chat = Chat(prompt_of(tokenizer), Script(tokenizer), tokenizer=tokenizer)
+    with pytest.raises(TypeError, match="a message must be a string or a dict with role and content, got"):
+        chat.add(message)
+    with pytest.raises(TypeError, match="a message must be a string or a dict with role and content, got"):
+        Chat(prompt_of(tokenizer), Script(tokenizer), tokenizer=tokenizer, messages=[message])
+
+
 async def test_a_truncated_turn_ends_the_episode():
     tokenizer = tokenizer_with("chatml")
     cut = Completion([*b"ab"], [-1.0, -2.0], [3, 3], "length")

@@ -2,22 +2,27 @@
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import urllib.error
 import urllib.request
+from decimal import Decimal
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+import torch
 from scripted import END, Script, check_exact, prompt_of, tokenizer_with
 
-from rlkit.agents import AgentError, server
+from rlkit.agents import AgentError, end_of, server
 from rlkit.agents.endpoint import agent_env
 from rlkit.data.chat import render
 from rlkit.data.episode_images import EpisodeImages
 from rlkit.data.tiny import tiny_model
 from rlkit.loops.evaluate import rollout_metrics
 from rlkit.metrics import finalize
+from rlkit.rollout import calling
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import all_or_cancel, rollout
 from rlkit.rollout.limits import limited
@@ -169,14 +174,49 @@ async def test_errors_end_the_run():
 
     with pytest.raises(KeyError, match="mine"):
         await agent_env(broken, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
-    with pytest.raises(TypeError, match="as a dict, or None, got float"):
-        await agent_env(lambda prompt, base_url: 1.0, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer))
+    for raises in (True, False):
+        env = agent_env(lambda prompt, base_url: "done", tokenizer=tokenizer, raise_errors=raises)
+        with pytest.raises(
+            TypeError, match=r"returned str 'done': return its reward, a number, or a dict with some of"
+        ):
+            await env(prompt_of(tokenizer), Script(tokenizer))
     env = agent_env(agent, tokenizer=tokenizer, parse=lambda text: [1 / 0] if text else [])
     with pytest.raises(ZeroDivisionError):
         await env(prompt_of(tokenizer), Script(tokenizer, "text"))
 
 
-async def test_a_program_that_asks_nothing_has_an_episode_without_tokens(caplog):
+@pytest.mark.parametrize("reward", [1, True, 0.5, np.float32(0.25), Decimal("0.5"), torch.tensor(2.0)])
+async def test_a_number_that_a_program_returns_is_its_reward(reward):
+    tokenizer = tokenizer_with("chatml")
+
+    def agent(prompt, base_url):
+        post(base_url, messages=[user("question")])
+        return reward
+
+    (piece,) = await agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer, "text"))
+    assert (type(piece.reward), piece.reward) == (float, float(reward))
+    (piece,) = await agent_env(lambda prompt, base_url: reward, tokenizer=tokenizer)(
+        prompt_of(tokenizer), Script(tokenizer)
+    )
+    assert (type(piece.reward), piece.reward, piece.ids) == (float, float(reward), [])
+    env = agent_env(lambda prompt, base_url: reward, tokenizer=tokenizer, raise_errors=False)
+    (piece,) = await env(prompt_of(tokenizer), Script(tokenizer))
+    assert (piece.reward, piece.info["error"]) == (None, "the agent failed: it asked for no turn")
+
+
+@pytest.mark.parametrize(
+    "end", ["1.0", [1.0], (1.0, {}), {"rewrad": 1.0}, {"info": 3}, {"info": {"metrics": 3}}, object()]
+)
+def test_what_is_no_end_of_an_episode_is_refused(end):
+    with pytest.raises(
+        TypeError, match=r"the program returned .*: (return its reward, a number, or a dict|give a dict)"
+    ):
+        end_of(end)
+    assert end_of(math.nan).keys() == {"reward"}  # which is named with its row, as any other
+
+
+async def test_a_program_that_asks_nothing_has_an_episode_without_tokens(caplog, monkeypatch):
+    monkeypatch.setattr(calling, "_reported", set())
     tokenizer = tokenizer_with("chatml")
     env = agent_env(lambda prompt, base_url: {"reward": -1.0, "info": {"why": "lazy"}}, tokenizer=tokenizer)
     for _ in range(2):

@@ -8,15 +8,17 @@ import pytest
 import torch
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
+from rlkit.agents.branches import Branches
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_model
 from rlkit.model.forward import forward, prepare_model
 from rlkit.packing import pack
-from rlkit.rollout import rollout
+from rlkit.rollout import calling, rollout
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.turns import Turns
+from rlkit.rollout.groups import sample_group
 from rlkit.rollout.limits import limited
 from rlkit.types import SamplingParams
 
@@ -162,6 +164,105 @@ async def test_a_wrong_step_result_is_an_error_that_names_the_environment(said):
     message = r"Gymnasium.step must return Step\(observation, reward, done, truncated\), got .*seen"
     with pytest.raises(TypeError, match=message):
         await env(prompt_of(tokenizer), Script(tokenizer, "a"))
+
+
+WRONG = [{"obs": "hello", "legal": [1, 2]}, 5, True, [], (), {"a"}, [3.5], ["a", 3], object()]
+
+
+@pytest.mark.parametrize("gymnasium", [False, True])
+@pytest.mark.parametrize("observation", WRONG)
+async def test_a_wrong_observation_is_an_error_that_names_the_method(observation, gymnasium):
+    class Dicts:
+        def __init__(self, opening, later):
+            self.opening, self.later = opening, later
+
+        def reset(self):
+            return (self.opening, {}) if gymnasium else self.opening
+
+        def step(self, turn):
+            return (self.later, 0.0, False, False, {}) if gymnasium else Step(self.later)
+
+    tokenizer = tokenizer_with("chatml")
+    for game, message in (
+        (Dicts(observation, "x"), r"Dicts\.reset must return a string, messages, token ids or None, got "),
+        (
+            Dicts("go", observation),
+            r"Dicts\.step must return an observation that is a string, messages or token ids, got",
+        ),
+        (Dicts("go", None), r"Dicts\.step must .* got NoneType None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            await gym_env(lambda prompt, game=game: game, tokenizer=tokenizer)(
+                prompt_of(tokenizer), Script(tokenizer, "a", "b")
+            )
+
+
+async def test_observations_of_several_texts_are_as_many_messages():
+    class Texts:
+        def reset(self):
+            return ["a", {"role": "system", "content": "b"}][::-1]
+
+        def step(self, turn):
+            return Step(["c", "d"])
+
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "x", "y")
+    env = limited(gym_env(lambda prompt: Texts(), tokenizer=tokenizer), max_turns=2)
+    (piece,) = await env(prompt_of(tokenizer), script)
+    told = [(m["role"], m["content"]) for m in piece.info["messages"]]
+    assert told[:5] == [("system", "b"), ("user", "a"), ("assistant", "x"), ("user", "c"), ("user", "d")]
+
+
+async def test_an_empty_observation_is_named_once(caplog):
+    class Silent:
+        def reset(self):
+            return ""
+
+        def step(self, turn):
+            return Step("", 1.0, done=True)
+
+    tokenizer = tokenizer_with("chatml")
+    for _ in range(2):
+        await gym_env(lambda prompt: Silent(), tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer, "a"))
+    (said,) = caplog.messages
+    assert said.startswith(
+        "Silent.reset gives an empty observation, which is an empty user message; reset may return None"
+    )
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_samples_of_a_prompt_that_begin_differently_are_named_once(seeded, caplog, monkeypatch):
+    monkeypatch.setattr(calling, "_reported", set())
+
+    class Guess:
+        def reset(self, seed=None):
+            return f"Is it {random.Random(seed if seeded else None).random()}?"
+
+        def step(self, turn):
+            return Step("", 1.0, done=True)
+
+    tokenizer = tokenizer_with("chatml")
+    env = limited(gym_env(lambda prompt: Guess(), tokenizer=tokenizer), max_turns=2)
+    for _ in range(2):
+        scripts = [Script(tokenizer, "a") for _ in range(4)]
+        assert len(await sample_group(prompt_of(tokenizer), scripts, env=env)) == 4
+    assert len(caplog.messages) == (not seeded)
+    if not seeded:
+        assert "begins the samples of one prompt with different observations (row 1): " in caplog.text
+
+
+async def test_agents_may_begin_the_samples_of_a_prompt_differently(caplog):
+    tokenizer, asked = tokenizer_with("chatml"), []
+
+    async def agent(prompt, sample):
+        branches = Branches(prompt, sample, tokenizer=tokenizer, parse=lambda text, tools: [])
+        asked.append(f"It is {len(asked)} o'clock.")
+        await branches.reply([{"role": "user", "content": asked[-1]}], tools=None)
+        return branches.end(reward=1.0)
+
+    await sample_group(prompt_of(tokenizer), [Script(tokenizer, "a") for _ in range(3)], env=agent)
+    assert len({*asked}) == 3
+    assert caplog.messages == []
 
 
 def babble(tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.packing import pack
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.chat import Chat
-from rlkit.rollout.groups import last_pieces, rollout, sample_group, single_turn
+from rlkit.rollout.groups import last_pieces, pieces_of, rollout, sample_group, single_turn
 from rlkit.rollout.limits import limited, mask_off_policy, mask_truncated, success, success_between
 from rlkit.types import Completion, SamplingParams, Trajectory
 
@@ -114,6 +115,11 @@ def test_errors_of_environments_and_scores_name_the_prompt():
 
     with pytest.raises(ValueError, match="row 4: the environment returned no trajectory"):
         asyncio.run(sample_group(prompt_at(3), [None], env=nothing))
+    for returned in (1.0, True, np.float32(0)):
+        with pytest.raises(
+            ValueError, match=r"the environment returned .*; return the episode with it, as in chat\.end"
+        ):
+            pieces_of(returned)
     with pytest.raises(ValueError, match="returned 1 trajectories for 2"):
         asyncio.run(sample_group(prompt_at(3), [None, None], env=fine, score=one_too_few))
     with pytest.raises(ValueError, match="group_size must be at least 1"):

@@ -112,6 +112,38 @@ async def test_mistakes_are_reported_to_the_model():
     assert [piece.info[k] for k in ("num_calls", "num_bad_calls", "num_failed_calls")] == [4, 3, 1]
 
 
+async def test_a_result_that_says_nothing_is_named_once(caplog):
+    def forget():
+        """Return nothing."""
+
+    def note() -> None:
+        """Return nothing, as declared."""
+
+    def count() -> object:
+        """Return a generator."""
+        return (i for i in range(3))
+
+    def find() -> list:
+        """Return an object in a list."""
+        return [object()]
+
+    def nothing() -> dict:
+        """Return values without text."""
+        return {"none": None, "at": "<object object at 0x7f00>"}
+
+    tools = [forget, note, count, find, nothing]
+    await episode(tools, *["".join(hermes(tool.__name__) for tool in tools)] * 2, "done")
+    end, generator = (
+        ": return the text that it is to read",
+        f"<generator object {count.__qualname__}.<locals>.<genexpr>",
+    )
+    assert sorted(caplog.messages) == [
+        f"tool count returned generator, which the model reads as {generator:.80}{end}",
+        f"tool find returned object, which the model reads as <object object ...>{end}",
+        f"tool forget returned NoneType, which the model reads as null{end}",
+    ]
+
+
 async def test_slow_and_exiting_tools_do_not_block_the_episode():
     release = threading.Event()
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlkit._util.text import Explained
+from rlkit.data.prompts import Prompt
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.rewards.episodes import EpisodeError
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.task import read_env
@@ -92,6 +96,19 @@ def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
     assert [line["reward/failed"] for line in lines] in ([0.5, 0.0], [0.0, 0.5])
     rows = [json.loads(x) for p in (files / "run/trajectories").iterdir() for x in p.read_text().splitlines()]
     assert {r["info"].get("error") for r in rows} == {None, "the agent failed: KeyError: 'mine'"}
+
+
+@pytest.mark.parametrize("returned", ["'yes'", "(1.0, 'why')", "{'rewrad': 1.0}"])
+async def test_a_wrong_result_of_a_function_is_one_line_with_its_name(files, returned):
+    (files / "returning.py").write_text(f"def agent(prompt, base_url):\n    return {returned}\n")
+    args = args_of(files, agent="returning.py:agent")
+    env = read_env(args.episodes, args.data, args.rollouts, output=files / "run")(tiny_tokenizer())
+    with pytest.raises(EpisodeError) as caught:
+        await env(Prompt([1], {"prompt": "q"}, 2), None)
+    assert isinstance(caught.value, Explained)  # which a script prints without a traceback
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("agent returning.py:agent failed on row 3: the program returned ")
+    assert "return its reward, a number, or a dict with some of info, reward, score" in line
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from rlkit.data import order
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
 from rlkit.scripts.args import Data
 from rlkit.scripts.cli import run
 
@@ -75,7 +76,8 @@ def test_a_run_with_one_file_keeps_its_name_and_resumes_with_more(task, tmp_path
 def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(task)
     call(task, tmp_path / "1", "--data", "shards", "--eval-data", "shards")
-    assert "held out" not in caplog.text
+    shared = "--eval-data is not held out: the prompts of 2 of 2 rows are also in --data: "
+    assert f"{shared}shards/test.jsonl, line 1, line 2" in caplog.text
     call(task, tmp_path / "2", "--data", "shards", "--eval-data", "shards:train")
     assert "--eval-data is not held out: shards/train.jsonl is also in --data" in caplog.text
     caplog.clear()
@@ -83,7 +85,41 @@ def test_held_out_rows_that_also_train_are_named(task, tmp_path, caplog, monkeyp
     copied = "".join(json.dumps(dict(reversed(row.items()))) + "\n" for row in reversed(rows))
     (tmp_path / "copy.jsonl").write_text(copied)
     call(task, tmp_path / "3", "--data", "a.jsonl", "b.jsonl", "--eval-data", str(tmp_path / "copy.jsonl"))
-    assert f"--eval-data is not held out: all its rows ({tmp_path / 'copy.jsonl'}) are also in --data" in caplog.text
+    assert f"{shared}{tmp_path / 'copy.jsonl'}, line 1, line 2" in caplog.text
+
+
+def chat(*texts):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+HELD_OUT = {  # the form of --eval-data, whose second row asks what a row of --data does
+    "grpo": ([PROMPT], [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]),
+    "sft": (SFT, [{"prompt": "a", "completion": "1"}, {"prompt": "b", "completion": "other"}]),
+    "sft of messages": (SFT, [{"messages": chat("b", "1", "c", "2")}, {"messages": chat("b", "other")}]),
+    "sft of Alpaca": (SFT, [{"instruction": "a", "input": "b", "output": "1"}, {"instruction": "b", "output": "2"}]),
+    "dpo": ([PAIR], [{"prompt": x, "chosen": "1", "rejected": "2"} for x in "ab"]),
+    "dpo of conversations": ([PAIR], [{"chosen": chat(x, "1"), "rejected": chat(x, "2")} for x in "ab"]),
+    "kto": ([PAIR, LABELLED], [{"prompt": x, "response": "1", "label": True} for x in "ab"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_held_out_prompts_that_also_train_are_counted(name, tmp_path, caplog):
+    forms, rows = HELD_OUT[name]
+    train = {
+        "grpo": [{"messages": chat(" b ")}, {"messages": chat("c")}],
+        "dpo": [{"prompt": x, "chosen": "5", "rejected": "6"} for x in "bc"],
+        "kto": [{"prompt": x, "response": "5", "label": True} for x in "bc"],
+    }.get(name.partition(" ")[0], [{"messages": chat("b", "5")}, {"messages": chat("c", "6")}])
+    for file, found in (("train", train), ("test", [rows[0]] * 3 + rows[1:]), ("fresh", rows[:1])):
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    Data(str(tmp_path / "train.jsonl"), eval_data=f"t={tmp_path / 'test.jsonl'}").rows(*forms)
+    said = [line for line in caplog.messages if "held out" in line]
+    where = f"{tmp_path / 'test.jsonl'}, line 4"
+    assert said == [f"--eval-data is not held out: the prompts of 1 of 4 rows are also in --data: {where}"]
+    caplog.clear()
+    Data(str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "fresh.jsonl")).rows(*forms)
+    assert "held out" not in caplog.text
 
 
 @pytest.mark.slow

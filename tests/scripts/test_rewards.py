@@ -274,8 +274,32 @@ def test_a_row_without_a_gold_answer_is_named_once(task, caplog):
     rows = load_rows(task / "null.jsonl")
     read_reward(own, rows, load_rows(task / "bare.jsonl"))
     assert [record.getMessage() for record in caplog.records] == [
-        f"{task / 'null.jsonl'}: kept 1 of 2 rows that have no gold answer (missing or null): line 2"
+        f"{task / 'null.jsonl'}: kept 1 of 2 rows that have no gold answer (missing, null or empty): line 2"
     ]
+
+
+FORMS = {
+    "plain": "def f(completion, row):\n    return float(row['answer'] in completion)\n",
+    "verl": "def f(data_source, solution_str, ground_truth, extra_info):\n    return solution_str == ground_truth\n",
+    "TRL": "def f(completions, answer, **kwargs):\n    return [c == a for c, a in zip(completions, answer)]\n",
+    "OpenRLHF": "def f(queries, prompts, labels):\n    return [float(q == x) for q, x in zip(queries, labels)]\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_empty_gold_answer_is_named_for_a_function_of_the_users_in_any_form(form, tmp_path, caplog):
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1+1,2\n2+2,\n3+3,  \n4+4,8\n")
+    (tmp_path / "mine.py").write_text(FORMS[form])
+    read_reward(Episodes(reward=f"{tmp_path / 'mine.py'}:f"), load_rows(tmp_path / "rows.csv"))
+    named = "rows.csv: kept 2 of 4 rows that have no gold answer (missing, null or empty): line 3, line 4"
+    assert [named in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+def test_an_empty_gold_answer_is_refused_with_its_line_where_a_reward_needs_it(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1+1,2\n2+2,\n")
+    for spec in ("rlkit.rewards.math:anywhere", "rlkit.rewards.text:contains"):
+        with pytest.raises(ValueError, match=r"rows\.csv, line 3: .*\(answer is empty\)"):
+            read_reward(Episodes(reward=spec), load_rows(tmp_path / "rows.csv"))
 
 
 def test_the_weights_of_the_flag():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlkit._util.numbers import show
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
 from rlkit.data.images import PLACE, gathered
@@ -153,6 +154,8 @@ class Chat:
 
     def _with_text(self, message: Message) -> dict[str, Any]:
         """The message with its parts as one text: most templates would print a list in Python's syntax."""
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message must be a string or a dict with role and content, got {show(message)}")
         content = message.get("content")
         parts = parts_of(content) or (content if isinstance(content, list | tuple) else None)
         if parts is None:

@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit._util.numbers import is_number, to_number
+from rlkit._util.numbers import is_number, show, to_number
 from rlkit.data.episode_images import parts_of
-from rlkit.rollout.calling import accepted, call
+from rlkit.rollout.calling import accepted, call, report_once
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Env, Prompt, Sampler
@@ -68,7 +68,8 @@ def gym_env(
 
     An object in Gymnasium's form, whose `reset` returns (observation, info), gets the text of a turn, and its `step`
     returns (observation, reward, terminated, truncated, info). A `reset` with arguments `seed` and `options`, in either
-    form, gets the prompt's index and the row. Errors: TypeError for other results, with the class.
+    form, gets the prompt's index and the row. Errors: TypeError for other results, with the class. An empty
+    observation is named once.
 
     `make(prompt)` is called for every sample of a group, so state that the samples share (a secret, a seed) must come
     from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that
@@ -92,7 +93,7 @@ def gym_env(
             if _is_tokens(opening):
                 talk: Chat | _TokenTalk = _TokenTalk(opening, sample, tokenizer)
             else:
-                messages = None if opening is None else _messages(opening)
+                messages = None if opening is None else _messages(opening, f"{type(game).__name__}.reset")
                 talk = Chat(
                     prompt, sample, tokenizer=tokenizer, messages=messages, system_prompt=system_prompt,
                     template_args=template_args,
@@ -116,7 +117,7 @@ async def _play(
         if answer.done or answer.truncated:
             cut = answer.truncated or None
             break
-        talk.add(*_messages(answer.observation))
+        talk.add(*_messages(answer.observation, f"{type(game).__name__}.step"))
     wrong = [reward for reward in rewards if not is_number(reward)]
     total, info = wrong[0] if wrong else sum(rewards), {"turn_rewards": rewards}
     if token_rewards:
@@ -170,10 +171,23 @@ class _TokenTalk:
         self._turns.append(observation)
 
 
-def _messages(observation: Any) -> Any:
-    """The messages of an observation; token ids as they are."""
-    of_user = isinstance(observation, str) or parts_of(observation) is not None
-    return [{"role": "user", "content": observation}] if of_user else observation
+def _messages(observation: Any, name: str) -> Any:
+    """The messages of an observation of the method `name`; token ids as they are. TypeError for anything else."""
+    if isinstance(observation, str) or parts_of(observation) is not None:
+        if isinstance(observation, str) and not observation.strip():
+            report_once(name, "gives an empty observation, which is an empty user message", _NO_TEXT)
+        return [{"role": "user", "content": observation}]
+    several = isinstance(observation, list | tuple) and bool(observation)
+    if several and all(isinstance(message, str | Mapping) for message in observation):
+        return [{"role": "user", "content": m} if isinstance(m, str) else m for m in observation]
+    if _is_tokens(observation):
+        return observation
+    forms = "a string, messages, token ids or None" if name.endswith("reset") else "a string, messages or token ids"
+    what = "return" if name.endswith("reset") else "return an observation that is"
+    raise TypeError(f"{name} must {what} {forms}, got {show(observation)}")
+
+
+_NO_TEXT = "; reset may return None, to begin with the prompt of the row"
 
 
 def _is_tokens(observation: Any) -> bool:

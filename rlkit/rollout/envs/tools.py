@@ -181,7 +181,10 @@ class _Toolbox:
             if (parts := parts_of(result)) and images.reader is not None:
                 parts = [self._cut_part(part) for part in parts]
                 return await asyncio.to_thread(images.text_of, parts, "the result")
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            if result is None and not _says_none(self._functions[wanted.name]):
+                _report_empty(wanted.name, result, "null")
+            written = partial(_as_text, wanted.name)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=written)
         except Exception as raised:
             self._failed += 1
             report_once(f"tool {wanted.name}", f"raised {type(raised).__name__}", f": {raised} (the model is told so)")
@@ -204,6 +207,23 @@ class _Toolbox:
         if len(text) > self._max_chars:
             text = f"{text[: self._max_chars]} ... ({len(text) - self._max_chars} more characters cut)"
         return text
+
+
+def _says_none(function: Callable[..., Any]) -> bool:
+    """Whether a tool is declared to return nothing."""
+    return inspect.signature(function).return_annotation in (None, "None")
+
+
+def _as_text(name: str, value: Any) -> str:
+    """The text of what JSON does not have; reported where it is Python's text of an object of unknown form."""
+    if re.search(" at 0x[0-9a-f]+>$", text := str(value)):
+        _report_empty(name, value, text.partition(" at 0x")[0] + " ...>")
+    return text
+
+
+def _report_empty(name: str, value: Any, text: str) -> None:
+    fact = f"returned {type(value).__name__}, which the model reads as {text[:80]}"
+    report_once(f"tool {name}", fact, ": return the text that it is to read")
 
 
 def _tool_message(wanted: Call | BadCall, result: str) -> dict[str, Any]:
