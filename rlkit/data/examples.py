@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
+from unicodedata import normalize
 
 from rlkit.data.chat import encode_all
 from rlkit.data.drop import TooLong, drop, shorten
 from rlkit.data.forms import Turn
 from rlkit.data.images import ImageReader
-from rlkit.data.markup import encode, markup_of, opened_by, unfinished
+from rlkit.data.markup import closed_unopened, encode, markup_of, opened_by, unfinished
 from rlkit.data.rows import check_dicts, read_rows
 from rlkit.data.template import Template
 from rlkit.data.turns import LABELLED, PAIR, SFT, is_text
@@ -99,29 +100,39 @@ def sft_examples(
     if not text:
         _name_unfinished(rows, left, template, what="rows")
     tokens = _tokenized([of_row for _, of_row in left], template)
-    _note_split(rows, left, tokens)
+    _note_split(rows, left, tokens, _closing(template))
     found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
     how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
     kept = shorten(rows, found, lambda e: len(e.ids), _cut_example, what="examples", **how)
     return [example for _, example in kept], len(turns) - len(left) + len(found) - len(kept)
 
 
-def _note_split(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], tokens: Sequence[list[Any]]) -> None:
+def _note_split(
+    rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], tokens: Sequence[list[Any]], closing: str
+) -> None:
     """Log how many conversations become several examples, and why."""
     found: dict[str, list[tuple[int, int]]] = {
         "the chat template rewrites past turns": [],
+        "the chat template ends a past turn otherwise than the last": [],
         "the chat template writes no end of turn": [],
         "the tokenizer merges the opening of a turn with its text": [],
     }
     for (i, of_row), examples in zip(turns, tokens, strict=True):
         extends = all(b.whole.startswith(a.whole) for a, b in pairwise(of_row))
-        of_why = [not extends, extends and of_row[0].end is not None, extends and of_row[0].end is None]
+        same = extends or all(b.whole.startswith(a.whole.removesuffix(closing)) for a, b in pairwise(of_row))
+        ended = of_row[0].end is not None
+        of_why = [not same, same and not extends, extends and ended, extends and not ended]
         for split, is_why in zip(found.values(), of_why, strict=True):
             split.append((i, len(examples) if is_why else 1))
     for why, split in found.items():
         num = sum(n for _, n in split if n > 1)
         why = f"become {num} examples, since {why}"
         drop(rows, split, lambda n: n > 1, what="conversations", why=why, keep=True)
+
+
+def _closing(template: Template) -> str:
+    """What the chat template writes after an answer; "" without one."""
+    return markup_of(template.tokenizer).closing if template.apply else ""
 
 
 def _name_unfinished(
@@ -136,12 +147,14 @@ def _name_unfinished(
             return ""
         answer = answer.removesuffix(markup.closing) if template.apply and not turn.literal else answer
         found = unfinished(opened + markup.without_stop(answer))
+        found = found or ("closed" if closed_unopened(turn.prompt, answer) else "")
         return "" if opened and found == "open" else found  # named as what the template opens
 
     found = [(i, {*map(kind, of_row)}) for i, of_row in turns]
     for name, why in (
         ("open", "never close the reasoning that begins an answer (cut off?): the end of turn trains inside it"),
         ("alone", "have reasoning without an answer after it: the end of turn trains there"),
+        ("closed", "close reasoning that nothing opens (servers drop a tag that the template opens): write it before"),
     ):  # fmt: skip
         drop(rows, [(i, name in kinds) for i, kinds in found], bool, what=what, why=why, keep=True)
 
@@ -214,11 +227,30 @@ def _pairs(
     pairs = drop(rows, pairs, lambda p: p[1], what="pairs", why="have an empty chosen response")
     why = "have the same chosen and rejected response"
     pairs = drop(rows, pairs, lambda p: p[0].chosen == p[0].rejected, what="pairs", why=why)
+    _name_alike(rows, [(i, turns[i]) for i, _ in pairs], _closing(template))
     some = not all(p[2] for _, p in pairs)
     drop(rows, pairs, lambda p: p[2], what="pairs", why="have an empty rejected response", keep=some)
     how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
     left = shorten(rows, [(i, p[0]) for i, p in pairs], _length, _cut_response, what="pairs", **how)
     return [pair for _, pair in left], len(rows) - len(left)
+
+
+def _name_alike(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], closing: str) -> None:
+    """Log how many pairs stand in the data with the other choice too, and how many hardly differ."""
+
+    def key(first: Turn, second: Turn) -> int:
+        return hash((first.prompt, first.whole, second.whole))
+
+    def plain(turn: Turn) -> str:
+        text = turn.whole.removeprefix(turn.prompt).removesuffix(closing).strip()
+        return text if text.isascii() else normalize("NFC", text)
+
+    there = {key(*of_row) for _, of_row in turns}
+    why = "are in the data with chosen and rejected swapped too"
+    of_text = [(i, of_row) for i, of_row in turns if not of_row[0].images]
+    drop(rows, of_text, lambda ts: key(*reversed(ts)) in there, what="pairs", why=why, keep=True)
+    why = "have responses that differ only in blanks around them, or in how Unicode writes the same characters"
+    drop(rows, turns, lambda ts: plain(ts[0]) == plain(ts[1]), what="pairs", why=why, keep=True)
 
 
 @dataclass(frozen=True)
@@ -398,10 +430,15 @@ def _to_end_of_turn(ids: list[int], mask: list[bool], end: int | None) -> list[b
 def _joined(turns: Sequence[Example]) -> list[Example]:
     """The turns of one row: one that extends the tokens of the turn before joins it. Each ends with a trained token."""
     joined: list[Example] = []
-    for turn in turns:
+    for turn in map(_to_last_trained, turns):
         if joined and turn.ids[: len(joined[-1].ids)] == joined[-1].ids:
             before = joined.pop().mask
             turn = replace(turn, mask=[a or b for a, b in zip_longest(before, turn.mask, fillvalue=False)])
         joined.append(turn)
-    ends = [max(t for t, on in enumerate(example.mask) if on) + 1 for example in joined]
-    return [replace(e, ids=e.ids[:end], mask=e.mask[:end]) for e, end in zip(joined, ends, strict=True)]
+    return joined
+
+
+def _to_last_trained(example: Example) -> Example:
+    """The example without what follows its last trained token: what only the last turn of a conversation has."""
+    end = max(t for t, on in enumerate(example.mask) if on) + 1
+    return replace(example, ids=example.ids[:end], mask=example.mask[:end])

@@ -316,8 +316,11 @@ def _csv(path: Path) -> Placed:
 
 
 def _delimiter(header: str, path: Path) -> str:
-    """The comma, or the semicolon, tab or bar if that splits the header into more columns (spreadsheets write them)."""
-    choices = "\t" if format_of(path) == ".tsv" else ",;\t|"
+    """The comma, or the semicolon, tab or bar if that splits the header into more columns (spreadsheets write them).
+
+    Of `.tsv` the tab, and another only if the header has none.
+    """
+    choices = ",;\t|" if format_of(path) != ".tsv" else "\t" if "\t" in header else "\t,;|"
     return max(choices, key=lambda mark: len(next(csv.reader([header], delimiter=mark), ())))
 
 

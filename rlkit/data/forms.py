@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 from rlkit.data import columns
@@ -134,7 +137,21 @@ def cell(
     if texts and name in ("prompt", *RESPONSES, *PAIRED):
         found = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
         raise column_error(place, found, row, "; write one row for each of them")
+    if name == "prompt" and not plain and is_list_text(value):
+        found = f"column {own_name(row, name)!r} is the text of a list of texts, got {value[:80]!r}"
+        fix = "; write the text alone, or a list that is meant as [{'role': 'user', 'content': ...}]"
+        raise column_error(place, found, row, fix)
     return name, value
+
+
+def is_list_text(value: Any) -> bool:
+    """Whether a value is the text of a list of strings, as Python or JSON write it, and of nothing else."""
+    text = value.strip() if isinstance(value, str) else ""
+    if (text[:2], text[-2:]) not in product(("['", '["'), ("']", '"]')):
+        return False
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return all(isinstance(item, str) for item in literal_eval(text))
+    return False
 
 
 def numbered(row: Converted, name: str, value: Any, place: str) -> list[tuple[str, Mapping[str, Any]]]:

@@ -31,11 +31,12 @@ _REASONS = r"[\w:|.-]*(?:think|thought|reason)[\w:|.-]*"
 _OPEN = rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]"
 _OPENED = re.compile(rf"{_OPEN}\s*\Z", re.IGNORECASE)
 REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
+_CLOSES = re.compile(r"./|<\|end")
 _BEGINS = re.compile(rf"\s*(?:{_OPEN}\s*{REASONING.pattern}\s*)?({_OPEN})", re.IGNORECASE)  # after an empty reasoning
 _WORDS = re.compile(r"<?[\[<]/?[A-Z_]{2,}[\]>]>?")  # [INST], <<SYS>>: markup that is no token
 _STOPS = (  # of families of public models
     "</s>", "<eos>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<end_of_turn>",
-    "<|end|>", "<｜end▁of▁sentence｜>",
+    "<|end|>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOS>",
 )  # fmt: skip
 _STOP = re.compile(rf"({'|'.join(map(re.escape, _STOPS))})\s*\Z")
 _HEADER = re.compile(  # the start of a first turn, after the bos of its model
@@ -47,6 +48,10 @@ _SPEAKERS = (
     ("\n\nHuman:", "\n\nAssistant:"), ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
     ("USER:", "ASSISTANT:"),
 )  # fmt: skip
+_NAMES = "(?:### ?)?(?:Assistant|ASSISTANT)|### ?Response|AI|Bot|BOT|Chatbot"
+_STARTS = re.compile(rf"\s*((?:{_NAMES}):)")
+_ENDS = re.compile(rf"\n\s*((?:{_NAMES}|A):|###)\Z")  # the last is of OpenAI's older completions
+_DIALOGUE = re.compile(r"(?:\A|\n)\W*(?:Human|User|USER|Customer|You|Q)\W*:")
 _WHOLE = ("\n\n### ", "\n\nBelow is an instruction")
 _tried: dict[str, str] = {}  # what each chat template exceeds, "" for nothing
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -268,6 +273,14 @@ class Markup:
                 return f"{first.strip()} ... {second.strip()}"
         return ""
 
+    def foreign_start(self, text: str) -> str:
+        """Markup that begins a first turn at the start of a ready-made text, none of it a token here; "" for none."""
+        found, added = _HEADER.match(text), {*self._added.values()}
+        if found is None or self._is_own(found[1]) or found[1] in added:
+            return ""
+        first = "<s>" if found[1] == "[INST]" else found[0].removesuffix(found[1]).strip()  # Llama 2 writes letters
+        return "" if first in added else found[1]
+
     def _is_own(self, token: str) -> bool:
         return self.control is not None and self.control.fullmatch(token) is not None
 
@@ -310,6 +323,21 @@ class Markup:
             )  # fmt: skip
 
 
+def speaker_of(text: str, *, answer: bool) -> str:
+    """The name of a speaker with which an answer begins, unless it writes a dialogue, or a prompt ends; "" for none.
+
+    "Assistant:", or, of a prompt, the separator "###", in a line of its own.
+    """
+    if answer:
+        found = _STARTS.match(text)
+        return found[1] if found and not _DIALOGUE.search(text) else ""
+    end = text.rstrip()
+    if end.endswith(" Assistant:") and _DIALOGUE.match(end):
+        return "Assistant:"
+    found = _ENDS.search(end[-_TAIL:])
+    return found[1] if found else ""
+
+
 def opened_by(text: str) -> str:
     """What the end of a text has opened of reasoning, with blanks: "<think>\\n"; "" for nothing."""
     found = _OPENED.search(text[-4 * _TAIL :])
@@ -335,6 +363,17 @@ def unfinished(answer: str) -> str:
     if end is None:
         return "open" if re.fullmatch(r"<[\w:|]+>|\[[A-Z_]+\]|◁\w+▷", begun[1]) else ""
     return "" if rest[end:].strip() else "alone"
+
+
+def closed_unopened(prompt: str, answer: str) -> bool:
+    """Whether an answer closes reasoning that neither it nor the prompt opens, other than in words about the tag."""
+    tag = REASONING.search(answer)
+    if tag is None or not _CLOSES.match(tag[0]):
+        return False
+    before, after = answer[max(0, tag.start() - _TAIL) : tag.start()], answer[tag.end() : tag.end() + 1]
+    if re.search(r"[`'\"(]\Z", before) or (re.search(r"[^.!?\s][ \t]+\Z", before) and re.match(r"[ \t.,;:)]", after)):
+        return False
+    return all(_CLOSES.match(found[0]) for found in [*REASONING.finditer(prompt)][-1:])
 
 
 def mentioned_end(answer: str) -> str:

@@ -15,15 +15,15 @@ from typing import Any
 from rlkit.data import columns
 from rlkit.data import messages as of_row
 from rlkit.data.chat import TURN_TEXTS
-from rlkit.data.drop import name_oddities
 from rlkit.data.forms import Form, Turn, cell, numbered, own_name
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, column_error, place_of
 from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings
+from rlkit.data.oddities import name_foreign, name_oddities, name_repeats, odd_texts
 from rlkit.data.schema import FOR_REWARDS, IN_SFT, LABELS, OF_TEMPLATE, PAIRED, PROMPTS, RESPONSES
-from rlkit.data.template import Template
+from rlkit.data.template import RESULTS, Template
 from rlkit.data.turns import (
     CONVERSATION,
     LABELLED,
@@ -46,7 +46,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     Raises ValueError, with the row (see `place_of`), for a row that fits none of them or holds a bad value.
     """
     ((name, value),) = limit.items()
-    turns = []
+    turns, odd = [], []
     found = check_columns(rows, *forms, apply_chat_template=template.apply)
     if not found:
         raise ValueError("rows is empty: there is nothing to train on")
@@ -64,17 +64,23 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         turns[-1] = [opened_once(turn, template) for turn in turns[-1]] if template.apply else turns[-1]
         used = _used(row, form, plain=not template.apply)
+        asked, answers, results = _said(row, form)
+        cells = used - FOR_REWARDS if form is PROMPT else used
+        odd.append(odd_texts(row, cells, asked, asked if form is TEXT else answers))
         used |= {*IMAGE_COLUMNS} if row.get("images") else set()
         if form is PROMPT:
             used |= {*FOR_REWARDS}
-        unused.add(index, row, used, *_said(row, form), own.lost)
+        unused.add(index, row, used, [*asked, *results], answers, own.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
     if told:
         _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
     unused.report(template.not_read, where=where)
-    name_oddities(rows, found)
+    name_oddities(rows, found, odd)
+    name_repeats(rows, turns, form)
+    if not template.apply:
+        name_foreign(rows, [turn.whole or turn.prompt for turn, *_ in turns], markup_of(template.tokenizer))
     markup_of(template.tokenizer).report_opened(turns[0][0].prompt if form is PROMPT else "")
     return turns
 
@@ -198,9 +204,9 @@ def _used(row: Converted, form: Form, *, plain: bool) -> set[str]:
     return used | ({*OF_TEMPLATE, *PROMPTS} if not plain and form is not TEXT else set())
 
 
-def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
-    """The texts of a row that are context, and those that are answers."""
-    asked, answers = list[str](), list[str]()
+def _said(row: Row, form: Form) -> tuple[list[str], list[str], list[str]]:
+    """The texts of a row that are context, those that are answers, and the results of tools."""
+    asked, answers, results = list[str](), list[str](), list[str]()
     names = {TEXT: ("text",), PROMPT: (), PAIR: PAIRED}.get(form, RESPONSES)
     for name in names if form is TEXT else (*PROMPTS, *names):
         value, is_answer = row.get(name), name not in (*PROMPTS, "text")
@@ -210,8 +216,9 @@ def _said(row: Row, form: Form) -> tuple[list[str], list[str]]:
             parts = [content] if isinstance(content, str) else [p.get("text") for p in mappings(content)]
             trained = number == len(turns) if is_answer else turn.get("role") == "assistant"
             texts = answers if trained and (is_answer or form in (CONVERSATION, LABELLED)) else asked
+            texts = results if texts is asked and turn.get("role") in RESULTS else texts
             texts.extend(str(part) for part in parts if part)
-    return asked, answers
+    return asked, answers, results
 
 
 def _of_one_file(forms: Sequence[Form], row: Row, plain: bool) -> tuple[Form, ...]:

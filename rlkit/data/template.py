@@ -14,7 +14,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned
+from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned, speaker_of
 from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _OTHER_NAMES = {  # of these, for templates that do not name them
     "tool_response": "tool", "function_response": "tool",
 }  # fmt: skip
 _OF_CALLS = ("type", "function", "name", "arguments")
+RESULTS = ("tool", *(name for name, role in _OTHER_NAMES.items() if role == "tool"), "ipython")
 _CALL = "{'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Rome'}}}"
 _THINKS = ("enable_thinking", "thinking")  # arguments that turn reasoning off in the templates of 2026
 _WRITTEN = (
@@ -50,6 +51,11 @@ _TURN_OF_OTHERS = (
     "around a text, markup of ready-made prompts (of another model or data set) that is read as letters inside this "
     "chat template: give the bare texts, as messages if there are several"
 )
+_SPEAKER = {
+    "user": "at the end of a prompt, where the chat template writes who speaks next: remove it (and a stop word at the "
+    "end of the answers)",
+    "assistant": "at the beginning of an answer, where the chat template writes who speaks: remove it",
+}
 _MENTIONED = (
     "inside a line of an answer that opens no reasoning: the chat template takes the text before it for reasoning"
 )
@@ -219,6 +225,8 @@ class Template:
             self.lost["markup", stop, _STOP_OF_OTHERS] = None
         if role in ROLES[:3] and (turn := markup.foreign_turn(text)):
             self.lost["markup", turn, _TURN_OF_OTHERS] = None
+        elif role in _SPEAKER and (speaker := speaker_of(text, answer=not plain)):
+            self.lost["markup", speaker, _SPEAKER[role]] = None
         found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
         end = markup.end_text
         if found is not None and not (found == end and text.strip() == end):

@@ -8,6 +8,51 @@ from rlkit.data.examples import sft_examples
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
 
+PHI = (  # as of Phi-3 and Phi-4-mini: eos stands once, at the end of the whole conversation
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% else %}<|endoftext|>{% endif %}"
+)
+LAST_ONLY = (  # an end of turn after the last answer alone
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% else %}<|im_end|>{% endif %}"
+)
+REWRITES = (  # past answers lose what stands before </t>
+    "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content.split('</t>')[-1] }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TWO_TURNS = [user("hi"), answer("one"), user("ho"), answer("two")]
+
+
+def trained(template, *messages):
+    """The texts of the examples, with the trained tokens between « and »."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    found, _ = sft_examples([{"messages": [*messages]}], tokenizer=tokenizer, max_example_tokens=999)
+    marked = []
+    for example in found:
+        parts = [("«{}»" if on else "{}").format(tokenizer.decode([i])) for i, on in zip(example.ids, example.mask)]
+        marked.append("".join(parts).replace("»«", ""))
+    return marked
+
+
+def test_a_template_that_ends_only_the_whole_conversation_gives_one_example(caplog):
+    assert trained(PHI, *TWO_TURNS) == [
+        "[user]hi<|im_end|>\n[assistant]«one<|im_end|>»\n[user]ho<|im_end|>\n[assistant]«two<|im_end|>»"
+    ]
+    assert "become" not in caplog.text
+
+
+def test_a_template_that_ends_past_turns_otherwise_is_not_said_to_rewrite_them(caplog):
+    assert trained(LAST_ONLY, *TWO_TURNS) == [
+        "[user]hi[assistant]«one<|im_end|>»", "[user]hi[assistant]one[user]ho[assistant]«two<|im_end|>»",
+    ]  # fmt: skip
+    why = "kept 1 of 1 conversations that become 2 examples, since the chat template"
+    assert f"{why} ends a past turn otherwise than the last: row 1" in caplog.text
+    assert "rewrites" not in caplog.text
+    caplog.clear()
+    assert len(trained(REWRITES, user("hi"), answer("<t>x</t>one"), *TWO_TURNS[2:])) == 2
+    assert f"{why} rewrites past turns: row 1" in caplog.text
+
 
 def test_a_conversation_that_the_tokenizer_splits_is_reported(tmp_path, caplog):
     from tokenizers import Tokenizer, models, pre_tokenizers

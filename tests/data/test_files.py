@@ -37,6 +37,8 @@ def name_of(value):
         ("a.csv", CSV.replace(b",", b";")),
         ("b.csv", CSV.replace(b",", b"\t")),
         ("c.csv", CSV.replace(b",", b"|")),
+        ("b.tsv", CSV),
+        ("c.tsv", CSV.replace(b",", b";")),
     ],
     ids=name_of,
 )
@@ -47,6 +49,13 @@ def test_rows_are_those_written(tmp_path, name, data):
     assert load_rows(tmp_path / name, limit=2) == ROWS[:2]
     last = "row 3" if ".json." in name else "line 5" if "sv" in name else "line 3"
     assert place_of(rows, 2) == f"{tmp_path / name}, {last}"
+
+
+def test_tabs_and_no_mark_in_the_header_of_a_tsv_file_leave_commas_alone(tmp_path):
+    (tmp_path / "a.tsv").write_text("a,b,c\td\n1,2\t3\n")
+    assert load_rows(tmp_path / "a.tsv") == [{"a,b,c": "1,2", "d": "3"}]
+    (tmp_path / "b.tsv").write_text("text\nOne, two; three | four\n")
+    assert load_rows(tmp_path / "b.tsv") == [{"text": "One, two; three | four"}]
 
 
 def test_commas_in_the_header_of_a_csv_file_win_over_as_many_semicolons(tmp_path):

@@ -94,8 +94,9 @@ def test_rows_with_assistant_messages_that_are_not_trained_are_named(caplog):
         {"messages": messages("hi", "user") + two[:2], "response": "no!", "label": True},
     ]
     assert examples(*rows) == ([last] * 4, 0)
-    assert [r.getMessage() for r in caplog.records] == [
-        "kept 2 of 4 examples that hold several assistant messages, of which only the last is trained: row 1, row 2"
+    assert caplog.messages == [
+        "the 4 rows are all the same text: each trains as often as it is there",
+        "kept 2 of 4 examples that hold several assistant messages, of which only the last is trained: row 1, row 2",
     ]
 
 

@@ -545,7 +545,7 @@ def test_ready_made_prompts_are_named_once_on_every_road(tmp_path, caplog):
     sft_examples(rows, **how | {"max_example_tokens": 999})
     plain = [{"prompt": text, "response": "c</s>"} for text in READY_MADE]
     sft_examples(plain, **how | {"max_example_tokens": 999}, apply_chat_template=False)
-    assert caplog.text == ""
+    assert [line for line in caplog.messages if "token" not in line] == []
 
 
 @pytest.mark.parametrize(

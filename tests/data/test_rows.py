@@ -451,11 +451,14 @@ NAMED = {  # what the screen says of the row above
         "{place}"
     ),
     "a missing value as text": (
-        "{file}: kept 1 of 1 rows that have a text that is a missing value, as pandas writes it: {place} ('nan')"
+        "{file}: kept 1 of 1 rows that have a text that stands for a missing value: {place} ('nan')"
     ),
     "a missing value as a turn": (
-        "{file}: kept 1 of 1 rows that have a text that is a missing value, as pandas writes it: {place} ('NaN', "
-        "'None')"
+        "{file}: kept 1 of 1 rows that have a text that stands for a missing value: {place} ('NaN', 'None')"
+    ),
+    "LLaMA-Factory query that the prompt repeats": (
+        "{file}: 1 of the rows hold 'A:' at the end of a prompt, where the chat template writes who speaks next: "
+        "remove it (and a stop word at the end of the answers): {place}"
     ),
     "two answers in a row": (
         "{file}: kept 1 of 1 conversations that have two assistant turns in a row, both trained: {place}"

@@ -180,6 +180,39 @@ def test_a_row_that_is_dropped_decides_for_no_command(command, task, rows, verdi
     assert f"\n{shown}:\n" in out
 
 
+REPEATED = {"prompt": "What is the capital?", "response": "What is the capital? Rome.", "mood": "x"}
+
+
+def test_what_is_said_of_the_file_is_not_said_again_of_the_row_that_is_shown(command, task, caplog):
+    rows = [REPEATED, {**REPEATED, "prompt": "q"}, {**REPEATED, "response": "<eos>?<eos>", "tone": "y"}]
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not command("some.jsonl", "--model", "model")[0]
+    assert len([line for line in caplog.messages if "repeat the prompt" in line]) == 1
+    assert len([line for line in caplog.messages if "column" in line]) == 1
+
+
+@pytest.mark.parametrize("label", [-1, "", float("nan")])
+@pytest.mark.parametrize("at", [0, 1])
+def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, label, at):
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": 1} for i in range(3)]
+    rows[at]["label"] = label
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for model in ((), ("--model", "model")):
+        ended, out = command("some.jsonl", *model)
+        assert ended == 1
+        assert "as rlkit grpo reads it" not in out
+        assert "wrong: 1 of 3 rows" in out
+        assert f"  some.jsonl, line {at + 1}: column 'label' must be true or false, got {label!r}" in out
+
+
+def test_pairs_of_which_one_is_wrong_are_shown_as_dpo_refuses_it(command, task):
+    (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS, {**PAIRS[0], "chosen": 5}]))
+    ended, out = command("some.jsonl", "--model", "model")
+    assert ended == 1
+    assert "line 1, as rlkit dpo reads it" in out
+    assert "wrong: 1 of 4 rows" in out
+
+
 @pytest.mark.parametrize("model", [(), ("--model", "model")])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -49,7 +49,8 @@ class Args:
     model: str | None = None
     """model whose tokenizer and chat template render the rows; None: rows are not rendered"""
     script: Literal["grpo", "sft", "dpo", "kto", "reward_model"] | None = None
-    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads most rows"""
+    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads most rows, but dpo or kto
+    where it reads half of them"""
     row: Count = 1
     """row to show, counted from 1"""
     max_tokens: Count | None = None
@@ -113,6 +114,8 @@ def _main(args: Args) -> None:
         command = "sft"  # whose reasons are those to be shown
     elif not reading[command].fits:
         raise SystemExit(1)
+    elif not args.script and command == "grpo":  # which takes the prompts of pairs and labels, however wrong
+        command = next((name for name in ("dpo", "kto") if reading[name].fits >= 0.5), command)
     found = reading[command]
     for record in found.said:
         logging.getLogger("rlkit.data").handle(record)
@@ -149,7 +152,8 @@ def show_rendered(args: Args, command: str, found: Reading, rows: Any, good: Seq
 
     for index in [*[i for i in good if i == args.row - 1], *good]:
         with suppress(NothingLeft):
-            items, _ = found.read(_some(rows, [index]), sure=True)  # a row alone does not show whether all begin alike
+            with muted():  # what is said of this row is said of the file
+                items, _ = found.read(_some(rows, [index]), sure=True)  # alone it does not show whether all begin alike
             say(f"{rows.places[index]}, as rlkit {command} reads it:")
             sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in items))
             break
@@ -278,9 +282,7 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
     from rlkit.data.drop import NothingLeft
 
     good, wrong = list[int](), dict[str, str]()
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of each row alone
-    try:
+    with muted():
         with suppress(ValueError):
             read(rows)
             return [*range(len(rows))], {}
@@ -291,9 +293,18 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
                 good.append(index)
             except ValueError as error:
                 wrong[rows.places[index]] = " ".join(str(error).split())
+    return good, wrong
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Without the warnings of single rows."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
     finally:
         logging.disable(before)
-    return good, wrong
 
 
 def tokenizer_of(args: Args) -> Any:

@@ -1,0 +1,146 @@
+"""What of rows is trained as it is and seldom meant: each kind is logged in one line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise, product
+
+from rlkit.data import columns
+from rlkit.data.drop import drop
+from rlkit.data.forms import Form, Turn
+from rlkit.data.load import Row, Rows
+from rlkit.data.markup import Markup
+from rlkit.data.messages import Converted, mappings
+from rlkit.data.schema import ANSWERS, PAIRED, RESPONSES
+from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE
+
+_log = logging.getLogger("rlkit.data")
+_REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
+_FEW, _SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
+_MISSING = {  # of pandas, SQL, JSON, spreadsheets and Self-Instruct
+    "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "#N/A", "<noinput>", "<nooutput>",
+}  # fmt: skip
+_UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
+_MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
+    "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
+    "|\u00c3[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00bf]|\u00d0[\u00b0-\u00ba\u00bc-\u00bf]|\u00d1[\u00b0-\u00ba\u00bc-\u00bf]"
+)
+
+
+def name_oddities(
+    rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], texts: Sequence[tuple[str, str]]
+) -> None:
+    """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
+    again = "repeat the prompt at the beginning of"
+    for forms, what, bad, why in (
+        (
+            (PAIR,),
+            "pairs",
+            lambda row: _repeats_prompt(row, *PAIRED),
+            f"{again} both responses, so that it stands twice",
+        ),
+        ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice"),
+        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
+        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
+        ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents"),
+    ):
+        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms or not forms]
+        drop(rows, items, bad, what=what, why=why, keep=True)
+    for number, why in enumerate(
+        (
+            "have a text that stands for a missing value",
+            "hold characters that are seldom meant (of a file in another encoding, or written by Windows)",
+        )
+    ):
+        noted = [(index, notes[number]) for index, notes in enumerate(texts)]
+        drop(rows, noted, bool, what="rows", why=why, keep=True, note=lambda found: f" ({found})")
+
+
+def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> tuple[str, str]:
+    """The notes on the missing values and on the characters in what is read of a row: its columns `used` and texts."""
+    cells = [value for name in used if isinstance(value := row.own.get(name), str)]
+    texts = dict.fromkeys([*cells, *asked, *answers])
+    missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
+    odd = [what for text in texts for what in _characters(text)]
+    odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
+    return tuple(", ".join(dict.fromkeys(found)) for found in (missing, odd))  # type: ignore[return-value]
+
+
+def _characters(text: str) -> Iterable[str]:
+    """The characters of a text that are seldom meant."""
+    if "\0" in text:
+        yield "NUL"
+    if text.isascii():
+        return
+    if "\ufffd" in text:
+        yield "U+FFFD"
+    if first := _UNSEEN.get(text.lstrip()[:1]):
+        yield f"{first} at the start"
+    if found := _MISREAD.search(text):
+        yield repr(found[0])
+
+
+def name_repeats(rows: Sequence[Row], turns: Sequence[Sequence[Turn]], form: Form) -> None:
+    """Log that at least half of the rows repeat others, or that all have one prompt, or one answer; not of prompts."""
+    if form is PROMPT or len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
+        return
+    num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
+    first, at, same = turns[0][0], 0 if form is PAIR else -1, list[str]()
+    if first.prompt and all(of_row[0].prompt == first.prompt for of_row in turns):
+        same.append("prompt")
+    answer = turns[0][at].whole.removeprefix(turns[0][at].prompt)
+    if all(of_row[at].whole.removeprefix(of_row[at].prompt) == answer for of_row in turns):
+        same.append("answer")
+    source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
+    if num <= len(turns) / 2:
+        texts = "all the same text" if num == 1 else f"{num} different texts"
+        _log.warning("%sthe %d rows are %s: each trains as often as it is there", source, len(turns), texts)
+    elif same and len(turns) >= _SOME:
+        what = "the same chosen response" if form is PAIR and same == ["answer"] else f"the same {same[0]}"
+        _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), what)
+
+
+def name_foreign(rows: Sequence[Row], texts: Sequence[str], markup: Markup) -> None:
+    """Log the ready-made texts with markup of another model."""
+    found = [(index, markup.foreign_start(text)) for index, text in enumerate(texts)]
+    why = "begin with markup of another model, of which this tokenizer has no token: it is read as letters"
+    drop(rows, found, bool, what="texts", why=why, keep=True, note=lambda start: f" ({start})")
+
+
+def _was_text(row: Converted) -> bool:
+    """Whether the messages of a response stand in the file as JSON text, beside a prompt that is text."""
+    read = [name for name in ANSWERS if isinstance(row.own.get(name), str) and isinstance(row.get(name), list)]
+    return bool(read) and isinstance(row.get("prompt"), str)
+
+
+def _repeats_prompt(row: Converted, *names: str) -> bool:
+    """Whether the columns `names`, all of them text, begin with the prompt; by default a response, a longer one."""
+    of_row = names or [name for name in RESPONSES[::-1] if row.get(name) is not None][:1]
+    texts = [row.get(name) for name in ("prompt", *of_row)]
+    prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
+    within = prompt[-1:].isalnum()  # of a word
+    rests = [response[len(prompt) :] for response in responses if response.startswith(prompt)]
+    begins = len(rests) == len(responses) and not any(within and re.match(r"\w", rest) for rest in rests)
+    return len(prompt) >= (1 if names else _REPEATED) and begins and bool(responses)
+
+
+def _scored_less(row: Row) -> bool:
+    """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
+    whats, forms = ("score", "rating", "reward", "avg_rating"), ("{}_{}", "{}-{}", "{1}_{0}")
+    for form, what in product(forms, whats):
+        with suppress(ValueError):
+            chosen, rejected = (float(str(row.get(form.format(side, what)))) for side in PAIRED)
+            return chosen < rejected
+    with suppress(ValueError):
+        return float(str(row.get("margin"))) < 0
+    return False
+
+
+def _answers_twice(row: Row) -> bool:
+    """Whether two assistant messages of text follow each other after the first message, and the row trains both."""
+    said = mappings(row.get("messages") or row.get("prompt"))[1:]
+    text = [m.get("role") == "assistant" and not m.get("tool_calls") and columns.is_trained(m, "") for m in said]
+    return any(a and b for a, b in pairwise(text))

@@ -1,0 +1,282 @@
+"""Rows that are trained as they are and seldom meant are named in one line each, and ordinary ones are not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from families import FAMILIES, tokenizer_of
+
+from rlkit.compat.rows import read
+from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
+from rlkit.data.load import load_rows
+from rlkit.data.prompts import rl_prompts
+from rlkit.data.tiny import tiny_tokenizer
+from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
+
+TOKENIZER = tiny_tokenizer()
+ROADS = {
+    "sft": (sft_examples, SFT), "pairs": (preference_pairs, (PAIR,)), "labelled": (labelled_examples, (LABELLED,)),
+    "pairs of kto": (labelled_examples, (PAIR,)), "prompts": (rl_prompts, (PROMPT,)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def said(caplog):
+    """`said(*rows)`: the lines that are logged of rows, on the road that reads them."""
+
+    def call(*rows, road="sft", tokenizer=TOKENIZER, **more):
+        make, forms = ROADS[road]
+        limit = "max_prompt_tokens" if road == "prompts" else "max_example_tokens"
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="rlkit.data"):
+            plain = more.get("apply_chat_template", True)
+            found = make(read([*rows], *forms, apply_chat_template=plain), tokenizer=tokenizer, **{limit: 999}, **more)[
+                0
+            ]
+        call.found = found
+        return [*caplog.messages]
+
+    return call
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def on_roads(text):
+    """A row for each road that trains this answer."""
+    yield "sft", {"prompt": "hi", "response": text}
+    yield "sft", {"messages": [user("hi"), assistant("yo"), user("more"), assistant(text)]}
+    yield "pairs", {"prompt": "hi", "chosen": text, "rejected": "b"}
+    yield "pairs", {"prompt": "hi", "chosen": "b", "rejected": [assistant(text)]}
+    yield "labelled", {"prompt": "hi", "completion": text, "label": True}
+
+
+CLOSED = "that close reasoning that nothing opens"
+
+
+@pytest.mark.parametrize("tag", ["</think>", "[/THINK]", "</reasoning>", "<|end_of_thought|>"])
+def test_an_answer_that_closes_reasoning_which_nothing_opened_is_named(tag, said):
+    for road, row in on_roads(f"r1{tag}Because"):
+        (line,) = said(row, road=road)
+        assert line.startswith("kept 1 of 1")
+        assert CLOSED in line
+    bare = {"prompt": f"Q: hi\nA: {tag}", "response": f"r{tag} 4"}
+    assert CLOSED in said(bare, apply_chat_template=False)[0]
+
+
+def test_one_line_of_reasoning_that_is_closed_is_named(said):
+    for text in ("</think>\n\nyo", "It is 4. </think> Yes", "so 4</think> Yes", "so 4\n</think>\n\nYes"):
+        assert CLOSED in said({"prompt": "Think inside <think> and </think>.", "response": text})[0]
+
+
+def test_reasoning_that_something_opened_is_not(said, tmp_path):
+    opened = "<think>r1</think>Because"
+    words = ("r (</think>) x", "Use `</think>` to end.", "The </think> tag.", opened, "a", "<think></think>a")
+    for text in words:
+        for road, row in on_roads(text):
+            assert said(row, road=road) == [], text
+    plain = {"prompt": "Q: hi\nA: <think>hm", "response": "r</think> 4"}
+    assert said(plain, apply_chat_template=False) == []
+    tokenizer = tokenizer_of(FAMILIES["deepseek-r1"], tmp_path)
+    assert not [x for x in said({"prompt": "hi", "response": "r1</think>a"}, tokenizer=tokenizer) if CLOSED in x]
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    assert [x for x in said({"prompt": "hi", "response": "r1</think>a"}, tokenizer=tokenizer) if CLOSED in x]
+
+
+MISSING = "rows that have a text that stands for a missing value"
+
+
+@pytest.mark.parametrize("text", ["nan", "NULL", "N/A", "null", "None", "<noinput>", " NaN\n"])
+def test_a_missing_value_that_became_text_is_named_in_any_column_that_is_read(text, said):
+    line = f"kept 1 of 2 {MISSING}: row 2 ({text.strip()!r})"
+    alpaca = {"instruction": "Add.", "input": "2 2", "output": "4"}
+    for name in alpaca:
+        assert said(alpaca, {**alpaca, name: text}) == [line]
+    system = {"system": "Be brief.", "prompt": "hi", "response": "yo"}
+    for name in system:
+        assert said(system, {**system, name: text}) == [line]
+    pair = {"prompt": "hi", "chosen": "a", "rejected": "b"}
+    for name in pair:
+        assert said(pair, {**pair, name: text}, road="pairs") == [line]
+    assert said({"prompt": "hi"}, {"prompt": text}, road="prompts") == [line]
+    assert said({"text": "hi"}, {"text": text}) == [line]
+
+
+def test_words_of_missing_values_elsewhere_are_not(said):
+    tool = [user("hi"), assistant("go"), {"role": "tool", "content": "None"}, assistant("None of them is null.")]
+    assert said({"messages": tool}) == []
+    assert said({"prompt": "Say nan", "response": "NA", "id": "nan", "input_note": None})[:1] == []
+    assert said({"prompt": "hi", "answer": "None"}, road="prompts") == []  # rewards read it
+
+
+ODD = "rows that hold characters that are seldom meant"
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("a\0b", "NUL"), ("a\ufffdb", "U+FFFD"), ("a\r\nb", r"\r\n"), ("\ufeffab", "U+FEFF at the start"),
+        ("\u200bab", "U+200B at the start"),
+        *((text.encode().decode(wrong), repr(part)) for text, wrong, part in (
+            ("Don’t", "cp1252", "â€™"), ("Café", "latin-1", "Ã©"), ("über", "cp1252", "Ã¼"), ("5 °C", "latin-1", "Â°"),
+            ("ok 😀", "cp1252", "ðŸ"), ("Привет", "latin-1", "Ð¸"), ("Don’t", "latin-1", "â\x80\x99"),
+        )),
+    ],
+)  # fmt: skip
+def test_broken_characters_are_named_with_their_rows(text, what, said):
+    for road, row in on_roads(text):
+        (line,) = [x for x in said({**row}, road=road) if ODD in x]
+        assert line.endswith(f"row 1 ({what})")
+    (line,) = said({"text": "good"}, {"text": text})
+    assert line.startswith(f"kept 1 of 2 {ODD}")
+    if what != r"\r\n":
+        assert said({"prompt": text}, road="prompts")[0].endswith(f"row 1 ({what})")
+
+
+def test_ordinary_characters_are_not_named(said):
+    texts = (
+        "Don’t – “naïve” café, ÜBER, œuvre", "SÃO PAULO, NÃO, MÃE, AMANHÃ »", "ÎLE, Âge, LÂCHE",
+        "Ðað er gott. Ñandú, ESPAÑA",
+        "今日は", "Привет, ÐÑ", "👩\u200d👩 family", "می\u200cخواهم", "a\tb\nc", "5 € â la carte",
+    )  # fmt: skip
+    for text in texts:
+        assert said({"prompt": text, "response": f"x {text}"}, {"prompt": "hi\r\nho", "response": "y"}) == [], text
+
+
+def test_a_csv_file_saved_by_windows_has_its_line_ends_named(tmp_path, said):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'prompt,response\r\nhi,"one\r\ntwo"\r\nho,three\r\n')
+    (line,) = said(*load_rows(path))
+    assert line.endswith(r"row 1 (\r\n)")
+
+
+END, START = "at the end of a prompt, where the chat template", "at the beginning of an answer, where the chat template"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("User: What is 2+2?\nBot:", "Bot:"), ("Q: What is 2+3?\nA:", "A:"),
+        ("Human: Tell me. Assistant:", "Assistant:"),
+        ("Tell me.\n\nAssistant: ", "Assistant:"), ("Tell me.\n### Response:\n", "### Response:"),
+        ("Is it good?\n\n###\n\n", "###"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_speaker_at_the_end_of_a_prompt_is_named(prompt, name, said):
+    rows = {"sft": {"prompt": prompt, "response": "yo"}, "pairs": {"prompt": prompt, "chosen": "a", "rejected": "b"}}
+    rows |= {"labelled": {"prompt": prompt, "response": "a", "label": 1}, "prompts": {"prompt": prompt}}
+    for road, row in rows.items():
+        (line,) = said(row, road=road)
+        assert line.startswith(f"1 of the rows hold {name!r} {END}")
+    assert said(rows["sft"], apply_chat_template=False) == []
+
+
+@pytest.mark.parametrize("name", ["Assistant:", "AI:", "Bot:", "### Response:"])
+def test_the_name_of_a_speaker_at_the_beginning_of_an_answer_is_named(name, said):
+    for road, row in on_roads(f"{name} Hello"):
+        (line,) = said(row, road=road)
+        assert line.startswith(f"1 of the rows hold {name!r} {START}")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("Who is Bot?", "A: Paris"), ("Assistant:", "Assistant professor: a rank"),
+        ("Write a scene", "Bot: hi\nUser: ho"),
+        ("Choose:\nA: x\nB: y", "B: y"), ("Answer:", "AI is a field"), ("I seek an Assistant:", "### Title\nx"),
+        ("# Header\n### Part", "SELECT CASE WHEN a THEN b END"),
+    ],
+)  # fmt: skip
+def test_ordinary_texts_with_colons_are_not_named(prompt, answer, said):
+    assert said({"prompt": prompt, "response": answer}) == []
+
+
+def test_a_word_for_the_end_is_named(said):
+    (line,) = said({"prompt": "hi", "response": "Hey [EOS]"})
+    assert line.startswith("1 of the rows hold '[EOS]' at the end of an answer, the stop token of another model")
+
+
+def test_texts_with_the_markup_of_another_model_are_named(said, tmp_path):
+    texts = {"<s>[INST] hi [/INST]": "[INST]", "<|im_start|>user\nhi<|im_end|>\n": "<|im_start|>"}
+    qwen, llama2 = (tokenizer_of(FAMILIES[name], tmp_path) for name in ("qwen2.5", "llama2"))
+    for text, token in texts.items():
+        for row in ({"text": text + "yo"}, {"prompt": text, "response": "yo"}):
+            plain = {} if "text" in row else {"apply_chat_template": False}
+            for tokenizer, own in ((qwen, "<|im_start|>"), (llama2, "[INST]")):
+                lines = [x for x in said(row, tokenizer=tokenizer, **plain) if "markup of another model" in x]
+                assert [x.rpartition(": ")[2] for x in lines] == ([] if token == own else [f"row 1 ({token})"])
+    llama2.chat_template = None  # a base model, whose chat model has these as letters
+    assert said({"text": "[INST] hi [/INST] yo"}, tokenizer=llama2) == []
+
+
+SWAPPED, ALIKE = "with chosen and rejected swapped too", "that have responses that differ only in blanks around them"
+
+
+def test_pairs_that_contradict_each_other_are_named(said):
+    pair, other = {"prompt": "hi", "chosen": "a", "rejected": "b"}, {"prompt": "hi", "chosen": "b", "rejected": "a"}
+    third, elsewhere = {"prompt": "hi", "chosen": "b", "rejected": "c"}, {**other, "prompt": "ho"}
+    rows = [pair, third, elsewhere, {**other, "chosen": [assistant("b")]}]
+    for road in ("pairs", "pairs of kto"):
+        assert said(*rows, road=road) == [f"kept 2 of 4 pairs that are in the data {SWAPPED}: row 1, row 4"]
+        assert said(*rows[:3], road=road) == []
+
+
+def test_pairs_that_hardly_differ_are_named(said):
+    pair = {"prompt": "hi", "chosen": "Caf\u00e9", "rejected": "Cafe\u0301"}
+    rows = [pair, {**pair, "rejected": "cafe"}, {"prompt": "hi", "chosen": "yo", "rejected": [assistant("yo \n")]}]
+    (line,) = said(*rows, road="pairs")
+    assert ALIKE in line
+    assert line.startswith("kept 2 of 3 pairs")
+    assert line.endswith(": row 1, row 3")
+    plain = [{"prompt": "x", "chosen": " yo", "rejected": "yo"}, {"prompt": "x", "chosen": "y o", "rejected": "yo"}]
+    (line,) = said(*plain, road="pairs", apply_chat_template=False)
+    assert line.endswith(": row 1")
+
+
+def test_rows_that_repeat_each_other_are_named(said):
+    row, others = {"prompt": "hi", "response": "yo"}, [{"prompt": f"q{i}", "response": "a"} for i in range(9)]
+    assert said(*[row] * 5, others[0]) == ["the 6 rows are 2 different texts: each trains as often as it is there"]
+    assert said(*[row] * 4) == ["the 4 rows are all the same text: each trains as often as it is there"]
+    assert said(*[row] * 3, *others[:2]) == said(*[row] * 3) == []
+    assert said(*[{"text": "x"}] * 4)[0].startswith("the 4 rows are all the same text")
+    both = [{"prompt": "hi", "response": "yo", "label": label} for label in (1, 1, 0, 1, 0)]
+    assert [x for x in said(*both, road="labelled") if "rows are" in x] == [
+        "the 5 rows are 2 different texts: each trains as often as it is there"
+    ]
+
+
+def test_one_prompt_or_one_answer_for_all_rows_is_named(said):
+    fix = "check which columns hold the texts"
+    same_answer = [{"prompt": f"q{i}", "response": "yo"} for i in range(10)]
+    same_prompt = [{"prompt": "hi", "response": f"a{i}"} for i in range(10)]
+    assert said(*same_answer) == [f"all 10 rows have the same answer: {fix}"]
+    assert said(*same_prompt) == [f"all 10 rows have the same prompt: {fix}"]
+    assert said(*same_answer[:9], same_prompt[0]) == said(*same_answer[:9]) == []
+    assert said(*[{**row, "prompt": ""} for row in same_prompt], apply_chat_template=False) == []
+    pairs = [{"prompt": f"q{i}", "chosen": "yo", "rejected": f"a{i}"} for i in range(10)]
+    assert said(*pairs, road="pairs") == [f"all 10 rows have the same chosen response: {fix}"]
+    assert said(*[{**row, "chosen": f"b{i}", "rejected": "no"} for i, row in enumerate(pairs)], road="pairs") == []
+
+
+@pytest.mark.parametrize("text", ["['What is love?']", '["What is love?"]', "['a', \"it's\"]"])
+def test_a_prompt_that_is_the_text_of_a_list_is_refused(text, said):
+    rows = {"sft": {"prompt": text, "response": "yo"}, "pairs": {"prompt": text, "chosen": "a", "rejected": "b"}}
+    rows |= {"labelled": {"question": text, "response": "a", "label": 1}, "prompts": {"question": text, "answer": "x"}}
+    for road, row in rows.items():
+        name = next(iter(row))
+        with pytest.raises(ValueError, match=f"row 1: column '{name}' is the text of a list of texts, got .*; write"):
+            said(row, road=road)
+    meant = {"messages": [user(text), assistant("yo")]}
+    assert said(meant) == said({**rows["sft"], "prompt": "hi", "response": text}) == []
+    assert said(rows["sft"], apply_chat_template=False) == []
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "['a'] + ['b']", "Sort ['a']", "['a', 1]", "[]", "['a'", '["a"]["b"]'])
+def test_other_prompts_with_brackets_are_not(text, said):
+    assert said({"prompt": text, "response": "yo"}) == []
