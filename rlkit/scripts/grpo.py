@@ -142,7 +142,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     own = own_loss(args.loss.loss, partial(tried_loss, loss_unchecked=args.loss.loss_unchecked))
-    advantage = advantage_of(args.loss.advantage, values=False)
+    advantage = advantage_of(args.loss.advantage)
     kl_estimator = kl_estimator_of(args.kl, args.penalties)
     brought = bring(args)
     place = open_place(args, brought)

@@ -20,7 +20,7 @@ from rlkit._util.extras import MissingExtra
 from rlkit._util.ranks import is_first
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Episodes, Evaluation, KlEstimator
 from rlkit.scripts.cli import LossError
-from rlkit.settings import Penalties, refuse_if
+from rlkit.settings import Critic, Penalties, is_default, refuse_if
 
 _log = logging.getLogger("rlkit.rewards")
 _SLOW_S = 10.0
@@ -114,15 +114,15 @@ def own_optimizer(spec: str) -> Any:
     return make
 
 
-def advantage_of(text: str | None, *, values: bool, **given: Any) -> Any:
-    """The estimator of `--advantage`, with those of the options `given` that it has; None without one and for gae.
+def advantage_of(text: str | None, *, critic: Critic | None = None) -> Any:
+    """The estimator of `--advantage`, with those of the numbers of `critic` that it has; None without one and for gae.
 
-    ValueError for one that does not exist, that needs a critic's `values` that are not there, or of yours that fails on
-    a small batch.
+    ValueError for one that does not exist, that needs a critic which is not there, that does not read a number of
+    `critic` which was changed, or of yours that fails on a small batch.
     """
-    name = (text or "gae").partition("(")[0]
-    if text is None or (values and name == "gae"):
+    if text is None or (critic and text == "gae"):
         return None
+    name, values = text.partition("(")[0], critic is not None
     own = ":" in name
     trial = trial_of(lambda trial: trial.try_advantage, values=values) if own else callable
     function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
@@ -131,9 +131,14 @@ def advantage_of(text: str | None, *, values: bool, **given: Any) -> Any:
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
     )
     refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
-    bound = getattr(function, "keywords", {})
-    parameters = inspect.signature(function).parameters
-    return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
+    if critic is None:
+        return function
+    bound, parameters = getattr(function, "keywords", {}), inspect.signature(function).parameters
+    numbers = {key: getattr(critic, key) for key in ("gamma", "lam_policy", "lam_value")}
+    for key in (key for key in numbers if not is_default(critic, key)):
+        refuse_if(key in bound, f"`{key}` and `advantage` {text} both give {key}: drop one of them")
+        refuse_if(key not in parameters, f"`advantage` {text} has no argument `{key}`, so it would not be used")
+    return partial(function, **{key: x for key, x in numbers.items() if key in parameters and key not in bound})
 
 
 def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss") -> Any:
