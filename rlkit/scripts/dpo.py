@@ -1,7 +1,7 @@
 """Preference optimization on your model and your pairs: DPO and its variants.
 
     rlkit dpo --model MODEL --data pairs.jsonl
-    rlkit dpo --model MODEL --data pairs.jsonl --loss simpo --beta 2
+    rlkit dpo --model MODEL --data pairs.jsonl --loss simpo
     torchrun --nproc-per-node 8 -m rlkit.scripts.dpo ... --parallel.tp 2
 
 Every row has `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages).
@@ -37,8 +37,9 @@ class Loss:
     loss: Annotated[str, named(*LOSSES), Needs("label_smoothing", of=("robust_dpo",), why="at 0 it is dpo")] = "dpo"
     """dpo, ipo, hinge, robust_dpo, exo_pair, apo_zero, nca_pair; without a reference model: simpo, orpo, cpo.
     Or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's log-ratios. See docs/preference.md"""
-    beta: Annotated[Positive, For("loss", *LOSSES)] = 0.1
-    """dpo: strength of the pull to the reference; simpo: scale of the margin (2 or more); orpo: weight of its term"""
+    beta: Annotated[Positive | None, For("loss", *LOSSES)] = None
+    """dpo: strength of the pull to the reference; simpo: scale of the margin of average log-probs; orpo: weight of its
+    term. None: 0.1 (simpo: 2)"""
     label_smoothing: Annotated[BelowHalf, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
     """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
     gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
@@ -48,6 +49,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.beta is None and self.loss in LOSSES:  # set here for args.json and the card of the model
+            object.__setattr__(self, "beta", 2.0 if self.loss == "simpo" else 0.1)
 
 
 @dataclass(frozen=True)
