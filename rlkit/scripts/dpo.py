@@ -11,7 +11,7 @@ Or `chosen` and `rejected` are whole conversations.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,8 +49,6 @@ class Loss:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.beta is None and self.loss in LOSSES:  # set here for args.json and the card of the model
-            object.__setattr__(self, "beta", 2.0 if self.loss == "simpo" else 0.1)
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,9 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
+    args = (
+        args if own else replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
+    )  # for args.json and the card
     brought = bring(args, PAIR)
     place = open_place(args, brought)
     made = make_examples(args, brought, place, preference_pairs, PAIR)
@@ -104,6 +105,11 @@ def scored(args: Args, place: Place, made: Made, model: Any) -> tuple[Any, dict[
     return pairs, held_out
 
 
+def beta_of(args: Loss) -> float:
+    """`beta`, or that of the loss: SimPO's margin is of average log-probs."""
+    return args.beta or (2.0 if args.loss == "simpo" else 0.1)
+
+
 def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     """The loss of a pair, and the reduction of a response's tokens; `own` is the user's loss, or None."""
     from rlkit import losses
@@ -112,7 +118,7 @@ def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     reduce = mean_per_seq if args.loss in ("simpo", "orpo", "ipo") else sum_per_seq
     if own is not None:
         return own, reduce
-    options = {"beta": args.beta}
+    options = {"beta": beta_of(args)}
     if args.label_smoothing or args.loss == "robust_dpo":
         options["label_smoothing"] = args.label_smoothing
     if args.loss == "simpo":
