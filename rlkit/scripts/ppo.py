@@ -87,7 +87,7 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    advantage = advantage_of(args.loss.advantage, critic=args.values)
+    advantage = advantage_of(args.loss.advantage, args, critic=args.values)
     kl_estimator = kl_estimator_of(args.kl, args.penalties, place="reward")
     brought = bring(args)
     place = open_place(args, brought)

@@ -695,14 +695,15 @@ def test_an_estimator_that_cannot_act_is_refused(script, flags, message):
 @pytest.mark.parametrize("name", ["gae", "vapo", "td_lambda"])
 def test_arguments_in_brackets_come_before_the_flags_of_the_critic(name):
     critic = Critic(lam_value=0.9 if name != "td_lambda" else 1.0)
-    taken = advantage_of(f"{name}(gamma=0.25)", critic=critic).keywords
+    args = args_of(ppo.Args)
+    taken = advantage_of(f"{name}(gamma=0.25)", args, critic=critic).keywords
     flags = {
         "gae": {"lam_policy": 0.95, "lam_value": 0.9},
         "vapo": {"lam_value": 0.9},
         "td_lambda": {"lam_policy": 0.95},
     }
     assert taken == {"gamma": 0.25, **flags[name]}
-    assert advantage_of("gae", critic=critic) is None
+    assert advantage_of("gae", args, critic=critic) is None
 
 
 def test_a_pair_of_baseline_and_advantage_without_meaning_is_refused():
