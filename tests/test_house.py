@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 800, "advantages": 585, "data": 4100, "kernels": 1770, "loops": 2385, "losses": 1645, "model": 4115,
-    "packing": 490, "parallel": 1300, "rewards": 2160, "rollout": 6040, "run": 1865, "run/report": 815, "scripts": 3350,
+    "_util": 800, "advantages": 585, "data": 4100, "kernels": 1770, "loops": 2595, "losses": 1645, "model": 4115,
+    "packing": 490, "parallel": 1300, "rewards": 2160, "rollout": 6040, "run": 1865, "run/report": 815, "scripts": 3375,
     "testing": 1470, "modules right below rlkit": 1130,
     "agents": 1440, "compat": 1695, "rewards/sandbox": 1120, "scripts/tools": 1190,
 }  # fmt: skip

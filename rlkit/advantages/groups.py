@@ -98,7 +98,8 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
         sum_{k=1..n-1} (1 - p)^(k-1) grad p          of grad log p = sum_{k=1,2,...} (1 - p)^(k-1) grad p
 
     that is the maximum-likelihood gradient up to order n - 1; groups of two give grad p, as `leave_one_out` does. (A of
-    -1 in a group without success would add order n.) Meant for rewards >= 0.
+    -1 in a group without success would add order n.) Meant for rewards >= 0: a group of negative mean has the opposite
+    signs, so that its best samples are pushed down (the loops report it once).
 
     Limits:   invariant to the scale of the rewards (eps -> 0); a group without success gets 0.
     Differs:  from SkyRL (`maxrl`): there a singleton keeps its raw reward.

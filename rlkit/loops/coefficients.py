@@ -31,6 +31,8 @@ from rlkit import controllers as library
 from rlkit import losses
 from rlkit._util.tensors import check_call
 from rlkit.controllers import Coef
+from rlkit.loops.trial import is_ours
+from rlkit.loops.trial_losses import try_kl
 from rlkit.settings import Penalties, refuse_if
 from rlkit.types import Controller
 
@@ -103,7 +105,8 @@ def kl_term(
 ) -> KlTerm:
     """The term of the settings with an estimator; None: `unbiased_kl` in the loss, `k1` elsewhere.
 
-    `default` is the loop's own place. ValueError for an estimator without effect or meaning there.
+    `default` is the loop's own place. ValueError for an estimator without effect or meaning there. One of yours is
+    called on a small vocabulary (`rlkit.loops.trial_losses.try_kl`).
     """
     refuse_if(kl_estimator and not penalties.has_kl, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`")
     place = penalties.kl_in or default
@@ -116,6 +119,8 @@ def kl_term(
     refuse_if(place != "loss" and unbiased, f"`kl_estimator` unbiased is for `kl_in` loss, not {place}")
     if not unbiased:
         check_call("kl_estimator", estimator, "kl_estimator(logp, ref_logp)")
+    if not is_ours(estimator):
+        try_kl(estimator, place=place)
     return KlTerm(place, estimator)
 
 

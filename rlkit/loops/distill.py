@@ -14,10 +14,10 @@ from torch import Tensor
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
 from rlkit.loops.checks import check_settings
-from rlkit.loops.estimators import Advantage, with_estimates
+from rlkit.loops.estimators import Advantage, told_below_zero, with_estimates
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
-from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
+from rlkit.loops.updates import PolicyLoss, check_functions, grpo_update
 from rlkit.losses import opd_advantages
 from rlkit.losses.distillation import reverse_kl_rows
 from rlkit.metrics import Metrics, mean
@@ -87,7 +87,8 @@ async def distill(
     Reference: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM).
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
-    check_loss(loss)
+    check_functions(loss, advantage, rollouts, penalties, scored=distillation.divergence is None)
+    baseline = told_below_zero(baseline)
     named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
     check_teachers(named, distillation)
     task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task

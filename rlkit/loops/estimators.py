@@ -10,6 +10,7 @@ With a critic (`rlkit.loops.ppo`): `gae`, `vapo`, `td_lambda`, `n_step`, `vtrace
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,11 @@ from rlkit.advantages import Gae, discounted_returns, gae_decoupled, length_adap
 from rlkit.loops.coefficients import KlTerm
 from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
-from rlkit.segments import broadcast_to_tokens, episode_advantages, group_sum, sum_per_seq
+from rlkit.rewards.failures import unwrapped
+from rlkit.segments import broadcast_to_tokens, episode_advantages, group_mean, group_sum, sum_per_seq
 from rlkit.types import Batch
 
+_log = logging.getLogger("rlkit.losses")
 Advantage = Callable[[Batch, Tensor], Gae]
 
 
@@ -168,6 +171,26 @@ def _refuse_turn_rewards(batch: Batch) -> None:
             "the episodes have rewards of turns, and a baseline alone reads terminal rewards: use `advantage` returns, "
             "or end an episode with reward=sum(turn_rewards)"
         )
+
+
+def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`max_rl` that logs the first batch with a group of negative mean, which it divides by; others as they are."""
+    if unwrapped(baseline) is not library.max_rl:
+        return baseline
+    told = False
+
+    def checked(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
+        nonlocal told
+        means = group_mean(rewards, group_ids=group_ids)
+        if not told and bool((means < 0).any()):
+            told = True
+            _log.warning(
+                "max_rl divides by a group's mean reward, and the lowest is %g: in such a group the best answers are "
+                "pushed down; use rewards of at least 0 (and no KL in them), or another baseline", float(means.min())
+            )  # fmt: skip
+        return baseline(rewards, group_ids=group_ids)
+
+    return checked
 
 
 def last_actions(batch: Batch) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor
 
 from rlkit._util.tensors import check_call
-from rlkit.advantages import group_centered
+from rlkit.advantages import Gae, group_centered
 from rlkit.loops import coefficients, roles
 from rlkit.loops.checks import check_rewarded, check_settings
-from rlkit.loops.estimators import Advantage, with_estimates
+from rlkit.loops.estimators import Advantage, told_below_zero, with_estimates
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
-from rlkit.loops.updates import PolicyLoss, check_loss, grpo_update
+from rlkit.loops.trial import is_ours, try_advantage
+from rlkit.loops.updates import PolicyLoss, check_functions, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
@@ -26,6 +29,8 @@ from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Controller, Engine
+
+Baseline = Callable[..., Tensor] | Controller
 
 
 async def grpo(
@@ -39,7 +44,7 @@ async def grpo(
     penalties: Penalties = Penalties(),
     *,
     loss: PolicyLoss = PolicyLoss(),
-    baseline: Callable[..., Tensor] | Controller = group_centered,
+    baseline: Baseline = group_centered,
     advantage: Advantage | None = None,
     kl_estimator: Callable[..., Tensor] | None = None,
     reference: Any = None,
@@ -80,9 +85,9 @@ async def grpo(
     that compares the samples of a group; those of `rlkit.loops.rl.rl`.
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
-    check_loss(loss)
+    check_functions(loss, advantage, rollouts, penalties)
     check_rewarded(task)
-    check_baseline(baseline, group_size=rollouts.group_size)
+    baseline = checked_baseline(baseline, group_size=rollouts.group_size)
     has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, kl_estimator)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
@@ -116,16 +121,29 @@ async def grpo(
     )  # fmt: skip
 
 
-def check_baseline(baseline: Callable[..., Tensor] | Controller, *, group_size: int) -> None:
-    """Refuse a function of another form, and one that gives every group of one sample advantage 0."""
+def checked_baseline(baseline: Baseline, *, group_size: int) -> Baseline:
+    """`told_below_zero`, which refuses a function of another form, and one that gives every group of one advantage 0.
+
+    The laws of `rlkit.loops.trial.try_advantage` that one of yours breaks are logged.
+    """
     if isinstance(baseline, Controller):
-        return
+        return baseline
     check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
     if group_size == 1 and not baseline(torch.tensor([0.0, 1.0, 3.0]), group_ids=torch.arange(3)).any():
         raise ValueError(
             "`group_size` 1: the baseline compares the samples of a group, so that a single one has advantage 0 and "
             "nothing would train; use at least 2, or a baseline over the batch"
         )
+    if not is_ours(baseline):
+
+        @wraps(baseline)
+        def estimator(batch: Batch, _bootstrap: Tensor) -> Gae:
+            advantages = with_estimates(batch, baseline=baseline).advantages
+            return Gae(advantages, advantages)
+
+        with suppress(ValueError):  # of one that takes groups of one size only
+            try_advantage(estimator, values=False)
+    return told_below_zero(baseline)
 
 
 grpo_sync = blocking(grpo)  # a plain function, also where an event loop runs

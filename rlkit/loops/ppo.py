@@ -18,7 +18,7 @@ from rlkit.loops.coefficients import KlTerm
 from rlkit.loops.estimators import Advantage, gae
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
-from rlkit.loops.updates import PolicyLoss, check_loss, check_streams, clipped, grpo_update, per_token
+from rlkit.loops.updates import PolicyLoss, check_functions, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import k1, kl_in_reward, value_clip, value_huber
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.families import check_is_model, runs_packed
@@ -181,7 +181,7 @@ async def ppo(
     Errors: those of `rlkit.loops.grpo.grpo`.
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties, critic=critic)
-    check_loss(loss)
+    check_functions(loss, advantage, rollouts, penalties, critic=True)
     check_rewarded(task)
     check_is_model(model)
     check_is_model(value_model, "value_model")

@@ -1,15 +1,16 @@
-"""Call a loss or an estimator of the user's on a small batch before a model is loaded, and check six plain laws.
+"""Call a policy loss or an estimator of the user's on a small batch before a model is loaded, and check plain laws.
 
 `rlkit.testing.check_loss` checks more laws on many batches, and finds the smallest counterexample.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from rlkit._util.numbers import show
 from rlkit.packing import pack, select, with_streams
 from rlkit.rewards.failures import name_of, place_in, unwrapped
-from rlkit.segments import broadcast_to_tokens
+from rlkit.segments import broadcast_to_tokens, group_mean, seq_count, seq_lens
+from rlkit.settings import Penalties, Rollouts
 from rlkit.types import Batch, Trajectory
 
 _log = logging.getLogger("rlkit.losses")
@@ -30,7 +32,17 @@ _GROUPS = (
     (("11", 0.5), ("101", -0.5)),
     (("1", 0.0),),
 )
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
+_GIVEN_BY = {  # what gives a run's batch a stream
+    "old_logp": "`minibatches` or `epochs` above 1", "ref_logp": "`kl_coef` above 0, or `kl_limit`",
+    "kept_mass": "`top_p` or `top_k`, and in an estimator a critic", "values": "a critic (ppo)",
+    "returns": "a critic (ppo)", "advantages": "an estimator, which comes before it",
+}  # fmt: skip
+_UNCHECKED = " (it is random, or keeps a state), so that laws which compare two calls are not checked"
+_TWICE = (
+    ", and the run weighs tokens by old_logp over rollout_logp as well: if that is a correction of your own, turn the "
+    "run's off (--correction none, PolicyLoss(correction=torch.ones_like))"
+)
 
 
 class Broken(NamedTuple):
@@ -46,23 +58,45 @@ def is_ours(function: Any) -> bool:
     return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
 
 
-def toy_batch(*, masked: bool = True, values: bool = True, sign: float = 1.0) -> Batch:
-    """Seven sequences in four groups, with every stream. Without `masked`, only the tokens that the policy sampled.
+def lacking(
+    rollouts: Rollouts, penalties: Penalties, *, critic: bool = False, scored: bool = False, estimator: bool = False
+) -> set[str]:
+    """The streams that a run's batch does not have when it comes to the loss, or to the `estimator` of the advantages.
 
-    Terminal rewards, which are 1/2 above the advantages, are multiplied by `sign`.
+    `critic`: the run is PPO's. `scored`: it has old_logp in any case, as PPO has for an estimator that it is given.
+    """
+    several, kl_in_loss = rollouts.minibatches * rollouts.epochs > 1, penalties.kl_in in (None, "loss")
+    there = {
+        "old_logp": scored or several or (penalties.has_kl and (critic or not kl_in_loss)),
+        "ref_logp": penalties.has_kl,
+        "kept_mass": rollouts.params.truncates and (critic or not estimator),
+        "advantages": not estimator, "returns": critic and not estimator, "values": critic,
+    }  # fmt: skip
+    return {name for name in there if not there[name]}
+
+
+def weighs(correction: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a `PolicyLoss.correction` is other than 1 where the policy and the engine that sampled differ."""
+    return not near(correction(torch.full((2,), 0.3)), torch.ones(2))
+
+
+def toy_batch(*, gaps: int = 1, tail: int = 0, sign: float = 1.0, lacks: Collection[str] = ()) -> Batch:
+    """Seven sequences in four groups, with every stream but those that it `lacks`.
+
+    Tokens that the policy did not sample come `gaps` times, and `tail` of them at each end. Terminal rewards, which are
+    1/2 above the advantages, are multiplied by `sign`.
     """
     token, groups, advantages = 10, [], []
     for sequences in _GROUPS:
         group = []
         for sampled, advantage in sequences:
-            mask = [x == "1" for x in sampled]
-            ids = [*range(token, token + len(mask))]
-            token += len(mask)
-            kept = [i for i, on in enumerate(mask) if on or masked]
-            logp = [-0.5 - 0.1 * (ids[i] % 7) if mask[i] else 0.0 for i in kept]
-            rewards = [0.1 * (ids[i] % 3) if mask[i] else 0.0 for i in kept]
+            kept = [(i, x == "1") for i, x in enumerate(sampled, token) for _ in range(1 if x == "1" else gaps)]
+            kept += [(0, False)] * tail
+            token += len(sampled)
+            logp = [-0.5 - 0.1 * (i % 7) if on else 0.0 for i, on in kept]
+            rewards = [0.1 * (i % 3) if on else 0.0 for i, on in kept]
             group.append(
-                Trajectory([1, 2], [ids[i] for i in kept], [mask[i] for i in kept], logp, [0] * len(kept),
+                Trajectory([1, 2], [i for i, _ in kept], [on for _, on in kept], logp, [0] * len(kept),
                            sign * (advantage + 0.5), rewards)
             )  # fmt: skip
             advantages.append(advantage)
@@ -72,13 +106,23 @@ def toy_batch(*, masked: bool = True, values: bool = True, sign: float = 1.0) ->
     noise = torch.sin(batch.targets.float())
     streams = {
         "old_logp": batch.rollout_logp, "ref_logp": batch.rollout_logp + 0.1 * noise, "advantages": per_token,
-        "kept_mass": torch.full_like(noise, 0.9), "returns": per_token + 0.2 * noise,
+        "kept_mass": torch.full_like(noise, 0.9), "returns": per_token + 0.2 * noise, "values": 0.3 * noise,
     }  # fmt: skip
-    streams |= {"values": 0.3 * noise} if values else {}
-    return with_streams(batch, **{name: x.where(batch.mask, 0.0) for name, x in streams.items()})
+    return with_streams(batch, **{k: x.where(batch.mask, 0.0) for k, x in streams.items() if k not in lacks})
 
 
-def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Batch], Tensor]) -> None:
+def _elsewhere(batch: Batch, **streams: Tensor) -> Batch:
+    """The batch with log-probs that are lower by 0.3 at the sampled tokens."""
+    return replace(batch, **{name: x - 0.3 * batch.mask for name, x in streams.items()})  # type: ignore[arg-type]
+
+
+def try_surrogate(
+    function: Callable[..., Any],
+    surrogate: Callable[[Tensor, Batch], Tensor],
+    *,
+    weighs: bool = False,
+    lacks: Collection[str] = (),
+) -> None:
     """Check six laws of a policy loss, `surrogate(log_ratio, batch)`, which `function` of the user's computes.
 
         shape            a loss per token, with a gradient
@@ -91,26 +135,33 @@ def try_surrogate(function: Callable[..., Any], surrogate: Callable[[Tensor, Bat
         additive         the losses of two micro-batches are those of the batch
 
     Raises ValueError where one of the first two is broken, or where the gradient at ratio 1 is along the advantages
-    rather than against them. Any other broken law is logged: sequence ratios, statistics of the batch and penalties
-    break some of them. A surrogate that drops tokens by their ratio alone obeys `clipped` (its loss is 0 there), and so
-    does the dual clip: at one of the two signs its gradient vanishes in neither direction, or in both.
+    rather than against them; and for one that needs a stream which the batches of the run lack (`lacking`). Any other
+    broken law is logged: sequence ratios, statistics of the batch and penalties break some of them. A surrogate that
+    drops tokens by their ratio alone obeys `clipped` (its loss is 0 there), and so does the dual clip: at one of the
+    two signs its gradient vanishes in neither direction, or in both. Also logged: a loss that differs between two calls
+    (`pure`), of which the laws that compare calls are not checked; and one that depends on `rollout_logp` where the run
+    `weighs` its tokens by old_logp over rollout_logp (`PolicyLoss.correction`).
     """
     name = name_of(function)
     try:
         with torch.random.fork_rng(devices=[]):
-            broken = [*broken_laws(surrogate)]
+            broken = [*broken_laws(surrogate, lacks)]
+            twice = weighs and _corrects(surrogate, toy_batch(lacks=lacks), broken)
     except Exception as error:
-        raise _failure(function, error, "failed on a batch of 18 tokens") from error
+        refuse_needed(name, lambda batch: surrogate(log_ratio(batch), batch), lacks)
+        raise failure(function, error, "failed on a batch of 18 tokens") from error
     proof = "`rlkit.testing.check_loss` has the counterexample"
     for law, how, refused in broken:
         if refused:
             raise ValueError(f"{name}: {how} (law {law}): {proof}; `loss_unchecked` takes it as it is")
         _log.warning("%s: %s (law %s): rlkit.testing.check_loss has the counterexample", name, how, law)
+    if twice:
+        _log.warning("%s: the loss depends on `batch.rollout_logp`%s", name, _TWICE)
 
 
-def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken]:
+def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor], lacks: Collection[str] = ()) -> Iterator[Broken]:
     """The laws of `try_surrogate` that a loss breaks; those after a broken shape are not checked."""
-    batch = toy_batch()
+    batch = toy_batch(lacks=lacks)
     (loss, gradient), error = _loss(surrogate, batch)
     if error:
         yield Broken("shape", error, refused=True)
@@ -123,11 +174,13 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken
         how = f"the loss or its gradient {'' if sampled else 'at a sampled token '}is NaN or infinite"
         yield Broken("mask_isolation" if sampled else "shape", f"{place} {how}" if sampled else how, refused=True)
         return
-    if not random and (how := _isolation(surrogate, batch, (loss, gradient))):
+    if random:
+        yield Broken("pure", f"two calls on one batch give different losses{_UNCHECKED}")
+    if not random and (how := _isolation(surrogate, batch, (loss, gradient), lacks)):
         yield Broken("mask_isolation", how, refused=True)
     g, a = _loss(surrogate, batch, torch.zeros_like(batch.advantages))[0][1][batch.mask], batch.advantages[batch.mask]
-    if not _near(g, -a):
-        climbs = bool((g * a > _TOLERANCE).any()) and bool((g * a).sum() > _TOLERANCE)
+    if not near(g, -a):
+        climbs = bool((g * a > TOLERANCE).any()) and bool((g * a).sum() > TOLERANCE)
         if climbs or not random:
             how = "" if random or climbs else _independent(surrogate, batch)
             yield Broken("on_policy", how or f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
@@ -139,6 +192,15 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor]) -> Iterator[Broken
         yield Broken("clipped(clip_low=.., clip_high=..)", how)
     if not random and (how := _additivity(surrogate, batch, loss)):
         yield Broken("additive", how)
+
+
+def _corrects(surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, broken: Sequence[Broken]) -> bool:
+    """Whether a loss of the right form that does not differ between two calls depends on `rollout_logp`."""
+    if any(one.refused or one.law == "pure" for one in broken):
+        return False
+    moved = _elsewhere(batch, rollout_logp=batch.rollout_logp)
+    before, there, again = (_loss(surrogate, given)[0] for given in (batch, moved, batch))
+    return all(map(near, before, again)) and not all(map(near, before, there))
 
 
 def log_ratio(batch: Batch) -> Float[Tensor, "T"]:
@@ -155,13 +217,30 @@ def _loss(
     with torch.enable_grad():
         x = (log_ratio(batch) if x is None else x).requires_grad_()
         loss = surrogate(x, batch)
-        if wrong := _changed(batch, given) or _wrong(loss, x.shape):
+        if wrong := _changed(batch, given) or wrong_loss(loss, x.shape):
             return (x.detach(), x.detach()), wrong
-        return (loss.detach(), _slopes(loss, x)[0]), ""
+        return (loss.detach(), slopes(loss, x)[0]), ""
 
 
-def _failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
+def failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
+    """The error of a function that raised one, with the line of the user's file."""
     return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}")
+
+
+def refuse_needed(name: str, call: Callable[[Batch], Any], lacks: Collection[str]) -> None:
+    """Refuse (ValueError) a function that works on a batch with all streams, and needs one which the run lacks."""
+
+    def works(batch: Batch) -> bool:
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            call(batch)
+            return True
+        return False
+
+    full = toy_batch()
+    for stream in sorted(lacks) if works(full) else ():
+        if not works(replace(full, **{stream: None})):  # type: ignore[arg-type]
+            what = f"{name} needs `batch.{stream}`, which this run does not have: it requires {_GIVEN_BY[stream]}"
+            raise ValueError(what)
 
 
 def _copied(batch: Batch) -> dict[str, Tensor]:
@@ -176,30 +255,31 @@ def _changed(batch: Batch, given: dict[str, Tensor]) -> str:
     return "" if name is None else f"it changes `{name}` in place, which others read: work on a copy"
 
 
-def _wrong(loss: Any, shape: torch.Size) -> str:
+def wrong_loss(loss: Any, shape: torch.Size, *, graded: bool = True) -> str:
     """The error of a result that is no loss per element with a gradient; empty for one that is."""
     expected = f"it must return a loss for each element, a tensor of shape {list(shape)} like its first argument"
     if not isinstance(loss, Tensor):
         return f"{expected}, got {show(loss)}"
     if loss.shape != shape:
         return f"{expected}, got shape {list(loss.shape)}: do not average it"
-    if not loss.requires_grad:
+    if graded and not loss.requires_grad:
         fix = "compute it with torch, without .detach(), .item() or no_grad"
         return f"{expected}, and it has no gradient with respect to that: {fix}"
     return ""
 
 
-def _slopes(loss: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
+def slopes(loss: Tensor, *x: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the sum."""
     return torch.autograd.grad(loss.sum(), x, allow_unused=True, materialize_grads=True)
 
 
-def _isolation(surrogate: Any, batch: Batch, whole: tuple[Tensor, Tensor]) -> str:
+def _isolation(surrogate: Any, batch: Batch, whole: tuple[Tensor, Tensor], lacks: Collection[str]) -> str:
     """How tokens that the policy did not sample change the others; empty if they do not."""
-    alone, error = _loss(surrogate, toy_batch(masked=False))
+    alone, error = _loss(surrogate, toy_batch(gaps=0, lacks=lacks))
     if error:
         return f"without tokens of the environment {error}"
     for what, both, part in zip(("loss", "gradient"), whole, alone):
-        if not _near(both[batch.mask], part):
+        if not near(both[batch.mask], part):
             return f"tokens that the policy did not sample (mask False) change the {what} of those that it sampled"
     return ""
 
@@ -215,7 +295,7 @@ def _independent(surrogate: Any, batch: Batch) -> str:
 
 def _pushed(batch: Batch, x: Tensor, gradient: Tensor) -> str:
     """The first token whose gradient has the sign of its advantage at log-ratio `x`; empty for none."""
-    for t in (batch.mask & (gradient * batch.advantages > _TOLERANCE)).nonzero().flatten().tolist()[:1]:
+    for t in (batch.mask & (gradient * batch.advantages > TOLERANCE)).nonzero().flatten().tolist()[:1]:
         slope, how = f"the gradient {gradient[t]:.3g}", "has the sign of its advantage"
         return f"at ratio {x[t].exp():.3g} {slope} {how} {batch.advantages[t]:g}"
     return ""
@@ -234,7 +314,7 @@ def _far(surrogate: Any, batch: Batch) -> str:
     an entropy bonus or the KL estimator k1 pushes in one direction, so both are.
     """
     for size in (1.0, 3.0):
-        drifts = [x * _uniform(surrogate, batch, 0.0, x)[1][batch.mask] < -_TOLERANCE for x in (size, -size)]
+        drifts = [x * _uniform(surrogate, batch, 0.0, x)[1][batch.mask] < -TOLERANCE for x in (size, -size)]
         if bool((drifts[0] & drifts[1]).any()):
             return (
                 f"where the advantage is 0, the gradient at ratios {math.exp(-size):.2g} and {math.exp(size):.2g} "
@@ -273,7 +353,7 @@ def _additivity(surrogate: Any, batch: Batch, whole: Tensor) -> str:
     for part in parts:
         (loss, _), wrong = _loss(surrogate, part)
         there = torch.isin(batch.targets, part.targets)
-        if wrong or not _near(loss, whole[there]):
+        if wrong or not near(loss, whole[there]):
             return wrong or "the loss of a token depends on what else is in its micro-batch"
     return ""
 
@@ -281,187 +361,138 @@ def _additivity(surrogate: Any, batch: Batch, whole: Tensor) -> str:
 def _times(g: Tensor, a: Tensor) -> str:
     """The gradient in terms of the advantages."""
     share = g[a != 0] / a[a != 0]
-    if _near(share, share[:1].expand_as(share)) and _near(g, share[0] * a):
+    if near(share, share[:1].expand_as(share)) and near(g, share[0] * a):
         x = float(share[0])
         return (
             "0"
-            if abs(x) < _TOLERANCE
+            if abs(x) < TOLERANCE
             else f"{'+' if x > 0 else '-'}{'' if abs(abs(x) - 1) < 1e-3 else f'{abs(x):.3g} '}A"
         )
     worst = int((g + a).abs().argmax())
     return f"{g[worst]:.3g} where A = {a[worst]:g}"
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
-    return torch.allclose(x, y.to(x.dtype), rtol=_TOLERANCE, atol=_TOLERANCE)
+def near(x: Tensor, y: Tensor) -> bool:
+    """Whether two results are equal up to rounding."""
+    return torch.allclose(x, y.to(x.dtype), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def try_pair_loss(function: Callable[..., Any]) -> None:
-    """Call a loss of pairs, `function(chosen, rejected)`, of log-ratios or scores `[N]`.
-
-    ValueError for one that fails or gives no finite loss per pair with a gradient, or that names the two the other way
-    round. Logged: one that rises with the margin, or does not fall with it; that has no gradient for one of the two; or
-    that falls as the rejected response becomes likelier. A loss may do so where margins are small or large, but not at
-    both: discopop rises around 0.
-    """
-    _refuse_swapped(function, "chosen", "rejected")
-    found: list[str] = []
-    for size in (0.3, 15.0):
-        chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (size, -size))
-        loss = function(chosen, rejected) if found else _called(function, chosen, rejected)
-        found.append(_of_pairs(*_slopes(loss, chosen, rejected)))
-    if all(found):
-        _log.warning("%s %s", name_of(function), found[0])
-
-
-def _of_pairs(up: Tensor, down: Tensor) -> str:
-    """What is wrong with the slopes of a pair loss, of chosen and rejected responses; empty if nothing is."""
-    margin = "the log-ratio of the chosen response less that of the rejected"
-    flat = [name for name, x in (("chosen", up), ("rejected", down)) if not x.any()]
-    fall, least = (down - up).sum(), 1e-3 * (up.abs() + down.abs()).sum()
-    if fall < -least:
-        return f"rises with {margin}"
-    if len(flat) == 1:
-        return f"has no gradient with respect to the log-ratio of the {flat[0]} response"
-    if bool((down < 0).all()):
-        return "falls as the log-ratio of the rejected response rises"
-    return f"does not fall with {margin}" if fall <= least else ""
-
-
-def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
-    """Check a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, as `try_pair_loss` does.
-
-    Logged: one that rises with the log-ratio of desirable responses, compared with the others; whose gradient does not
-    depend on the labels; or that falls as responses that are not desirable become likelier.
-    """
-    x, desirable = torch.linspace(-0.3, 0.3, 6).requires_grad_(), torch.tensor([True, False] * 3)
-    slope, flipped = (
-        _slopes(_called(function, x, labels, kl=torch.tensor(0.0), **options), x)[0]
-        for labels in (desirable, ~desirable)
-    )
-    up, down, least = slope[desirable].sum(), slope[~desirable].sum(), 1e-3 * slope.abs().sum()
-    for broken, how in (
-        (
-            torch.equal(slope, flipped),
-            "has the same gradient for desirable and other responses: it ignores `desirable`",
-        ),
-        (up - down > least, "rises with the log-ratio of desirable responses"),
-        (down < -least, "falls as the log-ratio of responses that are not desirable rises"),
-    ):
-        if broken:
-            _log.warning("%s %s", name_of(function), how)
-            return
-
-
-def try_divergence(function: Callable[..., Any]) -> None:
-    """Check a divergence of student and teacher, `function(log_q, log_p)` of log-probs `[.., V]`, in the same way."""
-    _refuse_swapped(function, "student", "teacher")
-    logits = torch.sin(torch.arange(1.0, 41.0)).view(5, 8)
-    log_q, log_p = logits.log_softmax(1).requires_grad_(), (2 * logits.flip(0)).log_softmax(1)
-    loss = _called(function, log_q, log_p)
-    with torch.no_grad():
-        least = function(log_p, log_p)
-    if float(loss.detach().sum()) < float(least.sum()) - _TOLERANCE:
-        _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
-
-
-def try_kl(function: Callable[..., Any]) -> None:
-    """Check an estimator of KL(policy || reference), `function(logp, ref_logp)` of sampled tokens, in the same way.
-
-    Logged: one that is not 0 where the two are equal, or whose mean over the policy's tokens is negative.
-    """
-    _refuse_swapped(function, "policy", "ref")
-    logits = torch.sin(torch.arange(1.0, 9.0))
-    logp, ref_logp = logits.log_softmax(0).requires_grad_(), (2 * logits.flip(0)).log_softmax(0)
-    kl = _called(function, logp, ref_logp)
-    with torch.no_grad():
-        equal, expected = function(logp, logp), (logp.exp() * kl).sum()
-    if float(equal.abs().max()) > _TOLERANCE:
-        _log.warning("%s is not 0 where policy and reference are equal", name_of(function))
-    if float(expected) < -_TOLERANCE:
-        _log.warning("%s has a negative mean over samples of the policy: is its sign right?", name_of(function))
-
-
-def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> None:
-    """Refuse (ValueError) a function whose first parameter is named as what it gets second, or the other way round."""
-    try:
-        names = [*inspect.signature(function).parameters][:2]
-    except (TypeError, ValueError):  # of C
-        return
-    if second in names[0].lower() or first in names[-1].lower():
-        raise ValueError(f"{name_of(function)} gets ({first}, {second}) in this order, and names them {names}")
-
-
-def _called(function: Callable[..., Any], *given: Tensor, **options: Any) -> Tensor:
-    """The loss of each entry of the first argument's first axis; ValueError for anything else."""
-    name = name_of(function)
-    try:
-        with torch.enable_grad():
-            loss = function(*given, **options)
-    except Exception as error:
-        raise _failure(function, error, "failed") from error
-    if wrong := _wrong(loss, given[0].shape[:1]):
-        raise ValueError(f"{name}: {wrong}")
-    if not bool(loss.isfinite().all()):
-        raise ValueError(f"{name}: its loss is NaN or infinite")
-    return loss
-
-
-def try_advantage(function: Callable[..., Any], *, values: bool) -> None:
+def try_advantage(
+    function: Callable[..., Any], *, values: bool, lacks: Collection[str] = ("kept_mass",), weighs: bool = False
+) -> None:
     """Call an estimator `function(batch, bootstrap) -> Gae` on a small batch, with a critic's `values` or without.
 
-    ValueError for one that fails, or whose advantages (and with `values` its returns) are no finite number per token,
-    also for a group of one. These are logged: a result that depends on the order of the groups; advantages that are all
-    0 although the rewards differ; advantages that are lower for terminal rewards R than for -R where R > 0, and higher
-    where R < 0, summed over the tokens; advantages that are never negative and the same for R and -R, but not for 0.
+    ValueError for one that fails or needs a stream which the batches of the run lack (`lacking`), or whose advantages
+    (and with `values` its returns) are no finite number per token, also for a group of one; that have a gradient; or
+    that depend on tokens which the policy did not sample at the end of an answer.
+
+    These are logged, and of them the first: results that differ between two calls; that depend on how many tokens the
+    environment gave between those of the policy; on the order of the groups; or on old_logp over rollout_logp, where
+    the run `weighs` the loss by it, too. Advantages that are all 0 although the rewards differ; that do not depend on
+    them, nor on the reference; that are lower for terminal rewards R than for -R where R > 0, and higher where R < 0,
+    summed over the tokens; that are never negative and the same for R and -R, but not for 0; that are equal in each
+    group; that depend on the terminal reward at all sampled tokens but the first, or but the last, of every answer; or
+    without `values` at the last one only, in answers without a gap.
     """
-    name = name_of(function)
-    batch, opposite, without = (
-        replace(toy_batch(values=values, sign=sign), advantages=None, returns=None, kept_mass=None)  # type: ignore[arg-type]
-        for sign in (1.0, -1.0, 0.0)
-    )
+    lacks = {*lacks, "advantages", "returns", *(() if values else ("values",))}
+    with torch.random.fork_rng(devices=[]):
+        estimated = partial(_estimated, function, values=values, lacks=lacks)
+        found = _of_estimator(estimated, values=values, lacks=lacks, weighs=weighs)
+    if found and found.refused:
+        raise ValueError(f"{name_of(function)}: {found.how} (law {found.law})")
+    if found:
+        _log.warning("%s: %s%s", name_of(function), found.how, f" (law {found.law})" if found.law else "")
 
-    def estimated(of: Batch) -> list[Tensor]:
-        given = _copied(of)
-        try:
-            found = function(of, torch.zeros(of.num_seqs))
-        except Exception as error:
-            raise _failure(function, error, "failed on a batch of 18 tokens") from error
-        if wrong := _changed(of, given):
-            raise ValueError(f"{name}: {wrong}")
-        streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
-        for key, x in zip(("advantages", "returns"), streams):
-            got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else show(found)
-            if not isinstance(x, Tensor) or x.shape != of.targets.shape or not x.is_floating_point():
-                what = (
-                    f"must return rlkit.advantages.Gae(advantages, returns), a float per token [{of.num_tokens}] each"
-                )
-                raise ValueError(f"{name} {what}, got {got}")
-            if not bool(x[of.mask].isfinite().all()):
-                raise ValueError(f"{name}: its {key} of a batch with a group of one are NaN or infinite")
-        return [x[of.mask].detach() for x in streams if x is not None]
 
+def _estimated(
+    function: Callable[..., Any], batch: Batch, *, values: bool, lacks: Collection[str], seed: int = 0
+) -> list[Tensor]:
+    """The advantages of the sampled tokens, and with `values` the returns."""
+    torch.manual_seed(seed)
+    name, given = name_of(function), _copied(batch)
+    try:
+        found = function(batch, torch.zeros(batch.num_seqs))
+    except Exception as error:
+        refuse_needed(name, lambda batch: function(batch, torch.zeros(batch.num_seqs)), lacks)
+        raise failure(function, error, f"failed on a batch of {batch.num_tokens} tokens") from error
+    if wrong := _changed(batch, given):
+        raise ValueError(f"{name}: {wrong}")
+    streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
+    for key, x in zip(("advantages", "returns"), streams):
+        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else show(found)
+        if not isinstance(x, Tensor) or x.shape != batch.targets.shape or not x.is_floating_point():
+            what = f"must return rlkit.advantages.Gae(advantages, returns), a float per token [{batch.num_tokens}] each"
+            raise ValueError(f"{name} {what}, got {got}")
+        if not bool(x[batch.mask].isfinite().all()):
+            raise ValueError(f"{name}: its {key} of a batch with a group of one are NaN or infinite")
+        if x.requires_grad:
+            raise ValueError(f"{name}: its {key} have a gradient, which nothing trains: return {key}.detach()")
+    return [x[batch.mask] for x in streams if x is not None]
+
+
+def _of_estimator(
+    estimated: Callable[..., list[Tensor]], *, values: bool, lacks: Collection[str], weighs: bool
+) -> Broken | None:
+    """The first law of `try_advantage` that an estimator breaks."""
+    batch, *others = (toy_batch(sign=sign, lacks=lacks) for sign in (1.0, -1.0, 0.0))
+    found = estimated(batch)
+
+    def differ(other: Batch, **options: Any) -> bool:
+        place = other.targets[other.mask].argsort()
+        return not all(near(x, y[place]) for x, y in zip(found, estimated(other, **options), strict=True))
+
+    if differ(batch, seed=1):
+        return Broken("pure", f"two calls on one batch give different advantages{_UNCHECKED}")
     order = torch.arange(batch.num_seqs)
-    for turned in (select(batch, order.flip(0)), select(batch, order.roll(1))):  # a roll moves even places to odd ones
-        place = turned.targets[turned.mask].argsort()
-        if not all(_near(x, y[place]) for x, y in zip(estimated(batch), estimated(turned), strict=True)):
-            _log.warning("%s: the result depends on the order of the groups in the batch (law permutation)", name)
-            return
-    if how := _of_rewards(lambda given: estimated(given)[0], batch, opposite, without):
-        _log.warning("%s: %s", name, how)
+    if any(differ(select(batch, x)) for x in (order.flip(0), order.roll(1))):  # a roll moves even places to odd ones
+        return Broken("permutation", "the result depends on the order of the groups in the batch")
+    unsampled = "that the policy did not sample (mask False) change the advantages of those that it sampled"
+    if differ(toy_batch(tail=2, lacks=lacks)):
+        fix = "leave them out, as whiten(x, mask=batch.mask) does"
+        return Broken("mask_isolation", f"tokens at the end of an answer {unsampled}: {fix}", refused=True)
+    if differ(toy_batch(gaps=2, lacks=lacks)):
+        return Broken("mask_isolation", f"tokens {unsampled}; rlkit's own estimators skip them")
+    if weighs and batch.old_logp is not None:
+        ratio, both = {"rollout_logp": batch.rollout_logp}, {"old_logp": batch.old_logp}
+        if differ(_elsewhere(batch, **ratio)) and not differ(_elsewhere(batch, **ratio, **both)):
+            return Broken("", f"the advantages depend on `batch.rollout_logp`{_TWICE}")
+    how, law = _of_rewards(lambda given: estimated(given)[0], [batch, *others], values=values)
+    return Broken(law, how) if how else None
 
 
-def _of_rewards(advantages: Callable[[Batch], Tensor], batch: Batch, opposite: Batch, without: Batch) -> str:
-    """How the advantages of sampled tokens do not follow the rewards R, -R and 0 of three batches; empty if they do."""
-    rewards = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens)[batch.mask]
-    found = []
-    for ids in (batch.group_ids, torch.zeros_like(batch.group_ids)):  # groups of two, and one of seven
-        up, down, zero = (advantages(replace(x, group_ids=ids)) for x in (batch, opposite, without))
-        even = _near(up, down) and not _near(up, zero) and not bool((up < 0).any())
-        found.append((bool(up.any()), even, float(((up - down) * rewards).sum())))
-    if not any(some for some, *_ in found):
-        return "all its advantages are 0 on a batch of unequal rewards, so that nothing would train"
-    if any(even for _, even, _ in found):
-        return "its advantages are the same for rewards R and -R, and never negative (law rewards_raise)"
-    falls = all(follows < -_TOLERANCE for *_, follows in found)
-    return "its advantages fall where the rewards rise (law rewards_raise): is its sign right?" if falls else ""
+def _of_rewards(advantages: Callable[[Batch], Tensor], batches: Sequence[Batch], *, values: bool) -> tuple[str, str]:
+    """How the advantages of sampled tokens do not follow the rewards R, -R and 0 of three batches, and the law."""
+    batch, law = batches[0], "rewards_raise"
+    arranged = (batch.group_ids, torch.zeros_like(batch.group_ids))  # groups of two, and one of seven
+    found = [[advantages(replace(x, group_ids=ids)) for x in batches] for ids in arranged]
+    rewards, *ids = (
+        broadcast_to_tokens(x, cu_seqlens=batch.cu_seqlens)[batch.mask] for x in (batch.rewards, *arranged)
+    )
+    if not any(bool(up.any()) for up, *_ in found):
+        return "all its advantages are 0 on a batch of unequal rewards, so that nothing would train", ""
+    same = torch.stack([(up - x).abs() <= TOLERANCE for up, *others in found for x in others]).all(0)
+    if bool(same.all()):
+        moved = None if batch.ref_logp is None else replace(batch, ref_logp=2 * batch.ref_logp)
+        teaches = moved is not None and not near(advantages(moved), found[0][0])
+        return ("", "") if teaches else ("its advantages do not depend on the rewards", law)
+    if any(near(up, down) and not near(up, zero) and not bool((up < 0).any()) for up, down, zero in found):
+        return "its advantages are the same for rewards R and -R, and never negative", law
+    if all(float(((up - down) * rewards).sum()) < -TOLERANCE for up, down, _ in found):
+        return "its advantages fall where the rewards rise", law
+    if all(near(up, group_mean(up, group_ids=x)) for (up, *_), x in zip(found, ids, strict=True)):
+        return "its advantages are equal for all answers to a prompt: is it the baseline, not the reward minus it?", ""
+    return _unrewarded(batch, same, values=values), ""
+
+
+def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
+    """At which place of every answer the advantage is the `same` for all rewards, in words; empty for none."""
+    counts, lens = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens), seq_lens(batch.cu_seqlens)
+    answers = same.split(counts.tolist())[:-1]  # the last one is a group of one, of advantage 0
+    for place, which in (("first", 0), ("last", -1)):
+        if all(bool(x[which]) for x in answers):
+            credit = "has an advantage that does not depend on the answer's reward"
+            return f"the {place} sampled token of every answer {credit}: are the advantages shifted by one?"
+    one_turn = [x[:-1] for x, full in zip(answers, counts == lens) if full and len(x) > 1]
+    if not values and all(bool(x.all()) for x in one_turn):
+        return "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"
+    return ""

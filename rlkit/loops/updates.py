@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit._util.numbers import show
 from rlkit._util.tensors import FILLED_BY
-from rlkit.loops.trial import is_ours, try_surrogate
+from rlkit.loops.trial import is_ours, lacking, log_ratio, refuse_needed, try_advantage, try_surrogate, weighs
 from rlkit.losses import (
     k3,
     keep_ratio,
@@ -40,7 +40,7 @@ from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
 from rlkit.segments import seq_count, sum_per_seq
-from rlkit.settings import Optim, Rollouts
+from rlkit.settings import Optim, Penalties, Rollouts
 from rlkit.types import Batch, LogProbs
 
 
@@ -124,15 +124,35 @@ class PolicyLoss:
         given = self.surrogate
         object.__setattr__(self, "surrogate", as_surrogate(given))
         if not (self.loss_unchecked or is_ours(given)):
-            try_surrogate(given, self.surrogate)
+            try_surrogate(given, self.surrogate, weighs=weighs(self.correction))
 
 
-def check_loss(loss: PolicyLoss) -> None:
-    """Refuse a bare loss function, or its name: TypeError."""
+def check_functions(
+    loss: PolicyLoss,
+    advantage: Callable[..., object] | None,
+    rollouts: Rollouts,
+    penalties: Penalties,
+    *,
+    critic: bool = False,
+    scored: bool = False,
+) -> None:
+    """Refuse a bare loss function, or its name (TypeError), and what needs a stream that the run's batches lack.
+
+    An estimator of yours is tried on a small batch (`rlkit.loops.trial.try_advantage`). Batches of a run that is
+    `scored` have `old_logp` in any case.
+    """
     if not isinstance(loss, PolicyLoss):
         given = getattr(loss, "__name__", None)
         fix = f"PolicyLoss({given})" if given else "PolicyLoss(ppo_clip)"
         raise TypeError(f"loss must be a PolicyLoss, e.g. {fix}, got {show(loss)}")
+    lacks, early = (
+        lacking(rollouts, penalties, critic=critic, scored=scored or (critic and advantage is not None), estimator=x)
+        for x in (False, True)
+    )
+    if not loss.loss_unchecked:
+        refuse_needed("the loss", lambda batch: loss.surrogate(log_ratio(batch), batch), lacks)
+    if advantage is not None and not is_ours(advantage):
+        try_advantage(advantage, values=critic, lacks=early, weighs=weighs(loss.correction))
 
 
 def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:

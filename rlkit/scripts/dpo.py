@@ -1,7 +1,7 @@
 """Preference optimization on your model and your pairs: DPO and its variants.
 
     rlkit dpo --model MODEL --data pairs.jsonl
-    rlkit dpo --model MODEL --data pairs.jsonl --loss simpo --beta 2
+    rlkit dpo --model MODEL --data pairs.jsonl --loss simpo
     torchrun --nproc-per-node 8 -m rlkit.scripts.dpo ... --parallel.tp 2
 
 Every row has `prompt` (a string) or `messages`, and `chosen` and `rejected` (strings or messages).
@@ -11,7 +11,7 @@ Or `chosen` and `rejected` are whole conversations.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +37,9 @@ class Loss:
     loss: Annotated[str, named(*LOSSES), Needs("label_smoothing", of=("robust_dpo",), why="at 0 it is dpo")] = "dpo"
     """dpo, ipo, hinge, robust_dpo, exo_pair, apo_zero, nca_pair; without a reference model: simpo, orpo, cpo.
     Or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's log-ratios. See docs/preference.md"""
-    beta: Annotated[Positive, For("loss", *LOSSES)] = 0.1
-    """dpo: strength of the pull to the reference; simpo: scale of the margin (2 or more); orpo: weight of its term"""
+    beta: Annotated[Positive | None, For("loss", *LOSSES)] = None
+    """dpo: strength of the pull to the reference; simpo: scale of the margin of average log-probs; orpo: weight of its
+    term. None: 0.1 (simpo: 2)"""
     label_smoothing: Annotated[BelowHalf, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
     """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
     gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
@@ -72,6 +73,9 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
+    args = (
+        args if own else replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
+    )  # for args.json and the card
     brought = bring(args, PAIR)
     place = open_place(args, brought)
     made = make_examples(args, brought, place, preference_pairs, PAIR)
@@ -101,6 +105,11 @@ def scored(args: Args, place: Place, made: Made, model: Any) -> tuple[Any, dict[
     return pairs, held_out
 
 
+def beta_of(args: Loss) -> float:
+    """`beta`, or that of the loss: SimPO's margin is of average log-probs."""
+    return args.beta or (2.0 if args.loss == "simpo" else 0.1)
+
+
 def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     """The loss of a pair, and the reduction of a response's tokens; `own` is the user's loss, or None."""
     from rlkit import losses
@@ -109,7 +118,7 @@ def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
     reduce = mean_per_seq if args.loss in ("simpo", "orpo", "ipo") else sum_per_seq
     if own is not None:
         return own, reduce
-    options = {"beta": args.beta}
+    options = {"beta": beta_of(args)}
     if args.label_smoothing or args.loss == "robust_dpo":
         options["label_smoothing"] = args.label_smoothing
     if args.loss == "simpo":

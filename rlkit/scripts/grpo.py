@@ -141,8 +141,8 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    own = own_loss(args.loss.loss, partial(tried_loss, loss_unchecked=args.loss.loss_unchecked))
-    advantage = advantage_of(args.loss.advantage, values=False)
+    own = own_loss(args.loss.loss, partial(try_loss, args=args))
+    advantage = advantage_of(args.loss.advantage, args)
     kl_estimator = kl_estimator_of(args.kl, args.penalties)
     brought = bring(args)
     place = open_place(args, brought)
@@ -166,11 +166,14 @@ def keep_group(args: Loss) -> Any:
     return success_between(*args.success_range)
 
 
-def tried_loss(function: Any, *, loss_unchecked: bool) -> None:
-    """Refuse (ValueError) a loss that is no surrogate, or that climbs."""
-    from rlkit.loops.updates import PolicyLoss
+def try_loss(function: Any, *, args: Args) -> None:
+    """Refuse (ValueError) a loss that is no surrogate, that climbs, or that needs what the run's batches lack."""
+    from rlkit.loops.trial import lacking, try_surrogate
+    from rlkit.loops.updates import as_surrogate
 
-    PolicyLoss(function, loss_unchecked=loss_unchecked)
+    surrogate, weighs = as_surrogate(function), args.correction.correction != "none"
+    if not args.loss.loss_unchecked:
+        try_surrogate(function, surrogate, weighs=weighs, lacks=lacking(args.rollouts, args.penalties))
 
 
 def policy_loss(args: Args, own: Any) -> Any:

@@ -87,8 +87,7 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    given = {name: getattr(args.values, name) for name in ("gamma", "lam_policy", "lam_value")}
-    advantage = advantage_of(args.loss.advantage, values=True, **given)
+    advantage = advantage_of(args.loss.advantage, args, critic=args.values)
     kl_estimator = kl_estimator_of(args.kl, args.penalties, place="reward")
     brought = bring(args)
     place = open_place(args, brought)

@@ -14,13 +14,16 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkit._util.extras import MissingExtra
 from rlkit._util.ranks import is_first
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Episodes, Evaluation, KlEstimator
 from rlkit.scripts.cli import LossError
-from rlkit.settings import Penalties, refuse_if
+from rlkit.settings import Critic, Penalties, is_default, refuse_if
+
+if TYPE_CHECKING:
+    from rlkit.scripts import grpo, ppo
 
 _log = logging.getLogger("rlkit.rewards")
 _SLOW_S = 10.0
@@ -50,14 +53,19 @@ def tried_function(flag: str, spec: str, trial: Callable[[Any], object]) -> Any:
 
 
 def trial_of(choose: Callable[[Any], Any], **options: Any) -> Callable[[Any], object]:
-    """The function that `choose` takes of `rlkit.loops.trial`, which is imported, with torch, when it is called."""
+    """The function that `choose` takes of `rlkit.loops.trial_losses`, which is imported, with torch, once called."""
 
     def trial(function: Any) -> None:
-        from rlkit.loops import trial
+        from rlkit.loops import trial_losses
 
-        choose(trial)(function, **options)
+        choose(trial_losses)(function, **options)
 
     return trial
+
+
+def tried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the user's that the loops do not try again: to them it is one of rlkit."""
+    return lambda *given, **options: function(*given, **options)
 
 
 def own_loss(spec: str, trial: Callable[[Any], object]) -> Any:
@@ -114,26 +122,39 @@ def own_optimizer(spec: str) -> Any:
     return make
 
 
-def advantage_of(text: str | None, *, values: bool, **given: Any) -> Any:
-    """The estimator of `--advantage`, with those of the options `given` that it has; None without one and for gae.
+def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic | None = None) -> Any:
+    """The estimator of `--advantage`, with those of the numbers of `critic` that it has; None without one and for gae.
 
-    ValueError for one that does not exist, that needs a critic's `values` that are not there, or of yours that fails on
-    a small batch.
+    ValueError for one that does not exist, that needs a critic which is not there, that does not read a number of
+    `critic` which was changed, or of yours that fails on a small batch.
     """
-    name = (text or "gae").partition("(")[0]
-    if text is None or (values and name == "gae"):
+    if text is None or (critic and text == "gae"):
         return None
+    name, values = text.partition("(")[0], critic is not None
     own = ":" in name
-    trial = trial_of(lambda trial: trial.try_advantage, values=values) if own else callable
-    function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
+
+    def trial(function: Any) -> None:
+        from rlkit.loops.trial import lacking, try_advantage
+
+        lacks = lacking(args.rollouts, args.penalties, critic=values, scored=values, estimator=True)
+        try_advantage(function, values=values, lacks=lacks, weighs=args.correction.correction != "none")
+
+    given = text if own else f"rlkit.loops.estimators:{text}"
+    function = tried_function("advantage", given, trial if own else callable)
     refuse_if(
         name in OF_VALUES and not values,
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
     )
     refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
-    bound = getattr(function, "keywords", {})
-    parameters = inspect.signature(function).parameters
-    return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})
+    if critic is None:
+        return tried(function) if own else function
+    bound, parameters = getattr(function, "keywords", {}), inspect.signature(function).parameters
+    numbers = {key: getattr(critic, key) for key in ("gamma", "lam_policy", "lam_value")}
+    for key in (key for key in numbers if not is_default(critic, key)):
+        refuse_if(key in bound, f"`{key}` and `advantage` {text} both give {key}: drop one of them")
+        refuse_if(key not in parameters, f"`advantage` {text} has no argument `{key}`, so it would not be used")
+    taken = partial(function, **{key: x for key, x in numbers.items() if key in parameters and key not in bound})
+    return tried(taken) if own else taken
 
 
 def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss") -> Any:
@@ -149,7 +170,8 @@ def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss
     from rlkit.loops.coefficients import kl_term
 
     if ":" in name:
-        function = tried_function("kl_estimator", name, trial_of(lambda trial: trial.try_kl))
+        at = penalties.kl_in or place
+        function = tried(tried_function("kl_estimator", name, trial_of(lambda trial: trial.try_kl, place=at)))
     else:
         function = getattr(losses, "unbiased_kl" if name == "unbiased" else name)
     return kl_term(penalties, function, default=place).estimator

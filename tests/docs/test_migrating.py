@@ -55,6 +55,8 @@ def value_of(script: str, flag: str) -> Any:
     args = defaults(script)
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     value = dict(flags_of(args))[name]
+    if value is None and (script, name) == ("dpo", "beta"):
+        return script_module(script).beta_of(args.loss)
     if value is None and name in ("clip_low", "clip_high", "aggregate"):
         module = script_module(script)
         mean = module.policy_loss(args, None).aggregate.__name__

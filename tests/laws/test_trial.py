@@ -10,13 +10,17 @@ import mutants_losses
 import pytest
 import rows_surrogates
 import torch
+import torch.nn.functional as F
 
 from rlkit import losses as L
-from rlkit.advantages import Gae, group_centered, max_rl
+from rlkit.advantages import Gae, discounted_returns, group_centered, group_zscore, max_rl, whiten
 from rlkit.loops import estimators
-from rlkit.loops.trial import broken_laws, try_advantage, try_label_loss, try_pair_loss
+from rlkit.loops.coefficients import kl_term
+from rlkit.loops.trial import broken_laws, lacking, try_advantage, try_surrogate
+from rlkit.loops.trial_losses import try_divergence, try_kl, try_label_loss, try_pair_loss
 from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
-from rlkit.segments import broadcast_to_tokens, sum_per_seq
+from rlkit.segments import broadcast_to_tokens, group_mean, sum_per_seq
+from rlkit.settings import Penalties, Rollouts
 from rlkit.testing import Case, laws
 
 ROWS = {row.subject.name: row.subject for row in rows_surrogates.ROWS if laws.on_policy in row.laws}
@@ -238,7 +242,9 @@ def test_a_random_loss_is_not_compared_with_itself(caplog):
     before = torch.random.get_rng_state()
     PolicyLoss(dropped)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert not caplog.records
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "two calls on one batch give different losses (it is random, or keeps a state)" in said
+    assert "(law pure)" in said
 
 
 MUTANTS = [m for m in mutants_losses.MUTANTS if m.original == "losses.ppo_clip"]
@@ -283,7 +289,7 @@ def test_wrong_estimators_are_refused_or_named(caplog):
     zeros = lambda batch, bootstrap: Gae(batch.token_rewards / batch.token_rewards, None)
     assert "are NaN or infinite" in of(zeros)
     assert "failed on a batch of 18 tokens: AttributeError" in of(lambda batch, bootstrap: batch.rewads)
-    ordered = lambda batch, bootstrap: Gae(batch.token_rewards + torch.arange(18.0), None)
+    ordered = lambda batch, bootstrap: Gae(batch.token_rewards + torch.arange(batch.num_tokens), None)
     assert "depends on the order of the groups" in of(ordered)
 
 
@@ -304,6 +310,31 @@ def relative(batch, bootstrap):  # the same for R and -R, where rewards are not 
     return Gae(own, own)
 
 
+def of_episodes(baseline):
+    def estimator(batch, bootstrap):
+        own = broadcast_to_tokens(baseline(batch.rewards, group_ids=batch.group_ids), cu_seqlens=batch.cu_seqlens)
+        return Gae(own.where(batch.mask, 0.0), own)
+
+    return estimator
+
+
+def reward_to_go(batch, *, gamma=1.0, all_tokens=False):
+    mask = torch.ones_like(batch.mask) if all_tokens else batch.mask
+    return discounted_returns(
+        batch.token_rewards, mask=mask, cu_seqlens=batch.cu_seqlens, gamma=0.9 if all_tokens else gamma
+    )
+
+
+def shifted(batch, by):
+    """The advantages of each answer's sampled tokens, one place later or earlier."""
+    out = torch.zeros_like(batch.token_rewards)
+    for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        at = start + batch.mask[start:end].nonzero().flatten()
+        given = torch.full_like(out[at], float(batch.rewards[batch.cu_seqlens[:-1].tolist().index(start)]))
+        out[at] = torch.cat([torch.zeros(1), given[:-1]] if by > 0 else [given[1:], torch.zeros(1)])
+    return out
+
+
 SIGNS = {
     "centred": (centred, ""),
     "relative": (relative, ""),
@@ -316,6 +347,23 @@ SIGNS = {
     "falls": (lambda *x: Gae(-centred(*x)[0], centred(*x)[1]), "fall where the rewards rise (law rewards_r"),
     "falls, of tokens": (lambda batch, _: Gae(-batch.token_rewards, -batch.token_rewards), "fall where"),
     "zeros": (lambda batch, _: Gae(batch.token_rewards * 0, batch.token_rewards * 1), "its advantages are 0"),
+    "ones": (lambda batch, _: Gae(torch.ones_like(batch.token_rewards), batch.token_rewards * 1), "not depend on the"),
+    "surprise": (lambda batch, _: Gae(-batch.rollout_logp, batch.token_rewards * 1), "do not depend on the rewards"),
+    "the baseline": (of_episodes(group_mean), "its advantages are equal for all answers to a prompt"),
+    "its negative": (of_episodes(lambda r, **ids: 3 - group_mean(r, **ids)), "its advantages fall where the rewards"),
+    "z-scores": (of_episodes(group_zscore), ""),
+    "over the batch": (of_episodes(lambda r, group_ids: r - r.mean()), ""),
+    "best and worst alone": (
+        of_episodes(lambda r, group_ids: torch.where((r == r.max()) | (r == r.min()), r - r.median(), 0.0)), ""),
+    "tokens of low probability alone": (
+        lambda *x: Gae(centred(*x)[0] * (x[0].rollout_logp < -0.8), centred(*x)[1]), ""),
+    "shifted": (lambda batch, _: Gae(shifted(batch, 1), batch.token_rewards * 1), "the first sampled token of every"),
+    "shifted back": (lambda batch, _: Gae(shifted(batch, -1), batch.token_rewards * 1), "the last sampled token of"),
+    "whitened": (
+        lambda batch, _: Gae(whiten(reward_to_go(batch), mask=batch.mask), batch.token_rewards * 1), ""),
+    "a discount": (lambda batch, _: Gae(reward_to_go(batch, gamma=0.9), batch.token_rewards * 1), ""),
+    "a discount of all tokens": (
+        lambda batch, _: Gae(reward_to_go(batch, all_tokens=True), batch.token_rewards * 1), "tokens that the policy"),
 }  # fmt: skip
 
 
@@ -327,6 +375,138 @@ def test_advantages_that_fall_with_the_rewards_or_are_zeros_are_named(name, valu
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(expected), said
     assert expected in "".join(said)
+
+
+CREDIT = {  # without a critic; with one, GAE with lambda 0 is such an estimator
+    "the reward of each token": lambda batch, _: Gae(batch.token_rewards * 1, None),
+    "a forward sum": lambda batch, _: Gae(forward_sums(batch), None),
+}
+
+
+def forward_sums(batch):
+    pieces = [x.cumsum(0) for x in batch.token_rewards.split(batch.cu_seqlens.diff().tolist())]
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("name", CREDIT)
+def test_a_final_reward_that_earlier_tokens_do_not_get_is_named(name, caplog):
+    try_advantage(CREDIT[name], values=False)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "the final reward changes the advantage of an answer's last token only" in said
+    caplog.clear()
+    try_advantage(partial(estimators.gae, lam_policy=0.0, gamma=0.5), values=True)
+    assert not caplog.records
+
+
+LEAKS = {
+    "whitened over all tokens": lambda x, batch: (x - x.mean()) / (x.std() + 1e-6),
+    "over the number of all tokens": lambda x, batch: x / batch.num_tokens,
+    "over the length with all tokens": lambda x, batch: x / broadcast_to_tokens(
+        batch.cu_seqlens.diff().float(), cu_seqlens=batch.cu_seqlens),
+    "at the last token of a sequence": lambda x, batch: torch.zeros_like(x).index_copy(
+        0, batch.cu_seqlens[1:].long() - 1, batch.rewards),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_an_estimator_that_reads_tokens_of_the_environment_is_refused(name, caplog):
+    def estimator(batch, bootstrap):
+        return Gae(LEAKS[name](centred(batch, bootstrap)[0], batch), batch.token_rewards * 1)
+
+    with pytest.raises(ValueError, match=r"tokens at the end of an answer .*\(law mask_isolation\)"):
+        try_advantage(estimator, values=False)
+    assert not caplog.records
+
+
+def test_an_estimator_that_is_random_is_not_compared_with_itself(caplog):
+    before = torch.random.get_rng_state()
+    noisy = lambda batch, bootstrap: Gae(centred(batch, bootstrap)[0] + torch.randn(batch.num_tokens), None)
+    try_advantage(noisy, values=False)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "two calls on one batch give different advantages" in said
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_advantages_with_a_gradient_are_refused():
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"its advantages have a gradient, which nothing trains: return advantages\.det"
+    ):
+        try_advantage(lambda *x: Gae(scale * centred(*x)[0], None), values=False)
+
+
+def corrected(log_ratio, batch):
+    return (batch.old_logp - batch.rollout_logp).exp().clamp(max=2) * right(log_ratio, batch)
+
+
+def against_the_engine(log_ratio, batch):
+    return -(log_ratio + batch.old_logp - batch.rollout_logp).exp() * batch.advantages
+
+
+@pytest.mark.parametrize("loss", [corrected, against_the_engine])
+def test_a_correction_that_the_run_makes_as_well_is_named(loss, caplog):
+    PolicyLoss(loss)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert (
+        "the loss depends on `batch.rollout_logp`, and the run weighs tokens by old_logp over rollout_logp as" in said
+    )
+    caplog.clear()
+    PolicyLoss(loss, correction=torch.ones_like)
+    PolicyLoss(right)
+    assert not caplog.records
+
+
+def test_advantages_of_the_engines_ratio_are_named_where_the_run_weighs_by_it(caplog):
+    traced = lambda batch, bootstrap: estimators.vtrace(batch, bootstrap, rho_max=2.0)
+    try_advantage(traced, values=True, weighs=False)
+    try_advantage(lambda *x: Gae(centred(*x)[0] * (x[0].rollout_logp < -0.8), None), values=False, weighs=True)
+    assert not caplog.records
+    try_advantage(traced, values=True, weighs=True)
+    assert "the advantages depend on `batch.rollout_logp`" in caplog.records[-1].getMessage()
+
+
+MINI, KL = Rollouts(minibatches=2), Penalties(kl_coef=0.1)
+LACKS = {  # (rollouts, penalties, of a critic's run, of its estimator): the streams that are there
+    "grpo": ((Rollouts(), Penalties(), False, False), {"advantages"}),
+    "grpo, several updates": ((MINI, Penalties(), False, False), {"advantages", "old_logp"}),
+    "grpo, KL in the loss": ((Rollouts(), KL, False, False), {"advantages", "ref_logp"}),
+    "grpo, KL in the reward": (
+        (Rollouts(), Penalties(kl_coef=0.1, kl_in="reward"), False, True), {"old_logp", "ref_logp"}),
+    "grpo, top-p": ((Rollouts(top_p=0.9), Penalties(), False, False), {"advantages", "kept_mass"}),
+    "grpo's estimator, top-p": ((Rollouts(top_p=0.9), Penalties(), False, True), set()),
+    "ppo": ((Rollouts(), Penalties(), True, False), {"advantages", "values", "returns", "old_logp"}),
+    "ppo's estimator": ((Rollouts(), Penalties(), True, True), {"values", "old_logp"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_a_stream_that_the_run_does_not_have_is_refused_with_what_gives_it(name):
+    (rollouts, penalties, critic, estimator), there = LACKS[name]
+    lacks = lacking(rollouts, penalties, critic=critic, scored=critic, estimator=estimator)
+    streams = {"old_logp", "ref_logp", "kept_mass", "values", "returns", "advantages"}
+    assert streams - lacks == there
+    for stream in streams - {"advantages"}:
+
+        def loss(log_ratio, batch, stream=stream):
+            return right(log_ratio, batch) + 0 * getattr(batch, stream)
+
+        def advantage(batch, bootstrap, stream=stream):
+            x = centred(batch, bootstrap)[0] + 0 * getattr(batch, stream)
+            return Gae(x, batch.token_rewards * 1)
+
+        run = partial(try_advantage, advantage, values=critic) if estimator else partial(try_surrogate, loss, loss)
+        if stream in there:
+            run(lacks=lacks)
+            continue
+        with pytest.raises(ValueError, match=f"needs `batch.{stream}`, which this run does not have: it requires "):
+            run(lacks=lacks)
+
+
+def test_a_stream_that_is_read_where_it_is_there_is_not_needed():
+    def loss(log_ratio, batch):
+        return right(log_ratio, batch) * (1 if batch.old_logp is None else batch.old_logp.exp())
+
+    try_surrogate(loss, loss, lacks={"old_logp"})
 
 
 @pytest.mark.parametrize("change", ["neg_", "zero_", "abs_"])
@@ -354,6 +534,75 @@ def test_a_function_that_changes_what_it_is_given_is_refused(change):
 def test_advantages_are_floats():
     with pytest.raises(ValueError, match=r"a float per token \[18\] each, got \[18\] of torch.int64"):
         try_advantage(lambda batch, _: Gae(batch.targets * 1, batch.targets * 1), values=True)
+
+
+KL_SILENT = {
+    "loss": ["k2", "k3", "abs_kl", "k1_straight_through", "k3_straight_through"],
+    "reward": ["k1", "k2", "k3", "abs_kl", "k1_straight_through", "k3_straight_through"],
+}
+OWN_KL = {  # (refused or named in the loss, in the reward)
+    "k1": (lambda p, q: p - q, "in the loss has gradient 0 on average", ""),
+    "k1 in bits": (lambda p, q: (p - q) / 0.6931, "in the loss has gradient 0 on average", ""),
+    "k1 upside down": (lambda p, q: q - p, "in the loss has gradient 0", "has a negative mean over samples"),
+    "k3 of detached log-probs": (lambda p, q: L.k3(p.detach(), q) + 0 * p, "has gradient 0 on average", ""),
+    "k3 that is detached": (lambda p, q: L.k3(p, q).detach(), "it has no gradient with respect to that", ""),
+    "away": (lambda p, q: 2 * L.k3(p, q).detach() - L.k3(p, q), "pushes the policy away from the reference", ""),
+    "exchanged": (lambda p, q: L.k3(q, p), *["with logp and ref_logp exchanged"] * 2),
+    "kl_div": (lambda p, q: F.kl_div(p, q, log_target=True, reduction="none"), *["weighs each token by its proba"] * 2),
+    "kl_div, exchanged": (
+        lambda p, q: F.kl_div(q, p, log_target=True, reduction="none"), *["weighs each token by its probability"] * 2),
+    "both, weighted": (lambda p, q: (p.exp() - q.exp()) * (p - q), *["weighs each token by its probability"] * 2),
+    "mean 0": (lambda p, q: (q - p).exp() - 1, "", "has mean 0 over samples of the policy"),  # the slope is that of k3
+    "normalised": (lambda p, q: (p - q) / (p - q).abs().sum().clamp(min=1e-6), *["depends on the other tokens"] * 2),
+    "centred": (lambda p, q: L.k3(p, q) - L.k3(p, q).mean(), *["depends on the other tokens of the batch"] * 2),
+    "in place": (lambda p, q: q.sub_(p.detach()).neg() + 0 * p, *["changes its arguments in place"] * 2),
+    "0 / 0": (lambda p, q: (p - q) ** 2 / (p - q).abs(), *["its loss is NaN or infinite"] * 2),  # as a run begins
+    "twice k2": (lambda p, q: (p - q) ** 2, "", ""),
+    "unbiased": (lambda p, q: (p - p.detach()).exp() * (p - q), "", ""),
+    "unbiased, of k3": (lambda p, q: (p - p.detach()).exp() * L.k3(p, q), "", ""),
+    "the other direction": (lambda p, q: (q - p).exp().detach() * (q - p), "", ""),
+    "the positive part": (lambda p, q: (p - q).clamp(min=0), "", ""),
+    "clamped": (lambda p, q: L.k3(p, q).clamp(max=10), "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name"), [(place, name) for place, names in KL_SILENT.items() for name in names])
+def test_no_kl_estimator_of_the_library_is_named_at_its_place(place, name, caplog):
+    try_kl(getattr(L, name), place=place)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", OWN_KL)
+@pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
+def test_kl_estimators_that_measure_something_else_are_refused_or_named(name, place, caplog):
+    function, in_loss, elsewhere = OWN_KL[name]
+    expected, refused = in_loss if place == "loss" else elsewhere, ""
+    try:
+        try_kl(function, place=place)
+    except ValueError as error:
+        refused = str(error)
+    said = [refused] * bool(refused) + [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(expected), said
+    assert expected in "".join(said)
+    must = ("gradient", "away", "in place", "NaN")
+    assert bool(refused) == any(x in expected for x in must)
+
+
+def test_a_kl_estimator_is_tried_by_the_loops(caplog):
+    with pytest.raises(ValueError, match="in the loss has gradient 0 on average, as k1 does"):
+        kl_term(KL, lambda logp, ref_logp: logp - ref_logp)
+    kl_term(Penalties(kl_coef=0.1, kl_in="reward"), lambda logp, ref_logp: logp - ref_logp)
+    assert not caplog.records
+
+
+def test_losses_that_change_their_arguments_are_refused():
+    def swapped(chosen, rejected):
+        rejected.detach().neg_()
+        return -F.logsigmoid(chosen - rejected)
+
+    for run in (try_pair_loss, try_divergence):
+        with pytest.raises(ValueError, match="it changes its arguments in place"):
+            run(swapped if run is try_pair_loss else lambda q, p: (p.neg_() * q).sum(-1))
 
 
 PAIRS = {

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlkit.advantages import group_centered
+from rlkit.advantages import group_centered, max_rl
 from rlkit.loops import estimators as E
 from rlkit.loops.coefficients import KlTerm, kl_term
-from rlkit.loops.estimators import with_estimates
+from rlkit.loops.estimators import told_below_zero, with_estimates
 from rlkit.loops.updates import clipped, skip_above
 from rlkit.losses import k1, k2, k3, unbiased_kl
 from rlkit.packing import pack, with_streams
@@ -50,6 +50,19 @@ def by_episode(x):
 
 OF = torch.tensor([0, 1, 2, 3, 3, 4])  # the episode of each sequence
 REWARDS = [1.0, 0.0, 2.0, 3.0, 0.5]
+
+
+def test_max_rl_names_the_first_negative_group_mean_of_a_run(caplog):
+    ids, checked = torch.tensor([0, 0, 1, 1]), told_below_zero(partial(max_rl, eps=0.0))
+    for rewards, lines in (([0, 1, 2, 0], 0), ([-1, 1, 0, 0], 0), ([0, 1, -1, -3], 1), ([0, 1, -5, -7], 1)):
+        r = torch.tensor(rewards, dtype=torch.float32)
+        means = r.view(2, 2).mean(1, keepdim=True)
+        expected = torch.where(means == 0, 0.0, r.view(2, 2) / torch.where(means == 0, 1.0, means) - 1).flatten()
+        torch.testing.assert_close(checked(r, group_ids=ids), expected)
+        assert len(caplog.records) == lines
+    assert expected[2] < 0  # of the better answer
+    assert "the lowest is -2: in such a group the best answers are pushed down" in caplog.records[0].getMessage()
+    assert told_below_zero(group_centered) is group_centered
 
 
 def tokens(b):

@@ -11,7 +11,7 @@ import torch
 from small import call, small_model, tokenizer
 
 from rlkit import losses
-from rlkit.advantages import gae, group_zscore
+from rlkit.advantages import Gae, gae, group_zscore
 from rlkit.data.load import load_rows
 from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.loops.grpo import grpo
@@ -27,6 +27,7 @@ from rlkit.packing import pack, split, with_advantages
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout import rollout
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.segments import group_mean
 from rlkit.settings import Rollouts, SamplingParams, Schedule
 from rlkit.types import Trajectory
 
@@ -77,6 +78,52 @@ def test_grpo_names_a_wrong_argument_before_the_run_folder_is_made(wrong, messag
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         asyncio.run(call(grpo, *models, LocalEngine(model), **options | wrong))
     assert not (tmp_path / "run").exists()
+
+
+def backwards(batch, bootstrap):
+    return Gae(-batch.token_rewards, batch.token_rewards)
+
+
+def of_values(batch, bootstrap):
+    return Gae(batch.token_rewards - batch.values, batch.token_rewards)
+
+
+def old(log_ratio, batch):
+    return -log_ratio.exp() * batch.advantages + 0 * batch.old_logp
+
+
+def group_means(rewards, *, group_ids):
+    return group_mean(rewards, group_ids=group_ids)
+
+
+def of_two(rewards, *, group_ids):
+    return (rewards.view(-1, 2) - rewards.view(-1, 2).mean(1, keepdim=True)).flatten()
+
+
+def test_grpo_tries_functions_of_yours_with_the_streams_of_the_run(tmp_path, caplog):
+    model = small_model()
+
+    def said(**wrong):
+        caplog.clear()
+        options = {"prompts": PROMPTS, "score": zero, "output": tmp_path / "run", "steps": 1, "keep_group": 0.5}
+        with pytest.raises((TypeError, ValueError)) as error:  # in the end for `keep_group`
+            asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model), **options | wrong))
+        return [record.getMessage() for record in caplog.records] or [str(error.value)]
+
+    nothing = said()
+    assert nothing[0].startswith("keep_group must be a function")
+    (line,) = said(loss=PolicyLoss(old))
+    assert line.startswith(
+        "the loss needs `batch.old_logp`, which this run does not have: it requires `minibatches` or"
+    )
+    assert said(loss=PolicyLoss(old), minibatches=2) == nothing
+    (line,) = said(advantage=of_values)
+    assert "of_values needs `batch.values`, which this run does not have: it requires a critic" in line
+    (line,) = said(advantage=backwards)
+    assert "backwards: its advantages fall where the rewards rise" in line
+    (line,) = said(baseline=group_means)
+    assert "group_means: its advantages are equal for all answers to a prompt" in line
+    assert said(baseline=of_two) == said(baseline=group_zscore) == nothing
 
 
 def test_grpo_names_a_dict_in_place_of_settings(tmp_path):

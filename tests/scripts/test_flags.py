@@ -31,7 +31,8 @@ from rlkit.scripts.engines import check_engine
 from rlkit.scripts.flags import CONFIG, grouped, help_text, list_flags, wrong_words
 from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
-from rlkit.settings import Engines, Penalties, ranges
+from rlkit.scripts.trial import advantage_of
+from rlkit.settings import Critic, Engines, Penalties, ranges
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
@@ -670,6 +671,13 @@ def test_a_reward_has_arguments_and_a_weight():
         (ppo, {"kl_estimator": "unbiased", "kl_coef": 0.1}, "--kl-estimator unbiased is for --kl-in loss, not reward"),
         (grpo, {"max_ratio": 20.0}, "--max-ratio skips nothing with one optimizer step on a batch"),
         (grpo, {"group_size": 1}, "--group-size must be at least 2"),
+        (
+            ppo,
+            {"advantage": "gae(lam_policy=0.1, foo=3)"},
+            "--advantage rlkit.loops.estimators:gae(lam_policy=0.1, foo",
+        ),
+        (ppo, {"advantage": "gae(gamma=0.2)", "gamma": 0.9}, "--gamma and --advantage gae(gamma=0.2) both give gamma"),
+        (ppo, {"advantage": "td_lambda", "lam_value": 0.9}, "--advantage td_lambda has no argument --lam-value, so it"),
         (ppo, {"advantage": "reinforce_pp"}, "--advantage reinforce_pp uses no critic: use rlkit grpo"),
         (
             ppo,
@@ -682,6 +690,20 @@ def test_an_estimator_that_cannot_act_is_refused(script, flags, message):
     with pytest.raises(ValueError, match=r".") as error:
         script.main(args_of(script.Args, **flags))
     assert spelled(str(error.value), script.Args).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["gae", "vapo", "td_lambda"])
+def test_arguments_in_brackets_come_before_the_flags_of_the_critic(name):
+    critic = Critic(lam_value=0.9 if name != "td_lambda" else 1.0)
+    args = args_of(ppo.Args)
+    taken = advantage_of(f"{name}(gamma=0.25)", args, critic=critic).keywords
+    flags = {
+        "gae": {"lam_policy": 0.95, "lam_value": 0.9},
+        "vapo": {"lam_value": 0.9},
+        "td_lambda": {"lam_policy": 0.95},
+    }
+    assert taken == {"gamma": 0.25, **flags[name]}
+    assert advantage_of("gae", args, critic=critic) is None
 
 
 def test_a_pair_of_baseline_and_advantage_without_meaning_is_refused():

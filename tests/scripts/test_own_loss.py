@@ -164,6 +164,22 @@ def turned(rejected_scores, chosen_scores):
 def forward(teacher_logp, student_logp):
     return (teacher_logp.exp() * (teacher_logp - student_logp)).sum(-1)
 
+def off_log_probs(batch, bootstrap):
+    return Gae(batch.token_rewards + batch.old_logp, batch.token_rewards)
+
+def leaks(batch, bootstrap):
+    x = batch.token_rewards
+    return Gae(x - x.mean(), x)
+
+def old(log_ratio, batch):
+    return -log_ratio.exp() * batch.advantages + 0 * batch.old_logp
+
+def corrected(log_ratio, batch):
+    return -log_ratio.exp() * batch.advantages * (batch.old_logp - batch.rollout_logp).exp().clamp(max=2)
+
+def k1(logp, ref_logp):
+    return logp - ref_logp
+
 def advantage(batch, bootstrap):
     return batch.token_rewards
 
@@ -202,6 +218,18 @@ def ratio(logp, ref_logp):
     ("distill", "--loss own.py:whole --teacher t", "own.py:whole: it must return a loss for each element", ""),
     ("distill", "--loss own.py:rows --teacher t", "", "own.py:rows is larger where the student is the teacher"),
     ("grpo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),
+    ("grpo", "--advantage own.py:leaks --reward r.py:f", "own.py:leaks: tokens at the end of an answer that", ""),
+    ("grpo", "--advantage own.py:off_log_probs --reward r.py:f", "own.py:off_log_probs needs `batch.old_logp`, wh", ""),
+    ("grpo", "--advantage own.py:off_log_probs --epochs 2 --reward r.py:f", "", "own.py:off_log_probs: the final"),
+    ("grpo", "--loss own.py:old --reward r.py:f", "own.py:old needs `batch.old_logp`, which this run does not", ""),
+    ("grpo", "--loss own.py:old --reward r.py:f --minibatches 2", "", ""),
+    ("grpo", "--loss own.py:corrected --reward r.py:f --epochs 2", "", "own.py:corrected: the loss depends on `bat"),
+    ("grpo", "--loss own.py:corrected --reward r.py:f --epochs 2 --correction none", "", ""),
+    ("grpo", "--loss rlkit.losses:value_mse --reward r.py:f", "values.py:value_mse failed on a batch of 18 tokens", ""),
+    ("grpo", "--loss rlkit.losses:opsm --reward r.py:f", "corrections.py:opsm: it must return a loss for each ele", ""),
+    ("grpo", "--loss rlkit.losses:ppo_clip --reward r.py:f", "", ""),
+    ("grpo", "--kl-estimator own.py:k1 --kl-coef 1 --reward r.py:f", "own.py:k1 in the loss has gradient 0 on", ""),
+    ("grpo", "--kl-estimator own.py:k1 --kl-coef 1 --kl-in reward --reward r.py:f", "", ""),
     ("grpo", "--advantage own.py:zeros --reward r.py:f", "", "own.py:zeros: all its advantages are 0"),
     ("ppo", "--advantage own.py:falls --reward r.py:f", "", "own.py:falls: its advantages fall where the rewards rise"),
     ("ppo", "--advantage own.py:advantage --reward r.py:f", "own.py:advantage must return rlkit.advantages.Gae", ""),

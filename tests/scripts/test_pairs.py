@@ -59,7 +59,7 @@ def without_ties(lines):
     ("script", "flags"),
     [
         ("dpo", []),
-        pytest.param(*("dpo", ["--loss", "simpo", "--beta", "2"]), marks=pytest.mark.slow),
+        pytest.param(*("dpo", ["--loss", "simpo"]), marks=pytest.mark.slow),
         pytest.param(*("dpo", ["--loss", "ipo", "--lora-rank", "4", "--precompute-reference"]), marks=pytest.mark.slow),
         pytest.param(*("kto", []), marks=pytest.mark.slow),
         ("kto", ["--loss", "apo_zero", "--lora-rank", "4", "--undesirable-weight", "3"]),
@@ -91,6 +91,22 @@ def test_names_of_papers_are_losses(loss, formula, free):
     function, reduce = dpo.loss_of(flags, None)
     torch.testing.assert_close(function(c, r), formula(c, r))
     assert (reduce, loss in dpo.NO_REFERENCE) == (sum_per_seq, free)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("dpo", 0.1), ("cpo", 0.1), ("simpo", 2.0)])
+def test_the_default_beta_is_of_the_loss(loss, expected):
+    c, r = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.5])
+    function, _ = dpo.loss_of(dpo.Loss(loss=loss), None)
+    margin = expected * (c - r) - (0.5 if loss == "simpo" else 0.0)
+    torch.testing.assert_close(function(c, r), torch.log1p((-margin).exp()))
+    given, _ = dpo.loss_of(dpo.Loss(loss=loss, beta=0.3), None)
+    torch.testing.assert_close(given(c, r), torch.log1p((margin - (0.3 - expected) * (r - c)).neg().exp()))
+
+
+def test_an_own_loss_has_no_beta():
+    assert dpo.Loss(loss="own.py:pair").beta is None
+    with pytest.raises(ValueError, match=r"`beta` is for `loss` dpo"):
+        dpo.Loss(loss="own.py:pair", beta=0.1)
 
 
 def test_conflicting_flags_are_refused(task, tmp_path, capsys):
