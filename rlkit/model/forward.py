@@ -38,7 +38,7 @@ from rlkit.model.pretrained import NO_CODE, building, explained, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.routing import check_experts
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
-from rlkit.model.source import check_sizes, untie
+from rlkit.model.source import check_names, check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
@@ -169,13 +169,17 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
         if shown:
             logging.enable_progress_bar()
     check_leftover(path, info["unexpected_keys"])
+    check_names(path, info["missing_keys"], info["unexpected_keys"])
     if wrong := sorted(info["mismatched_keys"]):
         name, there, here = wrong[0]
         what = f"{name} is {[*there]} there and {[*here]} in the model of its config"
         raise ValueError(f"model {str(path)!r}: {what} ({len(wrong)} differences in all)")
     head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    if not (embedding[:256].any() or embedding.any()):
+        raise ValueError(f"model {str(path)!r}: its embedding is 0 everywhere: copy or download its weights again")
     if head is not None and hasattr(head, "weight"):
-        untie(model.config, equal=head.weight is model.get_input_embeddings().weight, path=path)
+        untie(model.config, equal=head.weight is embedding, path=path)
     return model, info["missing_keys"]
 
 
