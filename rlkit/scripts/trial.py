@@ -117,20 +117,20 @@ def own_optimizer(spec: str) -> Any:
 def advantage_of(text: str | None, *, values: bool, **given: Any) -> Any:
     """The estimator of `--advantage`, with those of the options `given` that it has; None without one and for gae.
 
-    ValueError for one that does not exist, that needs a critic's `values` that are not there, or of yours that fails on
-    a small batch.
+    ValueError for one that does not exist, that needs a critic's `values` that are not there, or that fails on a
+    small batch (one of rlkit is called if it has arguments).
     """
     name = (text or "gae").partition("(")[0]
-    if text is None or (values and name == "gae"):
+    if text is None or (values and text == "gae"):
         return None
     own = ":" in name
-    trial = trial_of(lambda trial: trial.try_advantage, values=values) if own else callable
-    function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
     refuse_if(
         name in OF_VALUES and not values,
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
     )
     refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
+    trial = trial_of(lambda trial: trial.try_advantage, values=values) if own or "(" in text else callable
+    function = tried_function("advantage", text if own else f"rlkit.loops.estimators:{text}", trial)
     bound = getattr(function, "keywords", {})
     parameters = inspect.signature(function).parameters
     return partial(function, **{key: x for key, x in given.items() if key in parameters and key not in bound})

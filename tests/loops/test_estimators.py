@@ -38,7 +38,7 @@ def batch():
     packed = pack(groups())
     generator = torch.Generator().manual_seed(1)
     old, ref, values = (torch.randn(packed.num_tokens, generator=generator) for _ in range(3))
-    return with_streams(packed, old_logp=old, ref_logp=ref, values=values)
+    return with_streams(packed, old_logp=-old.abs(), ref_logp=-ref.abs(), values=values)
 
 
 def by_episode(x):
