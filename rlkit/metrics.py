@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit._util.tensors import check_mask
+from rlkit._util.tensors import check_mask, check_same_shape, check_tensor
 
 
 class Mean(NamedTuple):
@@ -44,6 +44,9 @@ def mean(x: Tensor | float, *, mask: Tensor | None = None, weights: Tensor | Non
     """Mean of the unmasked entries, or the weighted mean `sum(w x) / sum(w)`. Detached."""
     x = _detached(x)
     check_mask(mask, x=x)
+    if weights is not None:
+        check_tensor(weights=weights)
+        check_same_shape(x=x, weights=weights)
     w = torch.ones_like(x) if weights is None else weights.detach().to(x)
     if mask is not None:
         x, w = torch.where(mask, x, 0.0), torch.where(mask, w, 0.0)
@@ -66,8 +69,7 @@ def merge(*many: Mapping[str, Metric]) -> Metrics:
     for metrics in many:
         for key, new in metrics.items():
             old = out.get(key)
-            if not isinstance(new, Mean | Max | Min):
-                raise TypeError(f"metric {key!r} is {type(new).__name__}: write mean(x), largest(x) or smallest(x)")
+            _check_metric(key, new)
             if old is None:
                 out[key] = new
             elif type(old) is not type(new):
@@ -115,6 +117,8 @@ def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """
     if not metrics:
         return {}
+    for key, metric in metrics.items():
+        _check_metric(key, metric)
     read = iter(stacked([part for metric in metrics.values() for part in metric]).tolist())
     out: dict[str, float] = {}
     for key, metric in metrics.items():
@@ -125,6 +129,11 @@ def finalize(metrics: Mapping[str, Metric]) -> dict[str, float]:
         elif (value := next(read)) != (-math.inf if isinstance(metric, Max) else math.inf):
             out[key] = value
     return out
+
+
+def _check_metric(key: str, metric: object) -> None:
+    if not isinstance(metric, Mean | Max | Min):
+        raise TypeError(f"metric {key!r} is {type(metric).__name__}: write mean(x), largest(x) or smallest(x)")
 
 
 def stacked(values: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,9 @@ from rlkit._util.tensors import (
     check_float,
     check_ids,
     check_mask,
+    check_not_negative,
     check_same_device,
+    check_tensor,
     masked,
     upcast,
 )
@@ -40,11 +42,14 @@ from rlkit.types import Batch
 
 def seq_lens(cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
     """Number of tokens of each sequence: `cu_seqlens[i+1] - cu_seqlens[i]`."""
+    check_bounds(cu_seqlens, None)
     return cu_seqlens.diff()
 
 
 def cumulative(lens: Int[Tensor, "N"]) -> Int[Tensor, "N1"]:
     """`cu_seqlens` from lengths: 0, l_1, l_1 + l_2, ... The inverse of `seq_lens`."""
+    check_tensor(lens=lens)
+    check_not_negative(lens=lens)
     return torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=lens.dtype)])
 
 
@@ -71,6 +76,7 @@ def broadcast_to_tokens(
     `num_tokens` is `cu_seqlens[-1]`; pass it to avoid the device sync of reading that value.
     """
     check_bounds(cu_seqlens, num_tokens)
+    check_tensor(x=x)
     if x.shape != (cu_seqlens.numel() - 1,):
         raise ValueError(f"x must have one entry per sequence, [{cu_seqlens.numel() - 1}], got {list(x.shape)}")
     check_same_device(cu_seqlens=cu_seqlens, x=x)

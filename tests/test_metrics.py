@@ -42,6 +42,14 @@ def test_one_key_has_one_type():
         merge({"x": mean(1.0)}, {"x": largest(1.0)})
 
 
+def test_weights_have_the_shape_of_the_values():
+    x = torch.tensor([1.0, 5.0])
+    assert finalize({"a": mean(x, weights=torch.tensor([3, 1]))}) == {"a": 2.0}
+    for weights, kind in ((torch.ones(2, 1), ValueError), (torch.ones(3), ValueError), ([1.0, 3.0], TypeError)):
+        with pytest.raises(kind, match="weights must"):
+            mean(x, weights=weights)
+
+
 def test_the_type_defines_the_reduction():
     assert isinstance(mean(2.0), Mean)
     assert isinstance(largest(2.0), Max)
@@ -58,3 +66,5 @@ def test_metrics_on_host_and_device_are_read_together():
 def test_a_plain_number_is_told_how_to_be_a_metric():
     with pytest.raises(TypeError, match=r"metric 'baseline' is float: write mean\(x\), largest\(x\) or smallest\(x\)"):
         merge({"baseline": 0.5})
+    with pytest.raises(TypeError, match=r"metric 'a' is Tensor: write mean\(x\)"):
+        finalize({"a": torch.tensor([1.0, 5.0])})

@@ -221,6 +221,39 @@ def test_select_keeps_every_stream():
     assert part.old_logp is None
 
 
+def test_select_takes_a_mask_and_refuses_what_is_outside():
+    batch = pack([[Trajectory([1, 2], [5], [True], [-1.0], [0], reward=float(i)) for i in range(3)]])
+    for mask in (torch.tensor([False, True, True]), [False, True, True]):
+        assert select(batch, mask).rewards.tolist() == [1.0, 2.0]
+    assert select(batch, []).num_seqs == 0
+    for index, message in (
+        ([0, 3], "index must be below 3, the number of entries they index, got 3"),
+        ([-1], "index must be >= 0, got -1"),
+        ([0.5], "index must be int32 or int64"),
+        ([True, False], r"index must have the shape of group_ids, \[3\], got \[2\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            select(batch, index)
+
+
+def test_old_log_probs_under_a_gradient_train_as_detached_ones():
+    batch = pack([[Trajectory([1, 2], [8, 9], [True] * 2, [-1.0, -2.0], [0, 0])]])
+    weight = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old_logp = with_streams(batch, old_logp=1.0 * weight).old_logp
+    (weight - old_logp).exp().sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0]  # d exp(logp - old) / d logp on-policy; 0 if old moved along
+    with pytest.raises(ValueError, match=r"ref_logp must be log-probs, at most 0, got 0\.5"):
+        with_streams(batch, ref_logp=torch.tensor([-1.0, 0.5]))
+
+
+def test_a_fill_that_the_dtype_cannot_hold_is_refused():
+    mask = torch.tensor([[True, False]])
+    assert to_padded(torch.tensor([3]), padding_mask=mask, fill=-100)[0].tolist() == [[3, -100]]
+    for x, fill in ((torch.tensor([3]), -1.5), (torch.tensor([3], dtype=torch.uint8), -100), (torch.tensor([True]), 2)):
+        with pytest.raises((ValueError, RuntimeError), match=r"cannot hold|overflow"):
+            to_padded(x, padding_mask=mask, fill=fill)
+
+
 def test_with_streams_zeroes_masked_positions_and_checks_names():
     batch = pack([[Trajectory([1], [2, 3], [True, False], [-1.0, 0.0], [0, -1])]])
     batch = with_streams(batch, advantages=torch.tensor([2.0, float("nan")]))

@@ -16,10 +16,26 @@ from rlkit.advantages import (
     group_mean_batch_std,
     group_zscore,
     max_rl,
+    n_step,
     opo,
+    optimal_token_baseline,
     pass_at_k,
     whiten,
 )
+from rlkit.losses import (
+    bapo_clip_range,
+    batch_normalized,
+    bradley_terry,
+    dppo,
+    dppo_kl,
+    dual_clip,
+    m2po,
+    opd_advantages,
+    opsm,
+    select_between,
+)
+from rlkit.model.forward import Policy
+from rlkit.segments import broadcast_to_tokens, cumulative, seq_lens
 from rlkit.types import Trajectory
 
 
@@ -119,3 +135,63 @@ def test_negative_numbers_that_would_turn_signs_are_refused():
     mask = torch.tensor([True, True])
     refused(lambda: token_mean(mask, num_tokens=torch.tensor(-3)), "num_tokens must be at least 0, got -3")
     refused(lambda: token_mean(mask, num_tokens=torch.tensor(0)), "num_tokens is 0, and this mask alone has 2")
+
+
+L, X, A = torch.zeros(3), torch.full((3,), -1.0), torch.ones(3)
+ALL, CU = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
+PACKED_ARGS = {"mask": ALL, "cu_seqlens": CU}
+OUTSIDE = {  # numbers that gave a plausible result, and the entry that names them
+    "batch_normalized": (lambda: batch_normalized(A, mean=0.0), "mean must be positive where a weight is, got 0"),
+    "m2po": (lambda: m2po(L, A, cutoff=-1.0), "cutoff must be at least 0, got -1"),
+    "select_between": (lambda: select_between(A, low=2.0, high=1.0), "low must be below high, got low 2.0, high 1.0"),
+    "opsm": (lambda: opsm(L, A, delta=-1.0, **PACKED_ARGS), "delta must be at least 0, got -1"),
+    "seq_lens": (lambda: seq_lens(torch.tensor([0, 4, 3])), "cu_seqlens must be non-decreasing"),
+    "seq_lens of lengths": (lambda: seq_lens(torch.tensor([4, 3, 3])), "cu_seqlens must start at 0, got 4"),
+    "cumulative": (lambda: cumulative([4, 3]), "lens must be a tensor, got list [4, 3]; use torch.as_tensor(lens)"),
+    "cumulative of -1": (lambda: cumulative(torch.tensor([4, -1])), "lens must be at least 0, got -1"),
+    "broadcast": (lambda: broadcast_to_tokens([1.0], cu_seqlens=CU), "x must be a tensor, got list [1.0]"),
+    "dppo": (lambda: dppo(L, A, old_logp=-X), "old_logp must be log-probs, at most 0, got 1"),
+    "dppo_kl": (lambda: dppo_kl(L, A, old_logp=-X), "old_logp must be log-probs, at most 0, got 1"),
+    "bapo": (lambda: bapo_clip_range(L, A, old_logp=-X), "old_logp must be log-probs, at most 0, got 1"),
+    "bapo bounds": (lambda: bapo_clip_range(L, A, old_logp=X, low=(0.9, 0.6)), "got low=(0.9, 0.6), high=(1.2, 3.0)"),
+    "bapo step": (lambda: bapo_clip_range(L, A, old_logp=X, step_low=0.0), "step_low must be positive, got 0"),
+    "opd": (lambda: opd_advantages(X, -X), "teacher_logp must be log-probs, at most 0, got 1"),
+    "otb": (
+        lambda: optimal_token_baseline(A, -X, A, group_ids=torch.zeros(1, dtype=torch.long), **PACKED_ARGS),
+        "logp must be log-probs, at most 0, got 1",
+    ),
+    "dual_clip": (lambda: dual_clip(L, A, clip_c=None), "clip_c must be above 1, the on-policy ratio, got None"),
+    "pass_at_k": (lambda: pass_at_k(A, group_ids=torch.zeros(3).long(), k=True), "k must be a whole number of"),
+    "n_step": (lambda: n_step(A, A, n=1.5, **PACKED_ARGS), "n must be a whole number of at least 1, got 1.5"),
+    "bradley_terry": (lambda: bradley_terry(A, A, margin=[1.0] * 3), "margin must be a tensor, got list"),
+    "microbatches": (
+        lambda: list(microbatches((batch(),), max_tokens=None)), "max_tokens must be a whole number of at least 1, got",
+    ),
+    "Policy": (lambda: Policy(torch.nn.Linear(1, 1), temperature="1"), "temperature must be a number above 0, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_number_or_a_list_that_cannot_be_meant_is_named(name):
+    call, message = OUTSIDE[name]
+    refused(call, message)
+
+
+def test_weights_that_are_all_0_keep_a_mean_of_0():
+    assert batch_normalized(0 * A, mean=0.0).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_model_in_train_mode_with_dropout_is_refused_by_the_layer():
+    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    gpt2 = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 16, "n_positions": 8, "attn_pdrop": 0.0}
+    opt = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 16}
+    models = {
+        "transformer.h.0.attn.resid_dropout": GPT2LMHeadModel(GPT2Config(**gpt2, embd_pdrop=0.0)),
+        "model.decoder": OPTForCausalLM(OPTConfig(**opt, word_embed_proj_dim=8, dropout=0.1)),  # an attribute
+    }
+    for place, model in models.items():
+        refused(lambda m=model: Policy(m.train())(batch()), f"in train mode and has dropout ({place}): ")
+        refused(lambda m=model: Policy(m.eval())(batch()), "is not set up for training")  # the check after it
+    without = GPT2LMHeadModel(GPT2Config(**gpt2, embd_pdrop=0.0, resid_pdrop=0.0)).train()
+    refused(lambda: Policy(without)(batch()), "is not set up for training")

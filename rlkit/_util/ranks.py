@@ -36,14 +36,23 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
+def number(name: str, default: int = 1) -> int:
+    """A variable that torchrun sets; ValueError, with its name, for one that is no number."""
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name} is {text!r}, and torchrun sets a number: unset it") from None
+
+
 def local_rank() -> int | None:
     """The number of this process on its machine, as torchrun gives it; None in a plain process."""
-    return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+    return number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
 
 
 def local_world_size() -> int:
     """Number of ranks on this machine; 1 in a plain process."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return number("LOCAL_WORLD_SIZE")
 
 
 def num_nodes() -> int:
@@ -53,12 +62,12 @@ def num_nodes() -> int:
 
 def node() -> int:
     """The number of this process's machine, also before there is a process group."""
-    return int(os.environ.get("RANK", "0")) // local_world_size() if num_nodes() > 1 else 0
+    return number("RANK", 0) // local_world_size() if num_nodes() > 1 else 0
 
 
 def num_ranks() -> int:
     """Number of ranks that torchrun starts, also before there is a process group; 1 in a plain process."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return number("WORLD_SIZE")
 
 
 def own_address() -> str:

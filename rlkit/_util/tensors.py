@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
+from numbers import Integral
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -80,6 +81,21 @@ def check_float(**tensors: Tensor | None) -> None:
         if x is not None and not (isinstance(x, Tensor) and torch.is_floating_point(x)):
             fix = _as_tensor(name, x, "float")
             raise TypeError(f"{name} must be a floating-point tensor, got {_describe(x)}; use {fix}")
+
+
+def check_tensor(**tensors: object) -> None:
+    """Each is a tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {show(x)}; use torch.as_tensor({name})")
+
+
+def check_log_probs(**tensors: Tensor) -> None:
+    """Each is at most 0, up to rounding (values: on CPU tensors, outside compilation). NaN and inf show later."""
+    for name, x in tensors.items():
+        if readable(x) and bool((wrong := (x > 0.01) & (x < torch.inf)).any()):
+            mistaken = "are they log-ratios, probabilities or losses?"
+            raise ValueError(f"{name} must be log-probs, at most 0, got {x[wrong].max():.3g}: {mistaken}")
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
@@ -180,6 +196,13 @@ def check_not_negative(**numbers: float | Tensor) -> None:
             x = x.min().item() if readable(x) and x.numel() else 0.0
         if not x >= 0:
             raise ValueError(f"{name} must be at least 0, got {x}")
+
+
+def check_count(**numbers: object) -> None:
+    """Each is a whole number of at least 1, and no bool."""
+    for name, x in numbers.items():
+        if isinstance(x, bool) or not isinstance(x, Integral) or x < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {x}")
 
 
 def check_below(num: int, **ids: Tensor) -> None:

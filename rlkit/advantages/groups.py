@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_ids, check_not_negative, masked, upcast
+from rlkit._util.tensors import check_count, check_float, check_ids, check_log_probs, check_not_negative, masked, upcast
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids
@@ -206,7 +206,7 @@ def max_at_k(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], k: int
     Reference: Walder & Karkhanis 2025, https://arxiv.org/abs/2505.15201, eq. 33; Tang et al. 2025,
                https://arxiv.org/abs/2503.19595 for k = n
     """
-    _check_k(k)
+    check_count(k=k)
     if k == 1:
         return leave_one_out(rewards, group_ids=group_ids)
     g = _sorted_groups(rewards, group_ids)
@@ -233,7 +233,7 @@ def pass_at_k(
               shift and (eps -> 0) a scale of the rewards.
     Reference: Chen et al. 2025, https://arxiv.org/abs/2508.10751, section 2.4
     """
-    _check_k(k)
+    check_count(k=k)
     check_not_negative(eps=eps)
     g = _sorted_groups(rewards, group_ids)
     # The best of a subset has rank >= k - 1. Subtract the reward of that rank: equal maxima then give an exact zero.
@@ -293,11 +293,6 @@ def _log_binomial(n: Tensor, k: int) -> Tensor:
     return torch.lgamma(n + 1) - torch.lgamma(n - k + 1) - math.lgamma(max(k, 0) + 1)
 
 
-def _check_k(k: int) -> None:
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be a whole number of at least 1, got {k}")
-
-
 def optimal_token_baseline(
     rewards: Float[Tensor, "T"],
     logp: Float[Tensor, "T"],
@@ -329,6 +324,7 @@ def optimal_token_baseline(
     if is_weights is not None:
         given["is_weights"] = is_weights
     rewards, logp, sum_pi_squared, *rest = prepared(mask, cu_seqlens, **given)
+    check_log_probs(logp=logp)
     check_ids(cu_seqlens[1:], group_ids=group_ids)
     if rewards.numel() == 0:
         return rewards

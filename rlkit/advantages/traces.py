@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlkit._util.tensors import (
     check_bool,
+    check_count,
     check_cu_seqlens,
     check_float,
     check_given,
@@ -320,8 +321,7 @@ def n_step(
     Limits:   n = 1 is r + gamma V'; n >= the number of actions is `discounted_returns`.
     Reference: Sutton & Barto, eq. 7.1
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    check_count(n=n)
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma = coefficient(mask, rewards, gamma=gamma)

@@ -24,7 +24,7 @@ from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
-from rlkit.packing import pack
+from rlkit.packing import pack, with_advantages
 from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
@@ -138,7 +138,7 @@ def checked_baseline(baseline: Baseline, *, group_size: int) -> Baseline:
 
         @wraps(baseline)
         def estimator(batch: Batch, _bootstrap: Tensor) -> Gae:
-            advantages = with_estimates(batch, baseline=baseline).advantages
+            advantages = with_advantages(batch, baseline).advantages
             return Gae(advantages, advantages)
 
         with suppress(ValueError):  # of one that takes groups of one size only

@@ -260,6 +260,6 @@ def _check(
     held_out = min(map(len, by_set(eval_examples).values()), default=2)
     if paired and min(batch_size, len(examples), held_out) < 2:
         raise ValueError(
-            f"batch_size={batch_size}, {len(examples)} examples and {held_out} to evaluate: KTO's reference "
-            "point pairs prompts with others' responses, which takes two; reference_point=None (APO-zero) does without"
+            f"`batch_size` {batch_size}, {len(examples)} examples and {held_out} to evaluate: KTO's reference point "
+            "pairs prompts with others' responses, which takes two; `loss` apo_zero (reference_point=None) does not"
         )

@@ -39,11 +39,11 @@ def check_between(low: float, high: float, **values: float) -> None:
             raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {x}")
 
 
-def check_log_probs(**values: Tensor) -> None:
-    """Each is at most 0, up to rounding, where it is read for free (on the CPU)."""
+def check_probs(**values: Tensor) -> None:
+    """Each is in [0, 1], where it is read for free (on the CPU)."""
     for name, x in values.items():
-        if readable(x) and bool((x > 0.01).any()):
-            raise ValueError(f"{name} must be log-probs, at most 0, got {x.max():.3g}: are they log-ratios?")
+        if readable(x) and x.numel() and not (x.min() >= 0 and x.max() <= 1):
+            raise ValueError(f"{name} must be in [0, 1], got {x.min().item()} to {x.max().item()}")
 
 
 def check_one_number(**values: object) -> None:

@@ -23,6 +23,7 @@ from rlkit._util.tensors import (
     check_mask,
     cumsum,
     masked,
+    readable,
     upcast,
 )
 from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
@@ -183,6 +184,7 @@ def opsm(
     `log_ratio` is the *current* logp minus rollout_logp, so it includes both staleness and engine mismatch.
     Reference: DeepSeek-V3.2, arXiv:2512.02556; TRL `get_off_policy_mask`.
     """
+    check_at_least(0, delta=delta)
     drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
     drift, advantages = prepared(mask, log_ratio=drift, advantages=advantages.detach())
     kept = (~((advantages < 0) & (drift > delta))).to(drift.dtype)
@@ -205,6 +207,8 @@ def batch_normalized(weights: Tokens, *, mask: Mask = None, mean: Float[Tensor, 
         mean = weights.sum() / count.clamp(min=1)
     check_one_number(mean=mean)
     mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
+    if readable(weights) and readable(mean) and mean <= 0 and (weights > 0).any():
+        raise ValueError(f"mean must be positive where a weight is, got {mean.item():g}")
     return torch.where(mean == 0, 0, weights / torch.where(mean == 0, 1, mean))
 
 

@@ -45,7 +45,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._util.tensors import check_cu_seqlens, check_float, check_mask, check_same_shape, masked, readable, upcast
+from rlkit._util.tensors import (
+    check_cu_seqlens,
+    check_float,
+    check_log_probs,
+    check_mask,
+    check_same_shape,
+    masked,
+    readable,
+    upcast,
+)
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
@@ -433,6 +442,7 @@ def opd_advantages(
     Reference: arXiv:2601.02780, equation 8; arXiv:2306.13649.
     """
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())
+    check_log_probs(logp=logp, teacher_logp=teacher_logp)
     return teacher_logp - logp
 
 
@@ -455,6 +465,7 @@ def proximal_teacher(
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     logp, teacher_logp = prepared(mask, logp=logp.detach(), teacher_logp=teacher_logp.detach())
+    check_log_probs(logp=logp, teacher_logp=teacher_logp)
     if alpha == 1:
         return teacher_logp
     return masked(torch.logaddexp(teacher_logp + math.log(alpha), logp + math.log1p(-alpha)), mask)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_same_shape
+from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_log_probs, check_same_shape
 from rlkit.losses._inputs import check_at_least, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
@@ -91,7 +91,7 @@ def dual_clip(
     Limits: clip_c = inf is `ppo_clip`.
     Reference: arXiv:1912.09729.
     """
-    if not clip_c > 1:
+    if clip_c is None or not clip_c > 1:
         raise ValueError(f"clip_c must be above 1, the on-policy ratio, got {clip_c}")
     loss = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
     (advantages,) = prepared(mask, advantages=advantages)
@@ -252,6 +252,7 @@ def dppo(
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
     check_positive(max_weight=max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
+    check_log_probs(old_logp=old_logp)
     change = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
     keep = carry_nan(torch.where(advantages > 0, change <= delta_high, change >= -delta_low).to(change.dtype), old_logp)
     return _weighted(bounded_exp(log_ratio).clamp(max=max_weight) * keep, log_ratio, advantages)
@@ -279,6 +280,7 @@ def dppo_kl(
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
     check_positive(max_weight=max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
+    check_log_probs(old_logp=old_logp)
     fixed = log_ratio.detach()
     p, q = (old_logp + fixed).exp(), old_logp.exp()
     divergence = -q * fixed + (1 - q) * ((1 - q).clamp(min=1e-8).log() - (1 - p).clamp(min=1e-8).log())

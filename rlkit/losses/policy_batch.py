@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._util.tensors import bounded_exp, carry_nan, check_no_nan, check_same_shape, cumsum, masked
-from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, prepared
+from rlkit._util.tensors import bounded_exp, carry_nan, check_log_probs, check_no_nan, check_same_shape, cumsum, masked
+from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, check_positive, prepared
 from rlkit.losses.policy import importance_sampling, ppo_clip
 from rlkit.types import Mask, Tokens
 
@@ -70,6 +70,7 @@ def m2po(log_ratio: Tokens, advantages: Tokens, *, cutoff: Float[Tensor, ""] | f
     Reference: arXiv:2510.01161, equation 5.
     """
     check_one_number(cutoff=cutoff)
+    check_at_least(0, cutoff=cutoff)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     fixed = log_ratio.detach()
     dropped = _moves_further(fixed, advantages) & (fixed.square() > cutoff)
@@ -102,9 +103,14 @@ def bapo_clip_range(
     Reference: arXiv:2510.18927, equation 8 and algorithm 1.
     """
     check_between(0, 1, target=target)
+    check_positive(step_low=step_low, step_high=step_high)
+    if not (0 <= low[0] <= low[1] <= 1 <= high[0] <= high[1]):
+        bounds = f"0 <= low[0] <= low[1] <= 1 <= high[0] <= high[1], got low={low}, high={high}"
+        raise ValueError(f"low and high are the first and the last bound of the ratio, {bounds}")
     log_ratio, advantages, old_logp = prepared(
         mask, log_ratio=log_ratio.detach(), advantages=advantages.detach(), old_logp=old_logp.detach()
     )
+    check_log_probs(old_logp=old_logp)
     ratio, scale = bounded_exp(log_ratio).double(), (old_logp.exp() * advantages.abs()).double()
     good, bad = scale * (advantages > 0), scale * (advantages < 0)
     lows, highs = _steps(*low, step_low), _steps(*high, step_high)
@@ -181,6 +187,8 @@ def select_between(
     Differs: verl excludes tokens that PPO already clips: pass `mask & ~clipped` for that.
     """
     check_between(0, 1, fraction=fraction)
+    if not low < high:
+        raise ValueError(f"low must be below high, got low {low}, high {high}")
     (cov,) = prepared(mask, cov=cov.detach())
     check_no_nan(mask, cov=cov)
     trainable = torch.ones_like(cov, dtype=torch.bool) if mask is None else mask

@@ -51,12 +51,13 @@ from rlkit._util.tensors import (
     MAX_LOG_RATIO,
     check_cu_seqlens,
     check_float,
+    check_log_probs,
     check_mask,
     check_same_shape,
     masked,
     upcast,
 )
-from rlkit.losses._inputs import check_at_least, check_between, check_log_probs, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_between, check_positive, check_probs, prepared
 from rlkit.segments import broadcast_to_tokens, cumulative, mean_per_seq, sum_per_seq
 
 __all__ = [
@@ -350,6 +351,7 @@ def sppo(log_ratio: Pairs, win_prob: Pairs, *, beta: float, mask: PairMask = Non
     """
     check_positive(beta=beta)
     log_ratio, win_prob = prepared(mask, log_ratio=log_ratio, win_prob=win_prob.detach())
+    check_probs(win_prob=win_prob)
     return masked((log_ratio - (win_prob - 0.5) / beta).square(), mask)
 
 
@@ -575,6 +577,7 @@ def nash_md(logp: Pairs, ref_logp: Pairs, win_prob: Pairs, *, beta: float, mask:
     """
     check_at_least(0, beta=beta)
     logp, ref_logp, win_prob = prepared(mask, logp=logp, ref_logp=ref_logp, win_prob=win_prob)
+    check_probs(win_prob=win_prob)
     return masked(-logp * (win_prob - 0.5 - beta * (logp - ref_logp)).detach(), mask)
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_mask, masked, readable, upcast
-from rlkit.losses._inputs import check_at_least, prepared
+from rlkit._util.tensors import check_float, check_mask, check_tensor, masked, upcast
+from rlkit.losses._inputs import check_at_least, check_probs, prepared
 from rlkit.losses.preference import PairMask, Pairs
 from rlkit.types import Mask, Tokens
 
@@ -171,7 +171,8 @@ def bradley_terry(
     """
     check_at_least(0, center_coef=center_coef)
     chosen, rejected = prepared(mask, chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
-    if isinstance(margin, Tensor):
+    if not isinstance(margin, int | float):
+        check_tensor(margin=margin)
         _, margin = prepared(mask, chosen_rewards=chosen, margin=margin.detach())
     return masked(-F.logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected).square(), mask)
 
@@ -187,6 +188,5 @@ def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs
     Reference: arXiv:2211.14275; arXiv:2312.08935 (soft labels).
     """
     z, y = prepared(mask, logits=logits, labels=labels.detach())
-    if readable(y) and y.numel() and not (y.min() >= 0 and y.max() <= 1):
-        raise ValueError(f"labels must be in [0, 1], got {y.min().item()} to {y.max().item()}")
+    check_probs(labels=y)
     return masked(-y * F.logsigmoid(z) - (1 - y) * F.logsigmoid(-z), mask)

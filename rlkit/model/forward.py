@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlkit._util.files import no_code
+from rlkit._util.numbers import is_number, show
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
 from rlkit.model import vision
@@ -37,7 +38,7 @@ from rlkit.model.pretrained import NO_CODE, building, explained, load_config
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.routing import check_experts
 from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
-from rlkit.model.source import check_sizes, untie
+from rlkit.model.source import check_names, check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
 from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
@@ -66,6 +67,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_is_model(self.model)
+        if not is_number(self.temperature) or self.temperature <= 0:
+            raise ValueError(f"temperature must be a number above 0, got {show(self.temperature)}")
 
     @property
     def mesh(self) -> Mesh | None:
@@ -166,13 +169,17 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
         if shown:
             logging.enable_progress_bar()
     check_leftover(path, info["unexpected_keys"])
+    check_names(path, info["missing_keys"], info["unexpected_keys"])
     if wrong := sorted(info["mismatched_keys"]):
         name, there, here = wrong[0]
         what = f"{name} is {[*there]} there and {[*here]} in the model of its config"
         raise ValueError(f"model {str(path)!r}: {what} ({len(wrong)} differences in all)")
     head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    if not (embedding[:256].any() or embedding.any()):
+        raise ValueError(f"model {str(path)!r}: its embedding is 0 everywhere: copy or download its weights again")
     if head is not None and hasattr(head, "weight"):
-        untie(model.config, equal=head.weight is model.get_input_embeddings().weight, path=path)
+        untie(model.config, equal=head.weight is embedding, path=path)
     return model, info["missing_keys"]
 
 
@@ -201,8 +208,8 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     same batch, get the same log-probs, of the whole batch, and must backward the same loss. The dtype is then that of
     `parallelize`, and `dtype="fp32"` does not change it.
 
-    Errors: ValueError for another dtype, a batch that was sampled at another temperature, a model that is not prepared,
-    and a sequence that is too long for the model's rotary frequencies.
+    Errors: ValueError for another dtype, a batch that was sampled at another temperature, a model that is not prepared
+    or is in train mode with dropout, and a sequence that is too long for the model's rotary frequencies.
     """
     _check_temperature(batch, temperature)
     kind = _dtype_named(dtype)
@@ -247,6 +254,7 @@ def token_outputs(
 
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
+    _check_no_dropout(model)
     packed, device, mesh = runs_packed(model), device_of(model), mesh_of(model)
     if mesh is None and is_sharded(next(model.parameters())):
         raise ValueError("the model was cut over ranks: use what `parallelize` returned")
@@ -285,6 +293,15 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
         hidden = hidden if shown else vision.with_tower(model, hidden)
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
+
+
+def _check_no_dropout(model: nn.Module) -> None:
+    """Refuse a model in train mode that has dropout; that of adapters alone (`dropping`) leaves it in eval mode."""
+    for name, module in model.named_modules() if model.training else ():
+        rates = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
+        if any(isinstance(x, float) and x > 0 for key, x in rates.items() if key == "p" or "dropout" in key):
+            why = "log-probs of the same weights would differ from call to call"
+            raise ValueError(f"the model is in train mode and has dropout ({name}): {why}; call model.eval()")
 
 
 def _check_recomputed(model: Any) -> None:

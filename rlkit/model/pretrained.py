@@ -48,6 +48,14 @@ def _report_unread(path: str, key: str, near: str, kind: str) -> None:
     log.warning("%r: config.json has %s, which %s does not read, and no %s: is it misspelt?", path, key, kind, near)
 
 
+@cache
+def _report_end(file: str, end: int, rows: int) -> None:
+    """Warn, once in a process, of a stop token that a model cannot write."""
+    log.warning(
+        "%s: eos_token_id %d is not one of the %d tokens of the vocabulary, and ends no answer", file, end, rows
+    )
+
+
 def load_config(path: str | os.PathLike[str]) -> Any:
     """The config of a folder or hub id, of an adapter that of its base model.
 
@@ -230,6 +238,7 @@ def _file(path: str | os.PathLike[str], name: str) -> Path | None:
 def _check_config_files(path: str | os.PathLike[str]) -> None:
     """ValueError, with the file and the key, for values of which no model can be built, and for an index of weights
     that names other files than safetensors beside it."""
+    rows: Any = None
     for name in ("config.json", "generation_config.json"):
         if (file := _file(path, name)) is None:
             continue
@@ -243,6 +252,11 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
                 if (what := _wrong(key, value)) is not None:
                     what = f"{prefix}{key} {what}, got {repr(value)[:80]}"
                     raise untrusted.BadFile(f"{file}: {what}: copy or download it again")
+        rows = text.get("vocab_size") or found.get("vocab_size") or rows
+        ends: Any = (name != "config.json" and found.get("eos_token_id")) or []
+        for end in ends if isinstance(ends, list) else [ends]:
+            if isinstance(rows, int) and not 0 <= end < rows:
+                _report_end(str(file), end, rows)
     if Path(path).is_dir() and (index := Path(path) / "model.safetensors.index.json").exists():
         found = untrusted.read_json(index)
         names = found.get("weight_map") if isinstance(found, dict) else None

@@ -55,8 +55,13 @@ def stored(path: str | Path) -> dict[str, Stored]:
 
 
 def check_sizes(path: str | os.PathLike[str]) -> None:
-    """ValueError where a config asks for far more numbers than its weights have: transformers draws the rest."""
-    num = 2 * sum(x.nbytes for x in stored(Path(path) if Path(path).is_dir() else str(path)).values())  # of 4 bits
+    """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
+    weights in 8-bit floats, which it would read without their scales."""
+    tensors = stored(Path(path) if Path(path).is_dir() else str(path))
+    if found := next((f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8")), ""):
+        fix = "load the bf16 or fp32 checkpoint instead"
+        raise ValueError(f"model {str(path)!r}: {found}, quantized, and config.json has no quantization_config: {fix}")
+    num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits
     config = load_config(path).get_text_config()
     sizes: dict[str, Any] = {
         name: getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "hidden_size")
@@ -68,6 +73,26 @@ def check_sizes(path: str | os.PathLike[str]) -> None:
         if wanted > 16 * num:
             what = f"{name} {sizes[name]:,} with hidden_size {hidden:,} is more than its files have, {num // 2:,} bytes"
             raise ValueError(f"model {str(path)!r}: config.json: {what}: copy or download it again")
+
+
+def check_names(path: str | os.PathLike[str], missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """ValueError, with the reason, for a checkpoint that lacks weights of layers, or has them under other names."""
+    lacking, others, wanted = sorted(missing), sorted(unexpected), {*missing}
+    if not any(re.search(r"\.\d+\.", name) for name in lacking):
+        return
+    tails = {name: next((t for t in _tails(name) if t in wanted), "") for name in others}
+    why = f"{len(lacking)} of them; is a file missing, or of another model? copy or download it again"
+    if prefixed := next((name for name in others if tails[name]), ""):
+        prefix = prefixed.removesuffix(tails[prefixed])
+        why = f"which its files call {prefixed}: save them without the prefix {prefix!r}"
+    elif others and not any("." in name for name in others):
+        why = f"its file has a dict of {', '.join(others[:3])} in place of weights: save the inner dict alone"
+    raise ValueError(f"model {str(path)!r} has no weights for {lacking[0]}, {why}")
+
+
+def _tails(name: str) -> Iterator[str]:
+    """What follows each dot of a name."""
+    return (name[match.end() :] for match in re.finditer(r"\.", name))
 
 
 def _folder(path: str | Path) -> Path:
@@ -153,17 +178,23 @@ def _rows(tensors: Mapping[str, Stored]) -> int:
 
 def _left(kind: Any, config: Any, names: Iterable[str]) -> list[str]:
     """The names of a checkpoint that a model of class `kind` does not read, as transformers renames them."""
+    with torch.device("meta"):
+        empty = kind._from_config(copy.deepcopy(config), dtype=torch.float32)
+    known = empty.state_dict()
+    return sorted(name for name, as_read in _as_read(empty, known, names).items() if not {name, as_read} & known.keys())
+
+
+def _as_read(model: Any, known: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names of a checkpoint, each with that in the model, whose state is `known`: GPT-NeoX's files call the head
+    `embed_out`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    with torch.device("meta"):
-        empty = kind._from_config(copy.deepcopy(config), dtype=torch.float32)
-    known: Any = empty.state_dict()
-    mapping = get_model_conversion_mapping(empty)
+    mapping = get_model_conversion_mapping(model)
     renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
-    as_read = lambda name: rename_source_key(name, renamings, converters, empty.base_model_prefix, known)[0]  # noqa: E731
-    return sorted(name for name in names if name not in known and as_read(name) not in known)
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, known)[0] for name in names}
 
 
 def untie(config: Any, *, equal: bool, path: Any) -> None:
@@ -234,7 +265,9 @@ def _facts(model: Any, written: Mapping[str, torch.Size]) -> Iterator[tuple[str,
     embedded = f"{names.get(id(embedding), 'model.embed_tokens')}.weight"
     if head is not None and hasattr(head, "weight") and embedded in written:
         headed = f"{names.get(id(head), 'lm_head')}.weight"
-        yield "tie_word_embeddings", headed not in written
+        plain = vars(model).get("_model", model)
+        there = headed in written or headed in _as_read(plain, plain.state_dict(), written).values()
+        yield "tie_word_embeddings", not there
     if embedded in written:
         yield "vocab_size", written[embedded][0]
     layers = getattr(getattr(model.base_model, "language_model", model.base_model), "layers", None)

@@ -23,7 +23,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._util.numbers import show
-from rlkit._util.tensors import check_bool, check_same_device, check_same_shape, masked, readable
+from rlkit._util.tensors import (
+    check_below,
+    check_bool,
+    check_ids,
+    check_log_probs,
+    check_same_device,
+    check_same_shape,
+    masked,
+    readable,
+)
 from rlkit.packing.balancing import plan_microbatches
 from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, seq_lens
 from rlkit.types import Batch, Picture, Trajectory
@@ -245,13 +254,18 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
 
 
 def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float = 0) -> tuple[Tensor, ...]:
-    """Packed `[T, ...]` streams as padded `[B, L, ...]` tensors, `fill` at padding. Inverse of `from_padded`."""
+    """Packed `[T, ...]` streams as padded `[B, L, ...]` tensors, `fill` at padding. Inverse of `from_padded`.
+
+    Errors: ValueError for another shape, and for a `fill` that the dtype of an integer or bool stream cannot hold.
+    """
     _check_padding_mask(padding_mask)
     num_real = int(padding_mask.sum())
     out = []
     for i, x in enumerate(streams):
         if x.shape[0] != num_real:
             raise ValueError(f"streams[{i}] must hold one row per True in padding_mask, {num_real}, got {x.shape[0]}")
+        if not (x.is_floating_point() or x.is_complex()) and x.new_full((), fill).item() != fill:
+            raise ValueError(f"streams[{i}] is {str(x.dtype).removeprefix('torch.')}, which cannot hold fill={fill}")
         padded = x.new_full((*padding_mask.shape, *x.shape[1:]), fill)
         out.append(padded.masked_scatter(padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 1)), x))
     return tuple(out)
@@ -267,9 +281,18 @@ def _check_padding_mask(padding_mask: Tensor) -> None:
         raise ValueError(f"padding_mask must have shape [B, L], got {list(padding_mask.shape)}")
 
 
-def select(batch: Batch, index: Int[Tensor, "M"] | Sequence[int]) -> Batch:
-    """The sequences `index`, in that order, with the prefixes they need. All ids are made dense again."""
-    index = torch.as_tensor(index, dtype=torch.long, device=batch.tokens.device)
+def select(batch: Batch, index: Int[Tensor, "M"] | Bool[Tensor, "N"] | Sequence[int]) -> Batch:
+    """The sequences `index`, in that order, or those where a bool mask is True, with the prefixes they need.
+
+    All ids are made dense again. Errors: ValueError for an index outside [0, N), and for a mask that is not `[N]`.
+    """
+    index = torch.as_tensor(index, device=batch.tokens.device)
+    if index.dtype == torch.bool:
+        check_same_shape(group_ids=batch.group_ids, index=index)
+        index = index.nonzero().flatten()
+    index = index if index.numel() else index.long()
+    check_ids(index=index)
+    check_below(batch.num_seqs, index=index)
     tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
     used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
     shown, num = batch.images, batch.prefix_cu.numel() - 1
@@ -364,12 +387,17 @@ def join(batch: Batch) -> tuple[Int[Tensor, "PT"], Int[Tensor, "PT"]]:
 
 
 def with_streams(batch: Batch, **streams: Tensor) -> Batch:
-    """The batch with `[T]` streams replaced; each is set to 0 where the mask is False, even over NaN."""
+    """The batch with `[T]` streams replaced; each is set to 0 where the mask is False, even over NaN.
+
+    Streams are data of the step and are detached: with `old_logp=policy(batch).logp`, computed under a gradient, the
+    gradient of `logp - old_logp` would be 0. Errors: ValueError for log-probs above 0 (on the CPU).
+    """
     for name, x in streams.items():
         if name not in _FLOATS:
             raise ValueError(f"{name} is not a per-token float stream of Batch; choose from {list(_FLOATS)}")
         check_same_shape(mask=batch.mask, **{name: x})
-    where_sampled: dict[str, Any] = {k: masked(x, batch.mask) for k, x in streams.items()}
+    where_sampled: dict[str, Any] = {k: masked(x.detach(), batch.mask) for k, x in streams.items()}
+    check_log_probs(**{k: x for k, x in where_sampled.items() if k.endswith("logp")})
     return replace(batch, **where_sampled)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlkit._util.tensors import check_count
 from rlkit.segments import seq_lens
 from rlkit.types import Batch
 
@@ -67,6 +68,7 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
         [*seq_lens(batch.prefix_cu).tolist(), 0],
     )
     group_ids = batch.group_ids.tolist()
+    check_count(max_tokens=max_tokens)
     pieces = _pieces(lens, group_ids, max_tokens)
     if not pieces:
         return Plan([], 0, 0)

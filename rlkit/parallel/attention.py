@@ -647,7 +647,7 @@ def packed_attention(
             "or model.set_attn_implementation('sdpa') to call it as a plain transformers model"
         )
     if attention_mask is not None or dropout or is_causal is False:
-        raise ValueError("its attention takes a mask of its own, dropout, or is not causal")
+        raise ValueError("its attention takes a mask of its own, dropout (call model.eval()), or is not causal")
     unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _UNUSED]
     if unknown:
         raise ValueError(f"its attention has inputs that are not supported ({', '.join(unknown)})")

@@ -116,6 +116,8 @@ class Args:
             self.rollouts.group_size < 2 and judged,
             "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
         )
+        nothing = self.loss.teacher_coef == 0 and not judged
+        refuse_if(nothing, "`teacher_coef` 0 trains nothing without a `reward`: give one of them")
         served = next((place for place in self.loss.teachers().values() if is_url(place)), "")
         refuse_if(
             served and self.rollouts.temperature != 1,
@@ -196,6 +198,8 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
     config = load_config(path)
     what = f"`teacher` {path} reads text only, and the prompts show images"
     refuse_if(has_images and not reads_images(config), f"{what}: take one that reads them (docs/models.md)")
+    k, rows = args.loss.teacher_top_k, min(place.num_rows, config.get_text_config().vocab_size)
+    refuse_if(k > rows, f"`teacher_top_k` {k} is more than the {rows} tokens of the vocabulary")
     tokenizers = None
     if args.loss.loss != "uld":
         check_same_tokens(tokenizer, path)

@@ -27,7 +27,6 @@ from rlkit.settings import (
     Engines,
     Finite,
     For,
-    Limit,
     LimitOr0,
     Needs,
     Optim,
@@ -66,15 +65,13 @@ class Loss:
     """clip the ratio below at 1 - clip_low; None: 0.2 (gspo: 3e-4, per sequence; gmpo: 0.4, on the log-ratio)"""
     clip_high: Annotated[LimitOr0 | None, _OF_CLIP] = None
     """clip the ratio above at 1 + clip_high; None: 0.28 (gspo: 4e-4; gmpo: 0.4)"""
-    clip_c: Annotated[
-        float | None, Range("above 1, the ratio on-policy", lambda x: x > 1), For("loss", "dual_clip")
-    ] = None
+    clip_c: Annotated[float | None, _ABOVE_1, For("loss", "dual_clip")] = None
     """bound of the ratio in the loss of a negative advantage (dual_clip); None: 3"""
     aggregate: Literal["token", "episode", "prompt", "length"] | None = None
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.
     length: sum over an answer's tokens, divided by --max-new-tokens (Dr. GRPO).
     None: episode for gspo, gmpo and sapo, else token"""
-    max_ratio: Limit | None = None
+    max_ratio: Annotated[float | None, _ABOVE_1] = None
     """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
     baseline: Annotated[
         Literal[

@@ -23,7 +23,7 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.offline import bring, make_examples
 from rlkit.scripts.start import load_policies, open_place
 from rlkit.scripts.trial import own_loss, trial_of
-from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named
+from rlkit.settings import NotNegative, Optim, Positive, Schedule, check, named, refuse_if
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         check(self)
+        nothing = self.desirable_weight == self.undesirable_weight == 0
+        refuse_if(nothing, "`desirable_weight` and `undesirable_weight` are 0, so nothing trains: raise one")
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlkit._util.files import base_of, check_model_path, is_adapter
-from rlkit._util.ranks import is_first, launched
+from rlkit._util.ranks import is_first, launched, number
 from rlkit.data.vocabulary import vocabulary_size
 from rlkit.scripts.args import Data, Lora, Model, log
 from rlkit.scripts.cli import flags_of
 from rlkit.scripts.trial import OfTokenizer, own_optimizer
+from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Optim, ParallelArgs, Schedule, check_relations, refuse_if
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ def open_place(args: Flags, brought: Brought) -> Place:
     from rlkit.model.launch import choose_device, make_deterministic
     from rlkit.model.pretrained import load_config
 
-    if brought.model.device:
-        check_device(brought.model.device)
+    check_device(brought.model.device)
     cuda = torch.cuda.is_available()
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     device, dtype = choose_device(brought.model.device, args.optim.dtype, cuda=cuda, bf16=bf16)
@@ -135,9 +135,20 @@ def open_place(args: Flags, brought: Brought) -> Place:
     tokenizer = load_tokenizer(model.tokenizer, *others.values(), chat_template=file)
     configs = {x: load_config(x) for x in (path, *others.values())}
     place = Place(model, brought.lora, optim, file or bool(brought.data.chat_template), tokenizer, configs)
+    place = _checked(args, place)
     if device.startswith("cuda") and not launched() and dtype == "bf16" and not brought.lora.lora_rank:
         engine, total = getattr(args, "engine", None), torch.cuda.get_device_properties(device).total_memory
         return within_memory(place, total, samples=engine is not None and engine.engine == "local")
+    return place
+
+
+def _checked(args: Flags, place: Place) -> Place:
+    """The place; warns of unusual values of the flags, and refuses `train_vision` of a model without a tower."""
+    from rlkit.model.vision import reads_images
+
+    unseen = place.model.train_vision and not reads_images(place.config)
+    refuse_if(unseen, f"`train_vision`: {place.model.model} has no vision tower")
+    warn_of_unusual(dict(flags_of(replace(args, lora=place.lora))), num_rows=place.num_rows)
     return place
 
 
@@ -225,10 +236,12 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
     return replace(model, model=base, adapter=path), lora
 
 
-def check_device(device: str) -> None:
-    """ValueError for a device that this torch does not have."""
+def check_device(device: str | None) -> None:
+    """ValueError for a device that this torch does not have; None is chosen by rlkit."""
     import torch
 
+    if not device:
+        return
     try:
         found = torch.get_device_module(torch.device(device).type).is_available()
     except (RuntimeError, AttributeError):
@@ -258,6 +271,8 @@ def check_flags(args: Flags) -> tuple[Model, Lora]:
     Refuses (ValueError) sizes that need the ranks of torchrun, combinations of several settings that have no effect or
     fail late, and `resize_embeddings` where the new rows would not train, or another process lacks them.
     """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        number(name)
     check_ranks(args.model.parallel)
     model, lora = with_adapter(args.model, args.lora)
     check_relations(replace(args, model=model, lora=lora))

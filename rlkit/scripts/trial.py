@@ -126,7 +126,7 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
     """The estimator of `--advantage`, with those of the numbers of `critic` that it has; None without one and for gae.
 
     ValueError for one that does not exist, that needs a critic which is not there, that does not read a number of
-    `critic` which was changed, or of yours that fails on a small batch.
+    `critic` which was changed, or that fails on a small batch (one of rlkit is called if it has arguments).
     """
     if text is None or (critic and text == "gae"):
         return None
@@ -140,7 +140,7 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
         try_advantage(function, values=values, lacks=lacks, weighs=args.correction.correction != "none")
 
     given = text if own else f"rlkit.loops.estimators:{text}"
-    function = tried_function("advantage", given, trial if own else callable)
+    function = tried_function("advantage", given, trial if own or "(" in text else callable)
     refuse_if(
         name in OF_VALUES and not values,
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",

@@ -239,7 +239,7 @@ def test_errors_name_the_argument(name):
 
 def test_errors_of_single_functions():
     s, k = streams(), {"mask": MASK, "cu_seqlens": CU}
-    with pytest.raises(ValueError, match="n must be at least 1"):
+    with pytest.raises(ValueError, match="n must be a whole number of at least 1, got 0"):
         A.n_step(s["rewards"], s["values"], n=0, **k)
     with pytest.raises(ValueError, match="rho_max must be at least 0"):
         A.vtrace(s["rewards"], s["values"], s["log_ratio"], rho_max=-1.0, **k)

@@ -39,7 +39,7 @@ def batch(*, turns=True):
     packed = pack(groups() if turns else [[replace(x, token_rewards=None) for x in group] for group in groups()])
     generator = torch.Generator().manual_seed(1)
     old, ref, values = (torch.randn(packed.num_tokens, generator=generator) for _ in range(3))
-    return with_streams(packed, old_logp=old, ref_logp=ref, values=values)
+    return with_streams(packed, old_logp=-old.abs(), ref_logp=-ref.abs(), values=values)
 
 
 def by_episode(x):

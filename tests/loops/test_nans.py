@@ -243,7 +243,7 @@ def batch_of(**streams):
     ]
     batch = pack([t[:2], t[2:]])
     ones = torch.ones(batch.num_tokens)
-    batch = with_streams(batch, old_logp=ones, ref_logp=ones, values=ones, returns=ones, advantages=ones)
+    batch = with_streams(batch, old_logp=-ones, ref_logp=-ones, values=ones, returns=ones, advantages=ones)
     return finite_batch, replace(
         batch, **{name: ones.index_fill(0, torch.tensor(at), bad) for name, (at, bad) in streams.items()}
     )

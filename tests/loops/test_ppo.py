@@ -64,7 +64,7 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     model = AutoModelForTokenClassification.from_pretrained(folder / "critic").eval()
     batch = pack(groups)
     generator = torch.Generator().manual_seed(2)
-    old, ref = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
+    old, ref = (-torch.rand(batch.num_tokens, generator=generator) for _ in range(2))
     batch = with_streams(batch, old_logp=old, ref_logp=ref)
     found = with_gae(
         batch, values=Policy(load_value_model(folder / "critic")), kl_coef=0.1, max_tokens=12,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 
@@ -11,9 +12,10 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.forward import load_model
+from rlkit.model.forward import load_model, read_pretrained
 from rlkit.model.heads import load_reward_model
 from rlkit.model.lora import add_lora, save_adapter
+from rlkit.model.pretrained import load_config
 from rlkit.model.source import source_of
 from rlkit.model.weights import export_hf
 from rlkit.scripts import cli
@@ -240,3 +242,68 @@ def test_each_command_exports_what_it_read(command, tiny, tmp_path, monkeypatch,
     assert {x.dtype for x in after.values()} == {torch.bfloat16}
     assert torch.equal(after["mtp.fc.weight"], before["mtp.fc.weight"])
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def neox(folder, change=lambda weights: weights, file="model.safetensors"):
+    """A GPT-NeoX, whose files call the head `embed_out`, after `change` of its weights."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes, intermediate_size=32, bos_token_id=0, eos_token_id=1))
+    model.save_pretrained(folder)
+    weights = change(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    if file.endswith(".bin"):
+        torch.save(weights, folder / file)
+    else:
+        save_file(weights, folder / file, metadata={"format": "pt"})
+    return folder
+
+
+def read(folder):
+    return read_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.float32)[0]
+
+
+def test_a_head_that_files_call_otherwise_is_no_tied_one(tmp_path, caplog):
+    folder = neox(tmp_path / "model")
+    assert "embed_out.weight" in tensors_of(folder)
+    export_hf(read(folder), None, tmp_path / "out")
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+    assert "tie_word_embeddings" not in caplog.text
+    assert torch.equal(tensors_of(tmp_path / "out")["embed_out.weight"], tensors_of(folder)["embed_out.weight"])
+
+
+OF_NAMES = {
+    "a layer": (lambda w: {k: x for k, x in w.items() if "layers.1." not in k}, "layers.1.attention.dense.bias, 12 of"),
+    "a prefix": (lambda w: {f"module.{k}": x for k, x in w.items()}, "save them without the prefix 'module.'"),
+    "a checkpoint": (lambda w: {"model": w, "step": 3}, "its file has a dict of model, step in place of weights: save"),
+    "zeros": (
+        lambda w: {k: 0 * x for k, x in w.items()},
+        "its embedding is 0 everywhere: copy or download its weights again",
+    ),
+    "8 bits": (
+        lambda w: {k: x.to(torch.float8_e4m3fn) for k, x in w.items()},
+        " is F8_E4M3, quantized, and config.json has no quantization_config: load the bf16 or fp32 checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_NAMES)
+def test_files_that_are_not_the_weights_say_why(what, tmp_path):
+    change, message = OF_NAMES[what]
+    folder = neox(tmp_path / "model", change, "pytorch_model.bin" if what == "a checkpoint" else "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        read(folder)
+    assert str(error.value).startswith(f"model {str(folder)!r}")
+
+
+def test_a_stop_token_outside_the_vocabulary_is_named(tmp_path, caplog):
+    said = {}
+    for end in (63, 64):
+        folder = tmp_path / str(end)
+        hf.GPTNeoXConfig(vocab_size=64, bos_token_id=0, eos_token_id=1).save_pretrained(folder)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+        load_config(folder)
+        said[end] = caplog.text
+        caplog.clear()
+    assert not said[63]
+    assert "eos_token_id 64 is not one of the 64 tokens of the vocabulary, and ends no answer" in said[64]

@@ -249,5 +249,5 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(monkeypatch, soft, 
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", set_limit)
-    http._raise_open_files()
+    http.raise_open_files()
     assert asked == [(limit, hard) for limit in set_to]

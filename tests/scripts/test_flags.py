@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import logging
@@ -24,7 +25,7 @@ import tyro
 import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
-from rlkit.scripts import cli, distill, grpo, ppo
+from rlkit.scripts import cli, distill, grpo, kto, ppo
 from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.engines import check_engine
@@ -32,7 +33,8 @@ from rlkit.scripts.flags import CONFIG, grouped, help_text, list_flags, wrong_wo
 from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
 from rlkit.scripts.trial import advantage_of
-from rlkit.settings import Critic, Engines, Penalties, ranges
+from rlkit.scripts.unusual import warn_of_unusual
+from rlkit.settings import Critic, Engines, Penalties, Rollouts, ranges
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
@@ -644,6 +646,17 @@ def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
         distill.Loss(**flags)
 
 
+def test_coefficients_that_train_nothing_are_refused():
+    loss = distill.Loss("t", teacher_coef=0.0)
+    distill.Args(Model("m"), Data("d"), loss, Episodes(reward="a:b"), rollouts=Rollouts(group_size=2))  # GRPO
+    with pytest.raises(ValueError, match=r"^`teacher_coef` 0 trains nothing without a `reward`"):
+        distill.Args(Model("m"), Data("d"), loss)
+    with pytest.raises(ValueError, match=r"^`desirable_weight` and `undesirable_weight` are 0, so nothing trains"):
+        kto.Loss(desirable_weight=0.0, undesirable_weight=0.0)
+    with pytest.raises(ValueError, match=r"^`max_ratio` must be above 1, the ratio on-policy, got 0\.5"):
+        grpo.Loss(max_ratio=0.5)
+
+
 def test_a_reward_has_arguments_and_a_weight():
     spec = "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)"
     assert Episodes(reward=(f"{spec}=0.5", "a/b.py:f=2")).rewards() == {
@@ -662,6 +675,22 @@ def test_a_reward_has_arguments_and_a_weight():
             {"advantage": "returns(x=1)"},
             "--advantage rlkit.loops.estimators:returns(x=1): rlkit.loops.estimators:ret",
         ),
+        (
+            grpo,
+            {"advantage": "returns(gamma=99)"},
+            "--advantage rlkit.loops.estimators:returns(gamma=99): estimators.py:",
+        ),
+        (
+            ppo,
+            {"advantage": "n_step(n=1.5)"},
+            "--advantage rlkit.loops.estimators:n_step(n=1.5): estimators.py:n_step f",
+        ),
+        (
+            ppo,
+            {"advantage": "vapo(alpha=-1)"},
+            "--advantage rlkit.loops.estimators:vapo(alpha=-1): estimators.py:vapo f",
+        ),
+        (ppo, {"advantage": "gae(gamma=99)"}, "--advantage rlkit.loops.estimators:gae(gamma=99): estimators.py:gae f"),
         (grpo, {"kl_estimator": "k2"}, "--kl-estimator requires --kl-coef above 0, or --kl-limit"),
         (
             grpo,
@@ -711,3 +740,50 @@ def test_a_pair_of_baseline_and_advantage_without_meaning_is_refused():
         grpo.Loss(baseline="none")
     with pytest.raises(ValueError, match="`advantage` must be one of gae, vapo"):
         grpo.Loss(advantage="gea")
+
+
+UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
+    "clip_low=20": "--clip-low 20: a distance from 1, so the ratio is never clipped below",
+    "clip_low=1.0 loss=gmpo": "",
+    "clip_low=inf clip_high=inf": "",
+    "clip_high=20": "--clip-high 20: a distance from 1, so only ratios above 21 are clipped",
+    "clip_high=5.0": "",
+    "temperature=6.0": "--temperature 6: samples are close to random tokens",
+    "temperature=1.5": "",
+    "tis_max_weight=0.5": "--tis-max-weight 0.5: on-policy tokens, of ratio 1, get this weight too",
+    "tis_max_weight=1.0": "",
+    "entropy_target=6.0": "--entropy-target 6: no policy has that entropy: the uniform one has ln V = 5.57 nats",
+    "entropy_limit=5.6": "--entropy-limit 5.6: no policy has that entropy",
+    "entropy_limit=5.5": "",
+    "lr=0.1": "--lr 0.1: a step of AdamW changes each weight by about that much",
+    "lr=0.01": "",
+    "lr=0.1 optimizer=muon": "",
+    "lr=0.1 lora_rank=8": "",
+    "staleness=50.0 overlap=True": "--staleness 50: groups train up to that many steps late",
+    "staleness=8.0 overlap=True": "",
+}
+
+
+@pytest.mark.parametrize("given", UNUSUAL)
+def test_a_value_that_is_hardly_ever_meant_gets_a_line(given, caplog):
+    flags = {name: value for name, _, value in (pair.partition("=") for pair in given.split())}
+    flags = {name: value if name in ("loss", "optimizer") else ast.literal_eval(value.replace("inf", "1e999"))
+             for name, value in flags.items()}  # fmt: skip
+    warn_of_unusual(dict(flags_of(args_of(grpo.Args, **flags))), num_rows=263)
+    lines = [record.getMessage() for record in caplog.records]
+    expected = UNUSUAL[given]
+    assert len(lines) == bool(expected)
+    assert not expected or lines[0].startswith(expected)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in ("data", "plan", "report", "sweep")])
+def test_no_default_is_unusual(script, caplog):
+    warn_of_unusual(dict(flags_of(module_of(script).Args)), num_rows=32_000)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(name, monkeypatch):
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ValueError, match=f"^the environment variable {name} is 'abc', and torchrun sets a number: uns"):
+        check_rl(args_of(grpo.Args))

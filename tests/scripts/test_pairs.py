@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import nullcontext as ok
 from pathlib import Path
+from types import SimpleNamespace
 
 import nightly
 import pytest
 import torch
 import warm
 
+from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.run.folder import read_metrics
-from rlkit.scripts import cli, dpo
+from rlkit.scripts import cli, distill, dpo
 from rlkit.scripts.args import Data, Model
 from rlkit.scripts.start import warn_of_steps
 from rlkit.segments import sum_per_seq
@@ -118,6 +121,7 @@ def test_conflicting_flags_are_refused(task, tmp_path, capsys):
             "not cpo: the others have no reference",
         ),
         (["--loss", "hinge", "--gamma", "2"], "--gamma is for --loss simpo, not hinge"),
+        (["--train-vision"], f"error: --train-vision: {task / 'model'} has no vision tower"),
         (["--reference", str(task / "nothing")], f"error: --reference '{task / 'nothing'}': no folder; give a"),
     ]:
         with pytest.raises(SystemExit) as ended:
@@ -173,3 +177,13 @@ def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, scri
         given = command(task, script, tmp_path / output, "--steps", "2", *flags)
         cli.run(module.main, module.Args, None, argv=given)
     assert numbers(tmp_path / "own") == numbers(tmp_path / "named")
+
+
+def test_more_tokens_of_a_teacher_than_there_are_are_refused_before_it_loads(task):
+    path, tokenizer = str(task / "model"), load_tokenizer(task / "model")
+    num_rows = load_config(path).vocab_size
+    for k in (num_rows, num_rows + 1):
+        args = distill.Args(Model(path), Data("d"), distill.Loss(path, teacher_top_k=k))
+        place = SimpleNamespace(tokenizer=tokenizer, num_rows=num_rows)
+        with pytest.raises(ValueError, match=f"{k} is more than the {num_rows} tokens") if k > num_rows else ok():
+            distill.checked_teacher(args, place, path, has_images=False)

@@ -32,6 +32,7 @@ from rlkit.scripts.args import Data, Model
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import check_device
+from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Count, Needs, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
@@ -158,6 +159,7 @@ def main(args: Args) -> None:
     of_template = ("system_prompt", "template_args") if template is False else ()  # the run's have no place then
     options = {name: value for name, value in kept.items() if name not in of_template}
     options |= {**given, "chat_template": template}
+    warn_of_unusual(given)
     rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
     data = Data("-", **rendering)
     if not kept and not (folder / "model" / "config.json").is_file():
@@ -235,8 +237,7 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     from rlkit.model.launch import choose_device, load_policy
     from rlkit.model.pretrained import load_tokenizer
 
-    if device:
-        check_device(device)
+    check_device(device)
     device, _ = choose_device(device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
     exported = (folder / "model" / "config.json").is_file()
     if exported or not kept:

@@ -34,6 +34,7 @@ from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings
 from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets, read_env
 from rlkit.scripts.tools.chat import kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
+from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def main(args: Args) -> None:
     kept = kept_flags(folder)
     flags = flags_of_grpo(args, kept)
     asked = bring(args, flags, kept)
+    warn_of_unusual(vars(args))
     model, tokenizer = load_for(flags, folder, kept)
     flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
     sets, env = make_sets(flags, asked, model, tokenizer)
@@ -131,8 +133,7 @@ def bring(args: Args, flags: grpo.Args, kept: Mapping[str, Any]) -> Asked:
     check_judged(flags.episodes)
     flags.evaluation.check_sets(flags.data.eval_files())
     check_engine(flags.engine, device=args.device)
-    if args.device:
-        check_device(args.device)
+    check_device(args.device)
     with data_progress():
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}

@@ -1,0 +1,44 @@
+"""Values of flags that are allowed and hardly ever meant: percents, another scale, a bound that never binds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from math import inf, log
+from typing import Any, NamedTuple
+
+_log = logging.getLogger("rlkit.scripts")
+
+
+class Unusual(NamedTuple):
+    """A flag, where its value `x` is unusual among the flags `f`, and the line, which may name them and `uniform`."""
+
+    flag: str
+    where: Callable[[float, Mapping[str, Any]], bool]
+    says: str
+
+
+_ENTROPY = "no policy has that entropy: the uniform one has ln V = {uniform:.3g} nats per token"
+UNUSUAL = (
+    Unusual("clip_low", lambda x, f: 1 <= x < inf and f.get("loss") != "gmpo",
+            "a distance from 1, so the ratio is never clipped below; 0.2 is 20%, and inf clips nothing"),
+    Unusual("clip_high", lambda x, _: 10 <= x < inf,
+            "a distance from 1, so only ratios above {above:g} are clipped; 0.2 is 20%, and inf clips nothing"),
+    Unusual("temperature", lambda x, _: x > 5, "samples are close to random tokens; 0.6 to 1.2 is usual"),
+    Unusual("tis_max_weight", lambda x, _: x < 1, "on-policy tokens, of ratio 1, get this weight too; 2 is usual"),
+    Unusual("entropy_target", lambda x, f: x > f["uniform"], _ENTROPY),
+    Unusual("entropy_limit", lambda x, f: x > f["uniform"], _ENTROPY),
+    Unusual("lr", lambda x, f: x > 0.01 and f.get("optimizer") == "adamw" and not (f.get("lora_rank") or f["adapter"]),
+            "a step of AdamW changes each weight by about that much; 1e-6 to 1e-4 is usual for all weights"),
+    Unusual("staleness", lambda x, _: x > 16,
+            "groups train up to that many steps late, or each step starts as many times its prompts; 1 is usual"),
+)  # fmt: skip
+
+
+def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) -> None:
+    """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
+    given = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
+    for flag, where, says in UNUSUAL:
+        x = given.get(flag)
+        if x is not None and where(x, given):
+            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **given))
