@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "support"))  # tests import `warm`; pytest's importlib mode does not find it
-EXAMPLES = {"ci": 25, "nightly": 200}  # of each test with hypothesis, by `--hypothesis-profile`
+EXAMPLES = {"ci": 16, "nightly": 200}  # of each test with hypothesis, by `--hypothesis-profile`
 
 try:
     from hypothesis import settings

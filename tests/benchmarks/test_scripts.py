@@ -12,6 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import nightly
 import pytest
 import warm
 
@@ -171,7 +172,9 @@ def test_its_smallest_run(script, tmp_path, request):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("script", sorted(files() - MODULES))
+@pytest.mark.parametrize(
+    "script", nightly.only(sorted(files() - MODULES), "benchmarks/peers/compare_trl.py", "examples/demo.py")
+)
 def test_help(script):
     done = start(script, "--help", COLUMNS="200", TERM="dumb")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import json
 
+import nightly
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -54,7 +55,7 @@ def refused(capfd, *argv):
     return " ".join(capfd.readouterr().err.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", nightly.only(COMMANDS, "grpo", "sft", "dpo"))
 def test_a_token_without_a_row_is_named_before_the_first_step(command, folder, capfd):
     said = refused(capfd, *line(command), "--steps", "1")
     file = "pairs" if "pairs.jsonl" in COMMANDS[command] else "d"
@@ -74,7 +75,7 @@ def test_so_do_the_commands_that_do_not_train(argv, folder, capfd):
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", nightly.only(COMMANDS, "grpo", "sft", "dpo"))
 def test_new_rows_are_the_mean_of_the_others_and_are_exported(command, folder, capfd):
     """At a learning rate of 0 the export still has the mean rows; also where the run is resumed."""
     cli.main([*line(command), "--steps", "1", "--resize-embeddings"])

@@ -133,10 +133,9 @@ def test_every_rank_gets_the_references_log_probs_of_all_pairs(ranks, path):
 
 
 LAYOUTS = [("dpo", {"pp": 2}), ("kto", {"pp": 2}), ("reward model", {"pp": 2}), ("ppo", {"pp": 2})]
-LAYOUTS += [("distill", {"tp": 2, "cp": 2})]
 LAYOUTS += [
     pytest.param(name, sizes, marks=pytest.mark.slow)
-    for name, sizes in (("distill", {"pp": 2}), ("distill top k", {"tp": 2, "cp": 2}))
+    for name, sizes in (("distill", {"tp": 2, "cp": 2}), ("distill", {"pp": 2}), ("distill top k", {"tp": 2, "cp": 2}))
 ]
 LAYOUTS += [pytest.param("dpo", {"pp": 2, "tp": 2}, marks=pytest.mark.slow)]
 

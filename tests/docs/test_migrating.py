@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import nightly
 import pyarrow
 import pytest
 import screens
@@ -194,7 +195,9 @@ HUB = {
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(("script", "flags"), COMMANDS, ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)])
+@pytest.mark.parametrize(
+    ("script", "flags"), nightly.only(COMMANDS, *COMMANDS[::2]), ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)]
+)
 def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -> None:
     """Parsed as they stand; run with a tiny model, little data and one process."""
     module = script_module(script)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nightly
 import pytest
 import torch
 import yaml
@@ -157,7 +158,7 @@ PROCESSES = [  # accelerate's and torchrun's, in whose number TRL's sizes are
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "launcher", "completions"), PROCESSES)
+@pytest.mark.parametrize(("words", "launcher", "completions"), nightly.only(PROCESSES, *PROCESSES[::3]))
 def test_the_processes_of_a_launcher_are_torchruns(
     words: str, launcher: str, completions: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +191,7 @@ FIXED = [  # of fixed data: (script, their words, ours)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "words", "expected"), FIXED)
+@pytest.mark.parametrize(("script", "words", "expected"), nightly.only(FIXED, *FIXED[::3]))
 def test_options_of_fixed_data_are_translated(
     script: str, words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +285,7 @@ def test_a_buffer_that_is_off_is_none(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["reward"] == "f.py:compute_score"
 
 
-@pytest.mark.parametrize(("script", "words", "expected"), SUMS)
+@pytest.mark.parametrize(("script", "words", "expected"), nightly.only(SUMS, *SUMS[::3]))
 def test_batch_sizes_are_those_of_the_other_system(
     script: str, words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,7 +324,7 @@ VALUES = [  # (their words, ours)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "expected"), VALUES)
+@pytest.mark.parametrize(("words", "expected"), nightly.only(VALUES, *VALUES[::3]))
 def test_values_are_translated(words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     found = ours_of("grpo", shlex.split(words.replace("'", "")), capsys)
     watched = {"baseline", "aggregate", "kl_coef", "kl_in", "kl_estimator", "track", "save_steps", "eval_steps"}

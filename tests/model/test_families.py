@@ -8,6 +8,7 @@ import re
 import warnings
 from pathlib import Path
 
+import nightly
 import pytest
 import torch
 import transformers as hf
@@ -90,7 +91,7 @@ def check(model_type):
     return found
 
 
-@pytest.mark.parametrize("model_type", IN_CI)
+@pytest.mark.parametrize("model_type", nightly.only(IN_CI, *IN_CI[::2]))
 def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")

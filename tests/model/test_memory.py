@@ -117,7 +117,7 @@ EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
         pytest.param("Qwen2", DENSE, 64, {"shard": 16, "cp": 4}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 512, "ep": 8}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "tp": 4, "ep": 8}, marks=pytest.mark.slow),
-        ("Qwen2", TIED, 64, {"shard": 8, "tp": 2, "pp": 4}),
+        pytest.param("Qwen2", TIED, 64, {"shard": 8, "tp": 2, "pp": 4}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "pp": 4, "ep": 8}, marks=pytest.mark.slow),
     ],
 )
