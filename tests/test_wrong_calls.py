@@ -182,16 +182,18 @@ def test_weights_that_are_all_0_keep_a_mean_of_0():
 
 
 def test_a_model_in_train_mode_with_dropout_is_refused_by_the_layer():
-    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+    from transformers import GPT2Config, GPT2ForTokenClassification, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
     gpt2 = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 16, "n_positions": 8, "attn_pdrop": 0.0}
     opt = {"hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 16}
     models = {
-        "transformer.h.0.attn.resid_dropout": GPT2LMHeadModel(GPT2Config(**gpt2, embd_pdrop=0.0)),
-        "model.decoder": OPTForCausalLM(OPTConfig(**opt, word_embed_proj_dim=8, dropout=0.1)),  # an attribute
+        "h.0.attn.resid_dropout": GPT2LMHeadModel(GPT2Config(**gpt2, embd_pdrop=0.0)),
+        "decoder": OPTForCausalLM(OPTConfig(**opt, word_embed_proj_dim=8, dropout=0.1)),  # an attribute
     }
     for place, model in models.items():
         refused(lambda m=model: Policy(m.train())(batch()), f"in train mode and has dropout ({place}): ")
         refused(lambda m=model: Policy(m.eval())(batch()), "is not set up for training")  # the check after it
     without = GPT2LMHeadModel(GPT2Config(**gpt2, embd_pdrop=0.0, resid_pdrop=0.0)).train()
     refused(lambda: Policy(without)(batch()), "is not set up for training")
+    critic = GPT2ForTokenClassification(GPT2Config(**gpt2, embd_pdrop=0.0, resid_pdrop=0.0, classifier_dropout=0.1))
+    refused(lambda: Policy(critic.train())(batch()), "is not set up for training")  # its head's is not applied

@@ -295,9 +295,12 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 
 
-def _check_no_dropout(model: nn.Module) -> None:
-    """Refuse a model in train mode that has dropout; that of adapters alone (`dropping`) leaves it in eval mode."""
-    for name, module in model.named_modules() if model.training else ():
+def _check_no_dropout(model: Any) -> None:
+    """Refuse a model in train mode that has dropout below its head, whose own is not applied.
+
+    That of adapters alone (`rlkit.model.lora.dropping`) leaves the model in eval mode.
+    """
+    for name, module in model.base_model.named_modules() if model.training else ():
         rates = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
         if any(isinstance(x, float) and x > 0 for key, x in rates.items() if key == "p" or "dropout" in key):
             why = "log-probs of the same weights would differ from call to call"
