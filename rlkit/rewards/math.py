@@ -20,6 +20,7 @@ import signal
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from decimal import Decimal
 from fcntl import F_SETFL, F_SETOWN, fcntl
 from importlib.util import find_spec
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -41,6 +42,8 @@ _MEMORY_BYTES = 2 << 30
 _MAX_CHARACTERS = 100_000
 _SEARCHED = 12_000  # characters at the end of a text
 _COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?)0*(\d{1,2})(?!\w|\.\d)")
+_WHEN = re.compile(r"(?<![\d:-])(?:\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}(?::\d{2})?)(?![\d:-])")  # a date, or a clock time
 _BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that takes linear time
 
 
@@ -64,6 +67,7 @@ async def boxed(
 
     No box is no answer: 0. The gold answer is `row[column]`, or without `column` what `rlkit.rewards.text.gold_answer`
     finds. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end with `#### 72` (GSM8K).
+    `3.2e-4` is a number, in both. A date (`2024-01-05`) or clock time (`12:30`) is compared as a text.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
     """
@@ -107,11 +111,18 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
     Raises ValueError if the gold answer cannot be parsed, MissingExtra if math-verify cannot be imported.
 
     Limits: identical texts are equal without a comparison. Not symmetric (a gold `x = 5` equals 5), and letters are
-    variables: `ab` equals `ba`. Floats are rounded to 6 decimals.
+    variables: `ab` equals `ba`. Floats are rounded to 6 decimals, to more for a gold answer such as `3.2e-7`. `2e-3`
+    may be 0.002 or 2e - 3 with Euler's number; in a text that is searched it is 0.002. An answer that contains no clock
+    time is compared with a gold `1:16` as mathematics: it may be a ratio.
     """
     gold, answer = _bare(gold), answer[-_SEARCHED:] if search else _bare(answer)
     if not search and gold and gold == answer:
         return Verdict(True, True, "")
+    if _WHEN.fullmatch(gold):
+        found = [text.lstrip("0") for text in _WHEN.findall(_bare(answer)) if (":" in text) == (":" in gold)]
+        if found or ":" not in gold:
+            same = found[-1:] == [gold.lstrip("0")]
+            return Verdict(same, True, "" if same else "a wrong answer")
     if (size := len(gold) + len(answer)) > _MAX_CHARACTERS:
         return Verdict(False, True, f"too long to compare: {size} characters")
     async with turn("compare mathematics", _NUM_WORKERS), off_the_clock():
@@ -241,6 +252,16 @@ def _prepare_worker(memory_bytes: int) -> None:
         _compare("1", "2", False, 60.0)  # the first use loads more
 
 
+def _power(number: re.Match[str]) -> str:
+    """3.2e-4 as `3.2*10^{-4}`."""
+    return f"{number.group(1)}*10^{{{int(number.group(2) + number.group(3))}}}"
+
+
+def _decimal(number: re.Match[str]) -> str:
+    """3.2e-4 as `0.00032`."""
+    return format(Decimal(number.group()), "f")
+
+
 def _compare(gold: str, answer: str | None, search: bool, alarm_s: float) -> tuple[bool, bool, bool]:
     """Whether math-verify can parse the gold answer, can parse the answer, and finds them equal."""
     import math_verify
@@ -250,14 +271,22 @@ def _compare(gold: str, answer: str | None, search: bool, alarm_s: float) -> tup
         found: list[Any] = math_verify.parse(text, config, parsing_timeout=None)
         return found
 
+    def read(text: str) -> list[Any]:
+        numbers = [*_SCIENTIFIC.finditer(text)]
+        texts = [_SCIENTIFIC.sub(form, text) for form in (_power, _decimal)] if numbers else []
+        if all(number.group(2) for number in numbers):  # else 2e3 would be e * 6, as 3e2
+            texts.insert(0, text)
+        return [one for text in texts for one in parse(rf"\boxed{{{text}}}")] or parse(texts[-1])
+
     signal.setitimer(signal.ITIMER_REAL, alarm_s)  # kills a worker whose parent has ended, on macOS
     golds: list[Any] = []
     with suppress(Exception):
-        golds = parse(rf"\boxed{{{gold}}}") or parse(gold)
+        golds = read(gold)
     answers: list[Any] = []
     if golds and answer is not None:
-        answers = parse(answer) if search else parse(rf"\boxed{{{answer}}}") or parse(answer)
-    equal = bool(answers) and math_verify.verify(golds, answers, timeout_seconds=None)
+        answers = parse(_SCIENTIFIC.sub(_decimal, answer)) if search else read(answer)
+    decimals = 6 + max((int(n.group(3)) for n in _SCIENTIFIC.finditer(gold) if n.group(2) == "-"), default=0)
+    equal = bool(answers) and math_verify.verify(golds, answers, float_rounding=decimals, timeout_seconds=None)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return bool(golds), bool(answers), bool(equal)
 

@@ -19,7 +19,10 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from rlkit.data.columns import is_empty
@@ -300,6 +303,9 @@ def _positive(**numbers: float) -> None:
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(r"[-+]?[$€£]?(\d+ )?(\d[\d,]*(\.\d*)?|\.\d+)(e[-+]?\d+|/\d+)?\s*%?", re.IGNORECASE)
+_MEANT = re.compile(r"(?<![\w)])-(?=[$€£]?\.?\d)|(?<=\d[eE])-(?=\d)|(?<![^\W\d])[.](?=\d)|(?<=\d)/(?=\d)")
+_KEPT = str.maketrans("-./", "\u2212\u00b7\u2215")  # minus, middle dot, division slash: no ASCII punctuation
 
 
 def gold_answer(row: Mapping[str, Any]) -> Any | None:
@@ -354,14 +360,35 @@ def squad_normalize(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
+def _normalizer(reference: str) -> Callable[[str], str]:
+    """`squad_normalize`, or what keeps more where that would take the meaning of a reference.
+
+    Of a number (`-3`, `2.5`, `1/2`) the sign, point and slash stay. Where nothing is left of a text (`A`, `+`),
+    articles stay, else punctuation, too.
+    """
+    if _NUMBER.fullmatch(reference.strip()):
+        return lambda text: squad_normalize(_MEANT.sub(lambda found: found.group().translate(_KEPT), text))
+
+    def words(text: str) -> str:
+        return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+    def literal(text: str) -> str:
+        return " ".join(text.lower().split())
+
+    return next((form for form in (squad_normalize, words, literal) if form(reference)), squad_normalize)
+
+
 @needing(lambda column: (column,))
 def exact_match(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
     """1 if the completion is one of the references `row[column]` (a text or a list of texts) after `squad_normalize`.
 
-    Differs: verl's `search_r1_like_qa_em` first takes the last `<answer>` tag; use `last_tag` for that.
+    Limits:  texts, not values: `2.50` is not `2.5` (`rlkit.rewards.math.boxed`). `C++` is `C`.
+    Differs: SQuAD takes `-3` for `3`, `2.5` for `25`, and `A` or `+` for an empty text (`_normalizer`).
+             verl's `search_r1_like_qa_em` first takes the last `<answer>` tag; use `last_tag` for that.
     Reference: SQuAD's exact match.
     """
-    return max(float(squad_normalize(completion) == squad_normalize(text)) for text in _references(row, column))
+    forms = [(_normalizer(text), text) for text in _references(row, column)]
+    return max(float(form(completion) == form(text)) for form, text in forms)
 
 
 @needing(lambda column: (column,))
@@ -371,13 +398,15 @@ def f1(completion: str, row: dict[str, Any], *, column: str = "answer") -> float
         P = |c & r| / |c|     R = |c & r| / |r|     F1 = 2 P R / (P + R)
 
     Limits:    equal bags of words 1, no common word 0; two empty texts 1, one empty text 0.
+    Differs:   as `exact_match` from SQuAD, for numbers and texts of articles or punctuation alone.
     Reference: SQuAD's F1.
     """
     return max(_f1(completion, text) for text in _references(row, column))
 
 
 def _f1(completion: str, reference: str) -> float:
-    words, wanted = squad_normalize(completion).split(), squad_normalize(reference).split()
+    form = _normalizer(reference)
+    words, wanted = form(completion).split(), form(reference).split()
     if not words or not wanted:
         return float(words == wanted)
     common = sum((Counter(words) & Counter(wanted)).values())
@@ -386,9 +415,12 @@ def _f1(completion: str, reference: str) -> float:
 
 @needing(lambda column: (column,))
 def contains(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
-    """1 if a reference's normalised words occur consecutively in the completion, else 0 (Search-R1's subEM)."""
-    text = f" {squad_normalize(completion)} "
-    return max(float(f" {squad_normalize(reference)} " in text) for reference in _references(row, column))
+    """1 if a reference's normalised words occur consecutively in the completion, else 0 (Search-R1's subEM).
+
+    Words are normalised as by `exact_match`.
+    """
+    forms = [(_normalizer(text), text) for text in _references(row, column)]
+    return max(float(f" {form(text)} " in f" {form(completion)} ") for form, text in forms)
 
 
 def repetition(completion: str, _row: dict[str, Any], *, n: int = 3, max_penalty: float = -1.0) -> float:
@@ -430,20 +462,33 @@ def repeated_share(items: Sequence[Hashable], *, n: int) -> float:
 def language_share(completion: str, _row: dict[str, Any], *, scripts: Iterable[str] = ("LATIN",)) -> float:
     """The share of letters that belong to the scripts named, as in "CYRILLIC", "CJK", "HIRAGANA"; 1 without letters.
 
+    A script is what Unicode's names of its letters begin with, in upper or lower case. Another name is a ValueError.
+
     A stand-in for DeepSeek-R1's language consistency reward (the share of words in the target language): a script is
     exact and needs no language model, but does not tell English from French.
 
     Reference: https://arxiv.org/abs/2501.12948, section 2.3.2
     """
-    wanted = tuple(scripts)
+    wanted = tuple(map(_script, (scripts,) if isinstance(scripts, str) else scripts))
     letters = [unicodedata.name(char, "") for char in completion if char.isalpha()]
     return sum(name.startswith(wanted) for name in letters) / len(letters) if letters else 1.0
+
+
+@cache
+def _script(name: str) -> str:
+    wanted = name.upper()
+    letters = [unicodedata.name(char, "") for char in map(chr, range(0x20000)) if char.isalpha()]
+    if not any(letter.startswith(f"{wanted} ") for letter in letters):
+        near = get_close_matches(wanted, sorted({letter.partition(" ")[0] for letter in letters}), cutoff=0.75)
+        known = f"did you mean {' or '.join(near)}?" if near else "e.g. LATIN, CYRILLIC, GREEK, ARABIC, CJK, HIRAGANA"
+        raise ValueError(f"scripts: no letter in Unicode has a name that begins with {name!r} ({known})")
+    return wanted
 
 
 def _references(row: dict[str, Any], column: str) -> list[str]:
     value = row.get(column)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(int(value) if value == value // 1 else value)  # 4.0 of a column with gaps is written 4
+        value = format(Decimal(str(value)), "f").removesuffix(".0")  # 4.0 of a column with gaps is written 4
     references = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
     if not references or not all(isinstance(text, str) for text in references):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts, got {repr(value)[:80]}")

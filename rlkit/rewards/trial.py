@@ -109,8 +109,8 @@ async def try_reward(
         return replace(found, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
     if blind:
         return found
-    same = alone and not _is_ours(function) and len(values) == 1
-    return replace(found, note=_note(function, row, tried)) if same or _reads_gold(function, seen) else found
+    same, reads = alone and not _is_ours(function) and len(values) == 1, _reads_gold(function, seen)
+    return replace(found, note=_note(function, row, tried, reads)) if same or reads else found
 
 
 async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: Sequence[tuple[str, str, Any]]) -> str:
@@ -189,8 +189,10 @@ async def _written(call: Callable[..., Any], gold: str, other: str | None, nothi
     return form.format(text), best
 
 
-def _note(function: Callable[..., Any], row: Mapping[str, Any], tried: Sequence[tuple[str, str, Any]]) -> str:
-    """The line about a function that gives the gold answer no more than other texts."""
+def _note(
+    function: Callable[..., Any], row: Mapping[str, Any], tried: Sequence[tuple[str, str, Any]], reads: bool
+) -> str:
+    """The line about a function that gives the gold answer no more than other texts, and perhaps never `reads` it."""
     (_, gold, best), *others = tried
     gold = gold.replace("its gold", "the row's own")
     given = " and ".join(f"{_number(result):g} to {what}" for _, what, result in others)
@@ -198,6 +200,7 @@ def _note(function: Callable[..., Any], row: Mapping[str, Any], tried: Sequence[
     why = "" if kind == "str" else f"; the row's answer is {_article(kind)} and a completion is a text"
     return (
         f"{name_of(function)} gives {_number(best):g} to {gold}, {given}{why}: "
+        f"{'' if reads else 'right if it judges the form alone; else '}"
         "compare how the function reads an answer with how the data writes it"
     )
 

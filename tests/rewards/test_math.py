@@ -61,6 +61,16 @@ PAIRS = [
     ("She has 48 / 2 = 24 left.\n#### 72", "72", True),
     ("$$7$$", "$7$", True),
 ]
+# Of numbers as JSON writes them, and of dates and clock times.
+WRITTEN = [
+    (0.00001, "0.00001", 1), (0.00001, "10^{-5}", 1), (0.00001, "1 \\times 10^{-5}", 1), (0.00001, "0.00002", 0),
+    (0.00001, "1", 0), (1e-7, "2e-07", 0), (1e-7, "0.0000002", 0), (1.5e-7, "2.5 \\times 10^{-7}", 0), (1e-12, "0", 0),
+    ("3.2e-4", "0.00032", 1), ("3.0e8", "300000000", 1), ("3.0e8", "3 \\cdot 10^8", 1), ("3.0e8", "3.1E8", 0),
+    ("6.02e23", "6.02 \\times 10^{23}", 1), ("6.02e23", "6.03e23", 0), (1e16, "10^{16}", 1), ("0.00032", "3.2e-4", 1),
+    ("1", "1e-05", 0), ("2e3", "3e2", 0), ("2e-3", "-3 + 2e", 1), ("-3.2e-4", "0.00032", 0),
+    ("2024-01-05", "2018", 0), ("2024-01-05", "2024-01-05", 1), ("2024-01-05", "2024-02-04", 0), ("12:00", "3:00", 0),
+    ("12:30", "\\text{12:30}", 1), ("09:05", "9:05", 1), ("12:30", "2:05", 0), ("1:16", "\\frac{1}{16}", 1),
+]  # fmt: skip
 HANGS = "9999999999!"
 
 
@@ -76,6 +86,18 @@ async def test_published_pairs(gold, text, right):
 async def test_pairs_decided_by_hand(gold, answer, right):
     verdict = await equal(gold, answer, timeout_s=60)
     assert verdict == (right, True, "" if right else "a wrong answer")
+
+
+@pytest.mark.parametrize(("gold", "answer", "right"), WRITTEN)
+async def test_numbers_dates_and_times_as_data_writes_them(gold, answer, right):
+    text = f"At 11:59 it is \\boxed{{{answer}}}"
+    given = [await reward(text, {"answer": gold}, timeout_s=60) for reward in (boxed, anywhere)]
+    assert [one["reward"] for one in given] == [right, right]
+
+
+async def test_a_number_with_an_exponent_in_prose():
+    assert (await anywhere("The answer is 1e-05.", {"answer": 0.00001}, timeout_s=60))["reward"] == 1.0
+    assert (await anywhere("The answer is 1e-05.", {"answer": 1}, timeout_s=60))["reward"] == 0.0
 
 
 AROUND = [

@@ -62,6 +62,24 @@ def test_a_number_is_its_text(answer):
     assert exact_match("4.5", {"answer": 4.5}) == 1.0
 
 
+# Decided by hand: SQuAD's script takes a sign, point or slash away, and an article.
+MEANT = [
+    ("A", "A", 1), ("A", " (a). ", 1), ("A", "", 0), ("A", "B", 0), ("the", "The", 1),
+    ("+", "+", 1), ("+", "-", 0), ("+", "", 0),
+    ("-3", "-3", 1), ("-3", "3", 0), ("3", "-3", 0), ("-3", "\u22123.", 1), ("2.5", "2.5.", 1), ("2.5", "25", 0),
+    ("25", "2.5", 0), (".5", "5", 0), ("1/2", "1/2", 1), ("1/2", "12", 0), ("12", "1/2", 0), ("1,000", "1000", 1),
+    ("$5", "5", 1), ("-$5", "$5", 0), ("50", "50%", 1), ("1e-5", "1e5", 0), ("1-0", "10", 1),
+    ("a 2.5 mile", "25 mile", 1),
+    (0.00001, "0.00001", 1), (1e16, "10000000000000000", 1), (2.5, "25", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reference", "answer", "right"), MEANT)
+def test_a_reference_keeps_its_meaning(reference, answer, right):
+    assert exact_match(answer, {"answer": reference}) == f1(answer, {"answer": reference}) == right
+    assert contains(f"so it is {answer}", {"answer": reference}) == right
+
+
 def test_the_gold_answer_of_each_librarys_rows():
     rows = [
         {"question": "q", "answer": "So 70 + 2 = 72.\n#### 72"},  # openai/gsm8k
@@ -127,6 +145,10 @@ def test_the_share_of_a_script():
     assert language_share("да no", {}, scripts=("CYRILLIC", "LATIN")) == 1.0
     assert language_share("你好 ab", {}, scripts=["CJK"]) == 0.5
     assert language_share("42", {}) == 1.0
+    assert language_share("да no", {}, scripts="Cyrillic") == language_share("да no", {}, scripts=["latin"]) == 0.5
+    for name, near in (("English", "e.g. LATIN"), ("Cyrilic", "did you mean CYRILLIC"), ("L", "begins with 'L'")):
+        with pytest.raises(ValueError, match=near):
+            language_share("no", {}, scripts=[name])
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,11 @@ MISTAKES = {
         "def f(data_source, solution_str, ground_truth, extra_info):\n    return {'acc': 1.0}\n", ROWS, "!without 'rewa"),
     "the names swapped": ("def f(row, completion):\n    return 1.0\n", ROWS, "!names them ['row', 'completion']"),
     "a number and a text": ("return float(completion == row['level'])", ROWS, f"~gives 0 {NEVER} '7', 0 to an"),
-    "int of the answer": ("return float(completion == int(row['answer']))", ROWS, f"~gives 0 {NEVER} '7'"),
+    "int of the answer": (
+        "return float(completion == int(row['answer']))", ROWS, "~to another row's answer '9': compare how the function"),
     "an int in the data": ("return float(completion.strip() == row['answer'])", INTS, "~is an int and a completion is a"),
     "lower case": ("return float(completion.lower() == row['answer'])", PARIS, f"~gives 0 {NEVER} 'Paris'"),
+    "the form alone": ("return float(completion.startswith('Dear'))", ROWS, "~: right if it judges the form alone; else c"),
     "always 0": ("return 0.0", ROWS, "~gives 0"),
     "always 1": ("return 1.0", ROWS, "~gives 1"),
     "a blank too many": ("return float(completion == row['answer'] + ' ')", ROWS, f"~gives 0 {NEVER} '7', 0 to an"),
