@@ -75,12 +75,15 @@ def refuse_media(row: Row, place: str) -> None:
 
 
 def joined_parts(parts: Sequence[Any], place: str) -> str:
-    """The text of `[{"type": "text", "text": ...}, ...]`; ValueError for a part that is not text, such as an image."""
+    """The text of `[{"type": "text", "text": ...}, ...]`, in Bedrock's form without the type.
+
+    ValueError for a part that is not text, such as an image.
+    """
     for number, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = repr(part.get("type") if isinstance(part, Mapping) else part)[:80]
+        kind = part.get("type", "text" if [*part] == ["text"] else None) if isinstance(part, Mapping) else part
+        if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
-                f"{place}[{number}] is {kind}: rlkit reads text only, as a string or as parts "
+                f"{place}[{number}] is {repr(kind)[:80]}: rlkit reads text only, as a string or as parts "
                 "{'type': 'text', 'text': '...'}; drop the row or the part"
             )
     return "".join(part["text"] for part in parts)

@@ -10,19 +10,22 @@ import itertools
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.data.files import Row, format_of
 from rlkit.data.schema import ANSWERS
-from rlkit.data.sources import Source, expand, find
+from rlkit.data.sources import HELD_OUT, Source, expand, find
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
 ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "function", "function_call", "tool_call"}
 _JSON_TURNS = re.compile(r"\s*(\[\s*)?\{")
 _PYTHON_TURNS = re.compile(r"\s*(\[\s*)?\{\s*'(role|content|from|value)'\s*:")
+_NAMED = 4  # values in a line
 _PROGRESS = 1000  # rows between two log lines
+_log = logging.getLogger("rlkit.data")
 _progress = logging.getLogger("rlkit.data.progress")
 
 
@@ -143,10 +146,15 @@ def sources_of(
         )
     if not given:
         raise ValueError("no file is given: path_or_id is an empty list")
-    return [
+    found = [
         source for spec in given for path in expand(spec)
         for source in find(path, name=name, split=split, held_out=held_out)
     ]  # fmt: skip
+    seen = Counter(Path(source.name).expanduser().resolve() for source in found)
+    for path, num in seen.items():
+        if num > 1:
+            _log.warning("%s is given %d times, and each of its rows is used as often", path.name, num)
+    return found
 
 
 def _joined(
@@ -189,6 +197,17 @@ def mixed_types(rows: Sequence[Row]) -> Iterator[str]:
                 told.add(column)
                 there, here = place_of(rows, first), place_of(rows, index, with_source=False)
                 yield f"column {column!r} mixes types: {before} in {there}, {kind} in {here} ({repr(value)[:60]})"
+
+
+def name_splits(rows: Sequence[Row]) -> None:
+    """Log each column that says which split a row is of, where it names several, or one that is held out."""
+    source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
+    for name in ("split", "partition", "fold", "subset"):
+        held = dict.fromkeys(str(row[name]) for row in rows if row.get(name) not in (None, ""))
+        if HELD_OUT & {*map(str.lower, held)} or (len(held) > 1 and name in ("split", "fold")):
+            more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+            names = ", ".join([*held][:_NAMED])
+            _log.warning("%scolumn %r holds %s%s: all rows are used", source, name, names, more)
 
 
 def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueError:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
-from rlkit.data.columns import is_empty, truth, without_nulls
+from rlkit.data.columns import is_empty, joined_parts, truth, without_nulls
 from rlkit.data.load import FromText, Row, as_messages, column_error, turns_of_text
 from rlkit.data.schema import OF_MESSAGES, PROMPTS
 
@@ -114,6 +114,9 @@ def json_of(value: Any) -> Any:
 def system_of(row: Row, place: str) -> str | None:
     """The system message in the row's own column `system` or `system_prompt`; ValueError where they differ."""
     found = {name: row[name] for name in ("system", "system_prompt") if not is_empty(row.get(name))}
+    for name, value in found.items():
+        parts = value if isinstance(value, list) and len(mappings(value)) == len(value) else []
+        found[name] = joined_parts(without_nulls(parts), f"{place}: {name}") if parts else value
     for name, value in found.items():
         if not isinstance(value, str):
             what = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -13,16 +14,22 @@ from rlkit.data.drop import drop
 from rlkit.data.forms import Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import Converted, mappings
+from rlkit.data.messages import Converted, json_of, mappings
 from rlkit.data.schema import ANSWERS, PAIRED, RESPONSES
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE
 
 _log = logging.getLogger("rlkit.data")
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
+_PYTHON = 3  # the place of the note on Python's text in those of `odd_texts`
 _FEW, _SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
-_MISSING = {  # of pandas, SQL, JSON, spreadsheets and Self-Instruct
-    "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "#N/A", "<noinput>", "<nooutput>",
+_MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
+    "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
+    "[deleted]", "[removed]", "<noinput>", "<nooutput>",
 }  # fmt: skip
+_VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
+_FURTHER = re.compile(
+    r"\S\n\n(Human|### Human|### Instruction):.*\n\n(Assistant|### Assistant|### Response):", re.DOTALL
+)
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
 _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
@@ -30,9 +37,7 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
 )
 
 
-def name_oddities(
-    rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], texts: Sequence[tuple[str, str]]
-) -> None:
+def name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
     again = "repeat the prompt at the beginning of"
     for forms, what, bad, why in (
@@ -53,20 +58,39 @@ def name_oddities(
         (
             "have a text that stands for a missing value",
             "hold characters that are seldom meant (of a file in another encoding, or written by Windows)",
+            "have further turns inside an answer, which train as its text: give them as messages, or cut them off",
+            "have an answer that is Python's text of a value, and train on its quotes and brackets",
         )
     ):
         noted = [(index, notes[number]) for index, notes in enumerate(texts)]
+        num = sum(bool(note) for _, note in noted)
+        if number == _PYTHON and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
+            continue
         drop(rows, noted, bool, what="rows", why=why, keep=True, note=lambda found: f" ({found})")
 
 
-def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> tuple[str, str]:
-    """The notes on the missing values and on the characters in what is read of a row: its columns `used` and texts."""
+def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
+    """The notes on what is read of a row, its columns `used` and texts: on missing values, characters, further turns
+    in answers, and answers that are Python's text of a value. Of a text that is all trained, `answers` is `asked`."""
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
     missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
     odd = [what for text in texts for what in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
-    return tuple(", ".join(dict.fromkeys(found)) for found in (missing, odd))  # type: ignore[return-value]
+    said = [] if answers is asked else answers
+    turns = [f"{found[1]}: ... {found[2]}:" for text in said if (found := _FURTHER.search(text))]
+    values = [repr(text[:30]) for text in said if _is_value(text)]
+    return [", ".join(dict.fromkeys(found)) for found in (missing, odd, turns, values)]
+
+
+def _is_value(text: str) -> bool:
+    """Whether a text is what Python writes of bytes, an object or a list of one text, and no JSON."""
+    if not _VALUE.match(text) or not isinstance(json_of(text), str):
+        return False
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ast.literal_eval(text.strip())
+        return isinstance(value, bytes | dict) or (isinstance(value, list) and [*map(type, value)] == [str])
+    return False
 
 
 def _characters(text: str) -> Iterable[str]:

@@ -23,7 +23,7 @@ from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings
 from rlkit.data.oddities import name_foreign, name_oddities, name_repeats, odd_texts
 from rlkit.data.schema import FOR_REWARDS, IN_SFT, LABELS, OF_TEMPLATE, PAIRED, PROMPTS, RESPONSES
-from rlkit.data.template import RESULTS, Template
+from rlkit.data.template import NO_PROMPT, RESULTS, Template
 from rlkit.data.turns import (
     CONVERSATION,
     LABELLED,
@@ -61,6 +61,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         place = place_of(rows, index)
         own = template.of_row(row, place) if template.apply else template
         turns.append(_with_images(form.read(row, place, own), row, rows, template, place))
+        if all(turn.empty and turn.label is not False for turn in (turns[-1][:1] if form is PAIR else turns[-1])):
+            own.lost.pop(NO_PROMPT, None)  # the row is dropped
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         turns[-1] = [opened_once(turn, template) for turn in turns[-1]] if template.apply else turns[-1]
         used = _used(row, form, plain=not template.apply)

@@ -20,7 +20,7 @@ _SPLITS = {  # the words by which file and folder names name a split, as `datase
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
-_HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
+HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 _PIECE = 1 << 16  # bytes
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)")
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # files about the data
@@ -106,7 +106,7 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
     chosen = _choose([key or "train" for key in splits], split, str(path), held_out=held_out)
     found, files = files, splits[chosen if None not in splits else None]
     _check_shards(path, chosen, files)
-    usual = chosen in _HELD_OUT if held_out else chosen == "train"
+    usual = chosen in HELD_OUT if held_out else chosen == "train"
     if split is None and None not in splits and (len(files) < len(found) or not usual):
         left = _listed([file for file in found if file not in files])
         _log.warning("%s: reads the split %s: %s%s", path, chosen, _listed(files), f", and not {left}" if left else "")
@@ -144,7 +144,7 @@ def _choose(splits: Sequence[str], split: str | None, where: str, *, held_out: b
         return known
     if len(splits) == 1:
         return splits[0]
-    fitting = [s for s in splits if (s in _HELD_OUT if held_out else s == "train")]
+    fitting = [s for s in splits if (s in HELD_OUT if held_out else s == "train")]
     if len(fitting) != 1:
         which = "one test or validation split" if held_out else "'train'"
         raise ValueError(f"{where}: it has the splits {sorted(splits)}, and not {which}: name one, as {where}:SPLIT")

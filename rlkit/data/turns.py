@@ -28,7 +28,7 @@ from rlkit.data.load import Row, column_error
 from rlkit.data.markup import REASONING, markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.schema import PROMPTS, RESPONSES
-from rlkit.data.template import NO_PROMPT, ROLES, Template, role_fix
+from rlkit.data.template import ROLES, Template, role_fix
 
 _log = logging.getLogger("rlkit.data")
 SYSTEM = ("system", "developer")
@@ -162,7 +162,6 @@ def _prompt(row: Converted, place: str, template: Template) -> list[Turn]:
         raise ends_with_answer(place, FINISHED)
     begun = str(messages[-1].get("content") or "") if begins_answer(messages) else ""
     empty = all(map(_is_empty, messages)) if messages else not text.strip()
-    template.lost.pop(NO_PROMPT if empty else None, None)  # it is dropped
     return [Turn(place, text, empty=empty, begun=begun)]
 
 

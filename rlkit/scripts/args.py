@@ -171,7 +171,7 @@ class Data:
 
         ValueError for a row that has none of the `forms`.
         """
-        from rlkit.data.load import load_rows, mixed_types
+        from rlkit.data.load import load_rows, mixed_types, name_splits
         from rlkit.data.prompts import shared
         from rlkit.data.turns import PROMPT
 
@@ -185,6 +185,8 @@ class Data:
             where = "neither --data nor --eval-data has that column" if self.eval_data else "no file has that column"
             raise ValueError(f"--rename {both[0]}: {where}")
         found = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
+        for part in rows:
+            name_splits(part)
         for column in (line for part in rows for line in mixed_types(part)) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
         names = [name for part in rows for name in part.sources]

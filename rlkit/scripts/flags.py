@@ -237,6 +237,9 @@ def _fits(hint: Any, words: list[str]) -> bool:
 def complaint(hint: Any, words: list[str]) -> str:
     """What is wrong with the words as a value of the type; "" if they are one."""
     expected = _expected(hint)
+    pairs = expected == "pairs of a name and a value"
+    if pairs and words and all("=" in word for word in words):
+        return f"must be {expected} with blanks between them: {' '.join(word.replace('=', ' ', 1) for word in words)}"
     if _fits(hint, words):
         return ""
     if hint is bool:
@@ -244,7 +247,7 @@ def complaint(hint: Any, words: list[str]) -> str:
         return "takes no value: " + ("for off give its --no- form" if off else f"leave {' '.join(words)!r} out")
     if not words:
         return f"needs {expected}"
-    if expected == "pairs of a name and a value" and len(words) > 2:
+    if pairs and len(words) > 2:
         return f"must be {expected}, got {' '.join(words)}: several values are separated by commas, a,b,c"
     if expected in ("whole numbers", "numbers") and any("," in word for word in words):
         return f"must be {expected}, got {' '.join(words)}: several values are separated by blanks"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.data.load import load_rows, mixed_types
+from rlkit.data.load import load_rows, mixed_types, name_splits
 
 CELL = st.characters(exclude_categories=["Cs"])
 
@@ -252,3 +252,19 @@ def test_a_column_to_rename_may_be_in_another_part_of_the_data(tmp_path):
     unused = set()
     rows = load_rows(tmp_path / "a.jsonl", rename={"label": "answer", "prompt": "question"}, unused=unused)
     assert (list(rows), unused) == ([{"question": "a"}], {"label"})
+
+
+def test_a_column_of_splits_of_which_all_rows_are_used_is_named(tmp_path, caplog):
+    def lines(name, *values):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"prompt": "a", name: value}) + "\n" for value in values))
+        caplog.clear()
+        name_splits(load_rows(path))
+        return [line.removeprefix(f"{path}: ") for line in caplog.messages]
+
+    assert lines("split", "train", "test", "train") == ["column 'split' holds train, test: all rows are used"]
+    assert lines("partition", "Validation", None) == ["column 'partition' holds Validation: all rows are used"]
+    assert lines("fold", *range(6)) == ["column 'fold' holds 0, 1, 2, 3 and 2 more: all rows are used"]
+    assert lines("subset", "math", "dev") == ["column 'subset' holds math, dev: all rows are used"]
+    for name, *values in (("split", "train", None), ("subset", "math", "code"), ("source", "test"), ("split", [1])):
+        assert lines(name, *values) == []

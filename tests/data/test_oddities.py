@@ -92,7 +92,9 @@ def test_reasoning_that_something_opened_is_not(said, tmp_path):
 MISSING = "rows that have a text that stands for a missing value"
 
 
-@pytest.mark.parametrize("text", ["nan", "NULL", "N/A", "null", "None", "<noinput>", " NaN\n"])
+@pytest.mark.parametrize(
+    "text", ["nan", "NULL", "null", "None", "<noinput>", " NaN\n", "n/a", "undefined", "[deleted]"]
+)
 def test_a_missing_value_that_became_text_is_named_in_any_column_that_is_read(text, said):
     line = f"kept 1 of 2 {MISSING}: row 2 ({text.strip()!r})"
     alpaca = {"instruction": "Add.", "input": "2 2", "output": "4"}
@@ -273,10 +275,57 @@ def test_a_prompt_that_is_the_text_of_a_list_is_refused(text, said):
         with pytest.raises(ValueError, match=f"row 1: column '{name}' is the text of a list of texts, got .*; write"):
             said(row, road=road)
     meant = {"messages": [user(text), assistant("yo")]}
-    assert said(meant) == said({**rows["sft"], "prompt": "hi", "response": text}) == []
+    assert said(meant) == said({"prompt": "hi", "response": text}, {"prompt": "ho", "response": "yo"}) == []
     assert said(rows["sft"], apply_chat_template=False) == []
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "['a'] + ['b']", "Sort ['a']", "['a', 1]", "[]", "['a'", '["a"]["b"]'])
 def test_other_prompts_with_brackets_are_not(text, said):
     assert said({"prompt": text, "response": "yo"}) == []
+
+
+FURTHER = "have further turns inside an answer"
+
+
+@pytest.mark.parametrize("names", [("Human:", "Assistant:"), ("### Instruction:", "### Response:")])
+def test_a_further_turn_inside_an_answer_is_named(names, said):
+    first, second = names
+    for road, row in on_roads(f"Four.\n\n{first} And 3+3?\n\n{second} Six."):
+        (line,) = said(row, road=road)
+        assert line.startswith(f"kept 1 of 1 rows that {FURTHER}")
+        assert line.endswith(f"row 1 ({first} ... {second})")
+    for text in (f"Write\n{first} a\n{second} b", f"So\n\n{first} a", f"So\n\n{second} a\n\n{first} b"):
+        assert not [x for x in said({"prompt": "hi", "response": text}) if FURTHER in x], text
+    assert said({"text": f"Hi\n\n{first} a\n\n{second} b"}) == []
+
+
+PYTHON = "have an answer that is Python's text of a value"
+
+
+@pytest.mark.parametrize("text", ["['Answer 0.']", "b'Answer.'", "{'text': 'x'}", '["It\'s", ]'])
+def test_answers_that_are_pythons_text_of_a_value_are_named(text, said):
+    for road, row in on_roads(text):
+        (line,) = said(row, road=road)
+        assert line.startswith(f"kept 1 of 1 rows that {PYTHON}")
+        assert line.endswith(f"row 1 ({text!r})")
+    rows = [{"prompt": f"q{i}", "response": text if i < 4 else f"a{i}"} for i in range(9)]
+    assert [x for x in said(*rows[:8]) if x.startswith(f"kept 4 of 8 rows that {PYTHON}")]
+    assert not [x for x in said(*rows) if PYTHON in x]  # fewer than half
+    assert not [x for x in said(*rows[3:5]) if PYTHON in x]  # fewer than four
+
+
+def test_answers_of_json_code_and_brackets_are_not(said):
+    for text in ('["a"]', '{"a": 1}', "['a', 'b']", "[1, 2]", "[see 'a']", "{x | x > 'a'}", "b", "[f(a='x')]", "{1}"):
+        assert said({"prompt": "hi", "response": text}) == [], text
+
+
+@pytest.mark.parametrize(("form", "road"), [("response", "sft"), ("pair", "pairs"), ("label", "labelled")])
+def test_a_row_without_any_text_is_dropped_and_not_said_to_be_kept(form, road, said):
+    def row(prompt, answer):
+        more = {"pair": {"chosen": answer, "rejected": "c"}, "label": {"completion": answer, "label": True}}
+        return {"prompt": prompt, **more.get(form, {"response": answer})}
+
+    (line,) = said(row("hi", "yo"), row("", ""), road=road)
+    assert line.startswith("dropped 1 of 2")
+    (line,) = said(row("hi", "yo"), row("", "a"), road=road)
+    assert "train the answer without a prompt (kept" in line

@@ -142,10 +142,16 @@ def test_no_rows_and_no_room_are_errors():
 
 def test_parts_of_text_are_read_as_one_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
-    (prompt,), _ = rl_prompts(
-        [{"messages": [{"role": "user", "content": parts}]}], tokenizer=TOKENIZER, max_prompt_tokens=99
-    )
-    assert prompt.ids == question("ab")
+    bedrock = [{"text": "a"}, {"text": "b", "type": None}]
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in (parts, bedrock)]
+    for prompt in rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)[0]:
+        assert prompt.ids == question("ab")
+    told = [{"system": system, "prompt": "a"} for system in ("b", [{"text": "b"}])]
+    first, second = rl_prompts(told, tokenizer=TOKENIZER, max_prompt_tokens=99)[0]
+    assert first.ids == second.ids != question("a")
+    rows[1]["messages"][0]["content"] = [{"text": "a", "cachePoint": {"type": "default"}}]
+    with pytest.raises(ValueError, match=r"row 2: messages\[0\].content\[0\] is None: rlkit reads text only"):
+        rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)
 
 
 def test_a_role_that_the_template_names_is_known():

@@ -207,3 +207,12 @@ def test_a_list_of_files_in_one_argument_is_told_apart(tmp_path, given):
     put(tmp_path, a=[1], b=[2])
     with pytest.raises(FileNotFoundError, match=f"several files are separated by blanks: {tmp_path}/a.jsonl"):
         load_rows(given.format(tmp_path))
+
+
+def test_a_file_that_is_given_twice_is_named(tmp_path, caplog, monkeypatch):
+    put(tmp_path, a=[1], b=[2])
+    monkeypatch.chdir(tmp_path)
+    assert numbers(["a.jsonl", "b.jsonl"]) == [1, 2]
+    assert caplog.messages == []
+    assert numbers(["*.jsonl", tmp_path / "b.jsonl"]) == [1, 2, 2]
+    assert caplog.messages == ["b.jsonl is given 2 times, and each of its rows is used as often"]

@@ -487,6 +487,14 @@ WRONG = [
     ("grpo --lr-at f", "--lr-at is set in Python only"),
     ("grpo --model m --data d --steps x --lr y", "2 flags are wrong --steps must be a whole number, got 'x' --lr must"),
     ("sft --model m --data d --rename a", "--rename must be pairs of a name and a value, got 'a'"),
+    (
+        "sft --model m --data d --rename inputs=prompt targets=response",
+        "--rename must be pairs of a name and a value with blanks between them: inputs prompt targets response",
+    ),
+    (
+        "sft --model m --data d --rename inputs=prompt",
+        "--rename must be pairs of a name and a value with blanks between them: inputs prompt",
+    ),
     ("track run", "missing --to (one of wandb, mlflow, tensorboard, trackio)"),
     ("track run --to tensorbord", "--to must be one of wandb, mlflow, tensorboard, trackio, got 'tensorbord'"),
     (

@@ -91,7 +91,7 @@ def main(args: Args) -> None:
 
 
 def _main(args: Args) -> None:
-    from rlkit.data.load import load_rows
+    from rlkit.data.load import load_rows, name_splits
 
     rendering = {name: getattr(args, name) for name in ("system_prompt", "chat_template", "template_args")}
     data = Data(args.files, rename=args.rename, **rendering)
@@ -102,6 +102,7 @@ def _main(args: Args) -> None:
     refuse_if(args.row > len(rows), f"`row` {args.row}: there are {len(rows)} rows")
     say(f"{', '.join(rows.sources[:3])}{' ...' * (len(rows.sources) > 3)}: {len(rows):,} rows")
     say(f"columns: {', '.join(columns_of(rows))}")
+    name_splits(rows)
     tokenizer = tokenizer_of(args) if args.model else None
     reading = {name: reading_of(args, data, rows, tokenizer, name) for name in ("grpo", "sft", "dpo")}
     pairs = reading["dpo"].lengths is not None  # which kto reads alike
