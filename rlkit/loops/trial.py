@@ -224,7 +224,8 @@ def _loss(
 
 def failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
     """The error of a function that raised one, with the line of the user's file."""
-    return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}")
+    hint = "; an argument with the name `advantages` is that tensor" if "'Batch'" in str(error) else ""
+    return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}{hint}")
 
 
 def refuse_needed(name: str, call: Callable[[Batch], Any], lacks: Collection[str]) -> None:
@@ -391,8 +392,9 @@ def try_advantage(
     the run `weighs` the loss by it, too. Advantages that are all 0 although the rewards differ; that do not depend on
     them, nor on the reference; that are lower for terminal rewards R than for -R where R > 0, and higher where R < 0,
     summed over the tokens; that are never negative and the same for R and -R, but not for 0; that are equal in each
-    group; that depend on the terminal reward at all sampled tokens but the first, or but the last, of every answer; or
-    without `values` at the last one only, in answers without a gap.
+    group; that depend on the terminal reward at all sampled tokens but the first, or but the last, of every answer, or
+    at the first one only; without `values` at the last one only, in answers without a gap. With `values`, returns that
+    do not depend on the rewards, or fall where the values rise, and advantages that rise with the values.
     """
     lacks = {*lacks, "advantages", "returns", *(() if values else ("values",))}
     with torch.random.fork_rng(devices=[]):
@@ -457,7 +459,23 @@ def _of_estimator(
         if differ(_elsewhere(batch, **ratio)) and not differ(_elsewhere(batch, **ratio, **both)):
             return Broken("", f"the advantages depend on `batch.rollout_logp`{_TWICE}")
     how, law = _of_rewards(lambda given: estimated(given)[0], [batch, *others], values=values)
+    how = how or (_of_values(estimated, [batch, *others]) if values else "")
     return Broken(law, how) if how else None
+
+
+def _of_values(estimated: Callable[[Batch], list[Tensor]], batches: Sequence[Batch]) -> str:
+    """How advantages and returns do not follow the rewards R, -R and 0 and the critic's values; empty for none."""
+    batch, *others = batches
+    advantages, returns = estimated(batch)
+    taught = [x if x.ref_logp is None else replace(x, ref_logp=2 * x.ref_logp) for x in others]  # by a teacher, too
+    if all(near(returns, estimated(x)[1]) for x in taught):
+        return "its returns do not depend on the rewards, and the critic learns nothing of them"
+    higher = estimated(replace(batch, values=batch.values + 0.5 * batch.mask))
+    if float((higher[1] - returns).sum()) < -TOLERANCE:
+        return "its returns fall where the critic's values rise: are advantages and returns exchanged?"
+    if float((higher[0] - advantages).sum()) > TOLERANCE:
+        return "its advantages rise with the critic's values: an advantage is the return minus the value"
+    return ""
 
 
 def _of_rewards(advantages: Callable[[Batch], Tensor], batches: Sequence[Batch], *, values: bool) -> tuple[str, str]:
@@ -492,6 +510,8 @@ def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
         if all(bool(x[which]) for x in answers):
             credit = "has an advantage that does not depend on the answer's reward"
             return f"the {place} sampled token of every answer {credit}: are the advantages shifted by one?"
+    if all(bool(x[1:].all()) for x in answers):
+        return "the final reward changes the advantage of an answer's first sampled token only"
     one_turn = [x[:-1] for x, full in zip(answers, counts == lens) if full and len(x) > 1]
     if not values and all(bool(x.all()) for x in one_turn):
         return "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"

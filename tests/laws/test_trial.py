@@ -342,7 +342,8 @@ SIGNS = {
     "squares": (lambda *x: Gae(centred(*x)[0] ** 2, centred(*x)[1]), "the same for rewards R and -R, and never neg"),
     "sizes": (lambda *x: Gae(centred(*x)[0].abs(), centred(*x)[1]), "the same for rewards R and -R, and never neg"),
     "a positive part": (lambda *x: Gae(centred(*x)[0].clamp(min=0), centred(*x)[1]), ""),
-    "large groups alone": (lambda batch, _: Gae(centred(batch, _)[0] * (batch.group_ids == 0).all(), batch.values), ""),
+    "large groups alone": (
+        lambda batch, _: Gae(centred(batch, _)[0] * (batch.group_ids == 0).all(), centred(batch, _)[1]), ""),
     "the teacher's log-probs": (lambda batch, _: Gae(batch.ref_logp - batch.old_logp, batch.ref_logp * 1), ""),
     "falls": (lambda *x: Gae(-centred(*x)[0], centred(*x)[1]), "fall where the rewards rise (law rewards_r"),
     "falls, of tokens": (lambda batch, _: Gae(-batch.token_rewards, -batch.token_rewards), "fall where"),
@@ -375,6 +376,41 @@ def test_advantages_that_fall_with_the_rewards_or_are_zeros_are_named(name, valu
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(expected), said
     assert expected in "".join(said)
+
+
+def of_gae(change):
+    """An estimator of the advantages, returns and values of GAE."""
+    return lambda batch, bootstrap: Gae(*change(*estimators.gae(batch, bootstrap), batch.values))
+
+
+CRITIC = {  # what a critic is taught
+    "exchanged": (of_gae(lambda a, g, v: (g, a)), "its returns fall where the critic's values rise"),
+    "the advantage twice": (of_gae(lambda a, g, v: (a, a)), "its returns fall where the critic's values rise"),
+    "the critic itself": (of_gae(lambda a, g, v: (a, v)), "its returns do not depend on the rewards"),
+    "a value added": (of_gae(lambda a, g, v: (g + v, g)), "its advantages rise with the critic's values"),
+    "no baseline": (of_gae(lambda a, g, v: (g, g)), ""),
+    "halved": (of_gae(lambda a, g, v: (a / 2, g)), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRITIC)
+def test_returns_and_advantages_of_a_critic_are_named_by_what_is_wrong(name, caplog):
+    function, expected = CRITIC[name]
+    try_advantage(function, values=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(expected), said
+    assert expected in "".join(said)
+
+
+def test_the_first_token_alone_is_named(caplog):
+    def first(batch, _):
+        advantages = torch.zeros_like(batch.token_rewards)
+        advantages[batch.cu_seqlens[:-1]] = batch.rewards
+        return Gae(advantages.where(batch.mask, 0.0), None)
+
+    try_advantage(first, values=False)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "the advantage of an answer's first sampled token only" in said
 
 
 CREDIT = {  # without a critic; with one, GAE with lambda 0 is such an estimator
