@@ -156,12 +156,12 @@ async def sample_group(
 
     Errors: ValueError for a reward that is not a number; NaN and infinity are left to the loops (`rlkit.loops.nans`).
     """
-    openings: list[list[int]] = []
+    openings: list[int] = []
     played = await all_or_cancel([_episode(env, prompt, sample, openings) for sample in samplers])
     episodes = [pieces for roles in played for pieces in roles]
     last = [pieces[-1] for pieces in episodes]
     agents = any("agent/branches" in (t.info.get("metrics") or ()) for t in last)  # whose requests may differ
-    if not agents and any(ids != openings[0] for ids in openings):
+    if not agents and len({*openings}) > 1:
         report_once("the environment", _NOT_ONE_GAME, f" (row {prompt.index + 1}): {_ONE_GAME}")
     if score is not None:
         scores = score(prompt, last)
@@ -338,15 +338,15 @@ class _Idle:
         report_once("the environment", f"has asked for nothing for {IDLE_S:g} s", where)
 
 
-async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[list[int]]) -> list[Group]:
-    """The pieces of each role of one episode, with `continues` set; `openings` gets the context of its first turn."""
+async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int]) -> list[Group]:
+    """The pieces of each role of one episode, with `continues` set; `openings` gets the hash of its first context."""
     absent, idle = set[str](), _Idle(prompt)
     names_images = opened = False
 
     async def watched(prompt_ids: list[int], **limit: Any) -> Completion:
         nonlocal names_images, opened
         if not opened:
-            openings.append([*prompt_ids] if isinstance(prompt_ids, Sequence) else [])
+            openings.append(hash(tuple(prompt_ids)) if isinstance(prompt_ids, Sequence) else 0)
         opened = True
         names_images = names_images or limit.get("images") is not None
         idle.end()
