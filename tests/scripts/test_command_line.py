@@ -18,7 +18,7 @@ import torch
 import warm
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.scripts.cli import run
+from rlkit.scripts.cli import module_of, run
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -67,7 +67,7 @@ def flags_of(task, script, output, *flags, model="chat", data=None):
 
 def call(script, flags):
     """The script's last lines, in this process."""
-    module = importlib.import_module(f"rlkit.scripts.{script}")
+    module = importlib.import_module(module_of(script))
     return run(module.main, module.Args, None, argv=flags)
 
 

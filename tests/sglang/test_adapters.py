@@ -44,11 +44,13 @@ def lora_server(
         yield running
 
 
+@pytest.mark.slow
 async def test_every_update_gives_the_log_probs_of_merged_weights(lora_server: Server, adapted: Adapted) -> None:
     await check_each_update(SGLang, lora_server.url, {}, adapted)
 
 
-@pytest.mark.parametrize("pause", ["retract", pytest.param("in_place", marks=pytest.mark.slow), "abort"])
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 async def test_an_update_in_the_middle_of_a_rollout(
     pause: str, lora_server: Server, adapted: Adapted, tmp_path: Path
 ) -> None:

@@ -419,13 +419,13 @@ async def test_a_stop_request_ends_an_update_that_hangs(monkeypatch: pytest.Monk
     async with serving(good, **stuck([])) as urls:
         engine = SGLang(urls, transport=FromGroup(backend="gloo"), wait_s=900.0)
         sending = engine.update_weights([("w", torch.ones(3))], version=1)
-        waiting = asyncio.ensure_future(unless_hung(sending, None, engine=engine, stop=stop, run=run))
+        waiting = asyncio.ensure_future(unless_hung(sending, engine=engine, stop=stop, run=run))
         await asyncio.sleep(1.5)
         assert not waiting.done(), "nobody asked to stop"
         stop.requested = True
         assert await asyncio.wait_for(waiting, 10) is None
         sampling = engine.generate([1], params=PARAMS)  # which waits for the next update
-        assert await asyncio.wait_for(unless_hung(sampling, None, engine=engine, stop=stop, run=run), 10) is None
+        assert await asyncio.wait_for(unless_hung(sampling, engine=engine, stop=stop, run=run), 10) is None
         await asyncio.wait_for(engine.close(), 10)
     assert said[0].startswith("stopping without the engine")
 

@@ -25,7 +25,7 @@ def test_a_server_that_the_run_starts_takes_its_arguments_and_weights_through_fi
     )
     log = (tmp_path / "run" / "sglang_0_0.log").read_text()
     assert "max_total_tokens=4096" in log or "max_total_num_tokens=4096" in log
-    assert sorted(int(path.name) for path in folder.iterdir()) == [1, 2]
+    assert not folder.exists(), "what was written goes with the engine"
 
 
 def test_two_ranks_share_a_server_that_the_first_one_starts(tmp_path, checkpoints, sglang_python):

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 ASKED = ["What is the capital of France?", "Name a colour.", "What is 2 + 3?"]
 
 
+@pytest.mark.slow
 async def test_log_probs_and_greedy_answers_follow_the_weights(
     smollm: Path, sglang_python: str, forward_logp: Callable[..., list[float]], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ train = partial(train_with, "vllm")
 def test_a_server_that_the_run_starts(tmp_path, checkpoints, vllm_python):
     check_trained(tmp_path, train(tmp_path, checkpoints[0], vllm_python, "--engine-args=--max-num-seqs 7"))
     assert "'max_num_seqs': 7" in (tmp_path / "run" / "vllm_0_0.log").read_text()
-    assert sorted(int(path.name) for path in (tmp_path / "run" / "weights").iterdir()) == [1, 2]
+    assert not (tmp_path / "run" / "weights").exists(), "what was written goes with the engine"
 
 
 def test_a_running_server(tmp_path, checkpoints, vllm_python, server: Server):
