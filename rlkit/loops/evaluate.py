@@ -21,7 +21,7 @@ from rlkit.packing import pack
 from rlkit.parallel.mesh import Mesh
 from rlkit.rewards.scoring import completion_of
 from rlkit.rewards.text import final_answer
-from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn, total_rewards
+from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn, with_totals
 from rlkit.rollout.limits import episode_scores
 from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.run.profile import mark_phase
@@ -90,10 +90,9 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     `staleness/` is the age of a sampled token's weights, in steps before `version`, the current weights.
     """
     samples = [t for group in groups for t in group]
-    ends = [t for group in groups for t in last_pieces(group)]
-    reported = [(f"reward/{_own_name(k)}", v) for t in ends for k, v in t.info.get("metrics", {}).items()]
-    totals = [total for group in groups for total in total_rewards(group)]
-    judged = [(t, total) for t, total in zip(ends, totals, strict=True) if _is_judged(t)]
+    ends = [end for group in groups for end in with_totals(group)]
+    reported = [(f"reward/{_own_name(k)}", v) for t, _ in ends for k, v in t.info.get("metrics", {}).items()]
+    judged = [(t, total) for t, total in ends if _is_judged(t)]
     reported += [(f"reward/{t.role}", total) for t, total in judged if t.role]
     scores = [("score/mean", t.score) for t, _ in judged if t.score is not None]
     rewards = torch.tensor([total for _, total in judged])
@@ -106,7 +105,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
         "reward/std": mean(rewards.std(correction=0) if judged else torch.zeros(())),
         "length/mean": mean(lengths),
         "length/max": largest(lengths),
-        "truncated": mean(torch.tensor([t.truncated for t in ends])),
+        "truncated": mean(torch.tensor([t.truncated for t, _ in ends])),
         "staleness/mean": Mean(ages.double().sum(), lengths.double().sum()),
         "staleness/max": largest(oldest),
     }
@@ -281,8 +280,8 @@ def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
 
 def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, float]:
     """The mean of each further number of the reward function over the sampled answers, as `prefix` + `reward/NAME`."""
-    ends = [t for group in groups for t in last_pieces(group)]
-    metrics = [t.info.get("metrics", {}) | ({t.role: t.reward} if t.role else {}) for t in ends]
+    ends = [end for group in groups for end in with_totals(group)]
+    metrics = [t.info.get("metrics", {}) | ({t.role: total} if t.role else {}) for t, total in ends]
     names = dict.fromkeys(name for numbers in metrics for name in numbers if name != "failed")
     parts = {name: [numbers[name] for numbers in metrics if name in numbers] for name in names}
     return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}

@@ -250,14 +250,13 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
-def total_rewards(group: Sequence[Trajectory]) -> list[float]:
-    """The reward of each episode with those of its turns: the terminal one, and the token rewards of all its pieces."""
-    totals: list[float] = []
+def with_totals(group: Sequence[Trajectory]) -> list[tuple[Trajectory, float]]:
+    """`last_pieces`, each with the reward of its episode: the terminal one, and the token rewards of all pieces."""
+    ends: list[tuple[Trajectory, float]] = []
     for t in group:
-        if not t.continues:
-            totals.append(t.reward)
-        totals[-1] += 0.0 if t.token_rewards is None else float(sum(t.token_rewards))
-    return totals
+        before = ends.pop()[1] if t.continues else t.reward
+        ends.append((t, before + (0.0 if t.token_rewards is None else float(sum(t.token_rewards)))))
+    return ends
 
 
 def images_of(prompt: Any) -> tuple[Picture, ...]:

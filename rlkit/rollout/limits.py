@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.rollout.groups import Env, Group, Prompt, Sampler, last_pieces, total_rewards
+from rlkit.rollout.groups import Env, Group, Prompt, Sampler, with_totals
 from rlkit.types import Completion, Trajectory
 
 
@@ -21,9 +21,8 @@ def success(group: Sequence[Trajectory]) -> float:
 
 
 def episode_scores(group: Sequence[Trajectory]) -> list[float]:
-    """The score of each episode, or without one its `total_rewards`."""
-    both = zip(last_pieces(group), total_rewards(group), strict=True)
-    return [total if end.score is None else end.score for end, total in both]
+    """The score of each episode, or without one its reward with those of its turns."""
+    return [total if end.score is None else end.score for end, total in with_totals(group)]
 
 
 def success_between(low: float, high: float) -> Callable[[Sequence[Trajectory]], bool]:

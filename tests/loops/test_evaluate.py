@@ -21,7 +21,7 @@ from rlkit.loops.sft import sft
 from rlkit.metrics import finalize
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.groups import total_rewards
+from rlkit.rollout.groups import with_totals
 from rlkit.rollout.limits import success
 from rlkit.run.folder import read_metrics
 from rlkit.settings import Optim, SamplingParams, Schedule
@@ -149,6 +149,6 @@ def test_the_reward_of_an_episode_has_those_of_its_turns():
         piece(3.0),
         piece(1.0, [0.5, 0.0], score=9),
     ]
-    assert total_rewards(group) == [7.0, 3.0, 1.5]
+    assert [total for _, total in with_totals(group)] == [7.0, 3.0, 1.5]
     assert success(group) == (7.0 + 3.0 + 9) / 3
     assert finalize(rollout_metrics([group], version=0))["reward/mean"] == pytest.approx(11.5 / 3)
