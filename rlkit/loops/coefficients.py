@@ -31,8 +31,8 @@ from rlkit import controllers as library
 from rlkit import losses
 from rlkit._util.tensors import check_call
 from rlkit.controllers import Coef
-from rlkit.loops.trial import is_ours
 from rlkit.loops.trial_losses import try_kl
+from rlkit.rewards.failures import is_ours
 from rlkit.settings import Penalties, refuse_if
 from rlkit.types import Controller
 

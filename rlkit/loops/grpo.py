@@ -18,13 +18,14 @@ from rlkit.loops.checks import check_rewarded, check_settings
 from rlkit.loops.estimators import Advantage, told_below_zero, with_estimates
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
-from rlkit.loops.trial import is_ours, try_advantage
+from rlkit.loops.trial import try_advantage
 from rlkit.loops.updates import PolicyLoss, check_functions, grpo_update
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.packing import pack, with_advantages
+from rlkit.rewards.failures import is_ours
 from rlkit.rollout.groups import Group, mix
 from rlkit.run.sync import blocking
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule

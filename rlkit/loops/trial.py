@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlkit._util.numbers import show
 from rlkit.packing import pack, select, with_streams
-from rlkit.rewards.failures import name_of, place_in, unwrapped
+from rlkit.rewards.failures import name_of, place_in
 from rlkit.segments import broadcast_to_tokens, group_mean, seq_count, seq_lens
 from rlkit.settings import Penalties, Rollouts
 from rlkit.types import Batch, Trajectory
@@ -51,11 +51,6 @@ class Broken(NamedTuple):
     law: str
     how: str
     refused: bool = False
-
-
-def is_ours(function: Any) -> bool:
-    """Whether a function, or what a partial binds, is of this package, whose laws are tested."""
-    return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
 
 
 def lacking(
@@ -459,14 +454,16 @@ def _of_estimator(
         if differ(_elsewhere(batch, **ratio)) and not differ(_elsewhere(batch, **ratio, **both)):
             return Broken("", f"the advantages depend on `batch.rollout_logp`{_TWICE}")
     how, law = _of_rewards(lambda given: estimated(given)[0], [batch, *others], values=values)
-    how = how or (_of_values(estimated, [batch, *others]) if values else "")
+    how = how or (_of_values(estimated, batch, found, others) if values else "")
     return Broken(law, how) if how else None
 
 
-def _of_values(estimated: Callable[[Batch], list[Tensor]], batches: Sequence[Batch]) -> str:
-    """How advantages and returns do not follow the rewards R, -R and 0 and the critic's values; empty for none."""
-    batch, *others = batches
-    advantages, returns = estimated(batch)
+def _of_values(
+    estimated: Callable[[Batch], list[Tensor]], batch: Batch, found: Sequence[Tensor], others: Sequence[Batch]
+) -> str:
+    """How the advantages and returns `found` of a batch do not follow the rewards (those of `others` are -R and 0) and
+    the critic's values; empty for none."""
+    advantages, returns = found
     taught = [x if x.ref_logp is None else replace(x, ref_logp=2 * x.ref_logp) for x in others]  # by a teacher, too
     if all(near(returns, estimated(x)[1]) for x in taught):
         return "its returns do not depend on the rewards, and the critic learns nothing of them"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlkit._util.numbers import show
 from rlkit._util.tensors import FILLED_BY
-from rlkit.loops.trial import is_ours, lacking, log_ratio, refuse_needed, try_advantage, try_surrogate, weighs
+from rlkit.loops.trial import lacking, log_ratio, refuse_needed, try_advantage, try_surrogate, weighs
 from rlkit.losses import (
     k3,
     keep_ratio,
@@ -39,6 +39,7 @@ from rlkit.model.optim import optimizer_step, set_lr
 from rlkit.packing import split
 from rlkit.parallel.data import any_ranks, rank_microbatches, reduce_metrics
 from rlkit.parallel.pipeline import pipelined
+from rlkit.rewards.failures import is_ours
 from rlkit.segments import seq_count, sum_per_seq
 from rlkit.settings import Optim, Penalties, Rollouts
 from rlkit.types import Batch, LogProbs

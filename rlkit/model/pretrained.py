@@ -257,7 +257,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
         for end in ends if isinstance(ends, list) else [ends]:
             if isinstance(rows, int) and not 0 <= end < rows:
                 _report_end(str(file), end, rows)
-    if Path(path).is_dir() and (index := Path(path) / "model.safetensors.index.json").exists():
+    if Path(path).is_dir() and (index := Path(path) / INDEX).exists():
         found = untrusted.read_json(index)
         names = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(names, dict):

@@ -52,6 +52,11 @@ def unwrapped(function: Any) -> Any:
     return function
 
 
+def is_ours(function: Any) -> bool:
+    """Whether a function, or what a partial binds, is of this package."""
+    return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
+
+
 def _file_of(inner: Any) -> str | None:
     """The file of a function, or of the class of an object."""
     code = getattr(inner, "__code__", None) or getattr(getattr(inner, "__func__", None), "__code__", None)

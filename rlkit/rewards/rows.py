@@ -10,7 +10,7 @@ from typing import Any
 
 from rlkit.data.load import column_error, place_of
 from rlkit.rewards.call import ONE_TURN, needs_of
-from rlkit.rewards.failures import ALARM, name_of, unwrapped
+from rlkit.rewards.failures import ALARM, is_ours, name_of
 from rlkit.rewards.source import alarm_in, names_of_kwargs
 from rlkit.rewards.text import first_value, is_blank
 
@@ -34,12 +34,8 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
         if check := getattr(function, "check_rows", None):
             check(rows)
         _check_needs(function, rows)
-        if not hasattr(function, "needs") and not _is_ours(function):  # neither of another library nor of this package
+        if not hasattr(function, "needs") and not is_ours(function):  # neither of another library nor of this package
             _refuse_columns(function, set[str]().union(*rows))
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    return str(unwrapped(function).__module__).startswith("rlkit.")
 
 
 def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
@@ -54,7 +50,7 @@ def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
     """Check the rows of one part."""
-    needs, ours = needs_of(function), _is_ours(function)
+    needs, ours = needs_of(function), is_ours(function)
     for index, row in enumerate(rows):
         for need in needs:
             names = (need,) if isinstance(need, str) else need

@@ -18,7 +18,7 @@ from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, row_given
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, needs_of, run_reward_each
-from rlkit.rewards.failures import name_of, unwrapped
+from rlkit.rewards.failures import is_ours, name_of, unwrapped
 from rlkit.rewards.text import final_answer, first_value, gold_answer
 
 _SHOWN = 60  # characters of an answer
@@ -95,7 +95,7 @@ async def try_reward(
     found, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, known)
     if blind and found.failures:
         return None
-    if not found.failures and not _is_ours(function):
+    if not found.failures and not is_ours(function):
         found = replace(found, note=await _random(function, partial(call, [*texts]), tried))
     steady = not (found.failures or found.note)
     if batched and steady and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
@@ -109,7 +109,7 @@ async def try_reward(
         return replace(found, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
     if blind:
         return found
-    same, reads = alone and not _is_ours(function) and len(values) == 1, _reads_gold(function, seen)
+    same, reads = alone and not is_ours(function) and len(values) == 1, _reads_gold(function, seen)
     return replace(found, note=_note(function, row, tried, reads)) if same or reads else found
 
 
@@ -220,10 +220,6 @@ def _has_more(function: Callable[..., Any], known: set[str]) -> bool:
     bound = function.keywords if isinstance(function, partial) else ()
     further = [*inspect.signature(function).parameters.values()][2:]
     return any(p.name not in (*known, *bound) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    return str(getattr(unwrapped(function), "__module__", "")).startswith("rlkit.")
 
 
 def _extra(row: dict[str, Any], text: str, *, one_turn: bool) -> dict[str, Any]:

@@ -73,9 +73,8 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
-    args = (
-        args if own else replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
-    )  # for args.json and the card
+    if own is None:  # args.json and the card have the number
+        args = replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
     brought = bring(args, PAIR)
     place = open_place(args, brought)
     made = make_examples(args, brought, place, preference_pairs, PAIR)
