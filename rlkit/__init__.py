@@ -50,4 +50,4 @@ def __dir__() -> list[str]:
 
 
 def _submodules() -> list[str]:
-    return [found.name for found in iter_modules(__path__) if not found.name.startswith("_")]
+    return [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]

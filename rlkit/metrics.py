@@ -97,11 +97,11 @@ def all_reduce(metrics: Metrics, *, group: torch.distributed.ProcessGroup | None
     out = metrics = {**metrics, **nans}
     op = torch.distributed.ReduceOp
     kinds: list[tuple[Any, Any]] = [(Mean, op.SUM), (Max, op.MAX), (Min, op.MIN)]
-    for kind, how in kinds:
+    for kind, reduce_op in kinds:
         keys = sorted(k for k, m in metrics.items() if isinstance(m, kind))
         if keys:
             flat = stacked([part for k in keys for part in metrics[k]])
-            torch.distributed.all_reduce(flat, op=how, group=group)
+            torch.distributed.all_reduce(flat, op=reduce_op, group=group)
             parts = flat.view(len(keys), -1).unbind()
             out = {**out, **{k: kind._make(part.unbind()) for k, part in zip(keys, parts, strict=True)}}
     for k, m in extremes.items():

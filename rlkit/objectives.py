@@ -190,12 +190,12 @@ def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max
         raise ValueError(f"max_size must be at least 1, got {max_size}")
     if any(_no_worse(old, point) for old in archive.points):
         return archive
-    kept = [(p, i) for p, i in zip(archive.points, archive.items) if not _no_worse(point, p)]
-    kept = sorted([*kept, (point, item)], key=lambda entry: entry[0], reverse=True)
-    while max_size is not None and len(kept) > max_size:
-        crowding = _crowding([p for p, _ in kept])
-        kept.pop(min(range(len(kept)), key=crowding.__getitem__))
-    return Archive(tuple(p for p, _ in kept), tuple(i for _, i in kept))
+    entries = [(p, i) for p, i in zip(archive.points, archive.items) if not _no_worse(point, p)]
+    entries = sorted([*entries, (point, item)], key=lambda entry: entry[0], reverse=True)
+    while max_size is not None and len(entries) > max_size:
+        crowding = _crowding([p for p, _ in entries])
+        entries.pop(min(range(len(entries)), key=crowding.__getitem__))
+    return Archive(tuple(p for p, _ in entries), tuple(i for _, i in entries))
 
 
 def _no_worse(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

@@ -171,8 +171,8 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
     per_episode = baseline(batch.rewards[first], group_ids=ids[first])
     shape = getattr(per_episode, "shape", None)
     if shape != (num := int(first.sum()),):
-        found = type(per_episode).__name__ if shape is None else f"shape {list(shape)}"
-        raise ValueError(f"baseline must return one advantage per episode, a tensor [{num}], got {found}")
+        returned = type(per_episode).__name__ if shape is None else f"shape {list(shape)}"
+        raise ValueError(f"baseline must return one advantage per episode, a tensor [{num}], got {returned}")
     return per_episode[(first.cumsum(0) - 1)[first_of_group(batch.episode_ids)]]
 
 

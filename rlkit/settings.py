@@ -75,18 +75,18 @@ class Relation(NamedTuple):
 
     def refusal(self, others: Mapping[str, Any]) -> str:
         """What is wrong, "" if nothing is; `others` has the settings that hold each field of `names`."""
-        given, terms, why = {x: getattr(others[x], x) for x in others}, self.terms, f": {self.why}" * bool(self.why)
+        values, terms, why = {x: getattr(others[x], x) for x in others}, self.terms, f": {self.why}" * bool(self.why)
         if self.kind == "needs":
             for name in (name for name, holder in others.items() if _is_off_at_0(type(holder), name)):
                 terms = terms.replace(f"`{name}`", f"`{name}` above 0")
             absent = "" if others else ", which this command does not have"
-            return "" if any(given.values()) else f"requires {terms}{absent}{why}"
+            return "" if any(values.values()) else f"requires {terms}{absent}{why}"
         if self.kind == "for":
-            value = next(iter(given.values()), None)
+            value = next(iter(values.values()), None)
             held = value if isinstance(value, tuple) else (value,)
             fits = any(x in self.values or (OWN in self.values and ":" in str(x)) for x in held)
             return "" if fits else f"is for {terms}{f', not {value}' * (held == (value,))}{why}"
-        both = [x for x in others if not is_default(others[x], x) and (given[x] or getattr(type(others[x]), x))]
+        both = [x for x in others if not is_default(others[x], x) and (values[x] or getattr(type(others[x]), x))]
         return f"excludes {' and '.join(f'`{x}`' for x in both)}{why}" if both else ""
 
 
@@ -108,8 +108,8 @@ def Without(*names: str, of: tuple[str, ...] = (), why: str = "drop one") -> Rel
 @cache
 def ranges(kind: type) -> dict[str, Range]:
     """The range of each field of a dataclass whose type has one."""
-    found = {name: next(_ranges(hint), None) for name, hint in _hints(kind).items()}
-    return {name: allowed for name, allowed in found.items() if allowed is not None}
+    by_field = {name: next(_ranges(hint), None) for name, hint in _hints(kind).items()}
+    return {name: allowed for name, allowed in by_field.items() if allowed is not None}
 
 
 @cache
@@ -191,9 +191,9 @@ def collected() -> Iterator[list[str]]:
         _collected.reset(token)
 
 
-def refuse_if(wrong: object, message: str) -> None:
-    """Raise ValueError with `message` if `wrong` is true; inside `collected`, add the message to its list."""
-    if wrong:
+def refuse_if(condition: object, message: str) -> None:
+    """Raise ValueError with `message` if `condition` is true; inside `collected`, add the message to its list."""
+    if condition:
         if (messages := _collected.get()) is None:
             raise ValueError(message)
         messages.append(message)
@@ -233,8 +233,8 @@ def check_relations(*settings: Any, every: bool = True) -> None:
             others = {x: holders[x] for x in relation.names if x in holders}
             acts = not is_default(part, name) and (not relation.of or value in relation.of)
             if acts and (every or len(others) == len(relation.names)):
-                wrong = relation.refusal(others)
-                refuse_if(wrong, f"`{name}`{f' {value}' * bool(relation.of)} {wrong}")
+                fault = relation.refusal(others)
+                refuse_if(fault, f"`{name}`{f' {value}' * bool(relation.of)} {fault}")
 
 
 def is_default(settings: Any, name: str) -> bool:

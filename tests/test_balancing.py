@@ -141,7 +141,7 @@ def test_the_loads_after_an_exchange_are_those_counted_anew():
 
     def bin_of(members):
         prefixes = Counter(lens.prefix_ids[i] for i in members)
-        load = sum(lens.own[i] for i in members) + sum(lens.prefix[p] for p in prefixes)
+        load = sum(lens.seqs[i] for i in members) + sum(lens.prefix[p] for p in prefixes)
         return balancing._Bin(load, [], prefixes)
 
     for size in range(1, 5):

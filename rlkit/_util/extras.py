@@ -50,15 +50,15 @@ def lacks(package: str, extra: str, why: str) -> str:
     return f"{why} {package}: pip install {shlex.join(packages or [f'rlkit-lm[{extra}]'])}"
 
 
-def interpreter(package: str, given: str | None = None) -> str:
-    """The Python that has `package`, which may be in an environment of its own: `given`, $RLKIT_PACKAGE_PYTHON, or the
+def interpreter(package: str, python: str | None = None) -> str:
+    """The Python that has `package`, which may be in an environment of its own: `python`, $RLKIT_PACKAGE_PYTHON, or the
     running one.
 
     Errors: MissingExtra, with what to install, where the running one would be taken and does not have it.
     """
     variable = f"RLKIT_{package.upper()}_PYTHON"
-    if found := given or os.environ.get(variable):
-        return found
+    if path := python or os.environ.get(variable):
+        return path
     if find_spec(package) is None:
         raise MissingExtra(
             f"{package} is not installed here: `pip install {package}`, or in an environment of its own, with its "

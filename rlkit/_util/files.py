@@ -37,8 +37,8 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
     a GGUF file, NotADirectoryError for any other. `of` names what the path is of in them.
     """
     if str(path).endswith(".gguf"):
-        what = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
-        raise ValueError(f"{of} {str(path)!r} is a GGUF file: {what}")
+        fault = "rlkit reads folders saved by save_pretrained; docs/models.md has the lines that convert it"
+        raise ValueError(f"{of} {str(path)!r} is a GGUF file: {fault}")
     if Path(path).is_file():
         folder = Path(path).parent
         raise NotADirectoryError(f"{of} {str(path)!r} is a file: give its folder, {str(folder)!r}")
@@ -48,11 +48,11 @@ def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None
         return check_model_path(base_of(path), of=f"the base model of the adapter {str(path)!r}:")
     if (Path(path) / "model" / "config.json").is_file():
         raise FileNotFoundError(f"{of} {str(path)!r} is a run folder: give its model, {str(Path(path) / 'model')!r}")
-    what = "a folder without config.json" if Path(path).is_dir() else "no folder"
+    fault = "a folder without config.json" if Path(path).is_dir() else "no folder"
     beside = _beside(Path(path))
     if Path(path).is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
         fix = f"give a folder saved by save_pretrained, or a hub id a/b{beside}"
-        raise FileNotFoundError(f"{of} {str(path)!r}: {what}; {fix}")
+        raise FileNotFoundError(f"{of} {str(path)!r}: {fault}; {fix}")
     if reason := _no_hub(str(path)):
         raise FileNotFoundError(f"{of} {str(path)!r}: no folder{beside}, and no hub id in the cache, and {reason}")
 
@@ -78,12 +78,12 @@ def adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The adapter_config.json of a folder; ValueError for one that is damaged."""
     file = Path(path) / ADAPTER
     try:
-        found = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_CONFIG else None
+        config = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_CONFIG else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        config = None
+    if not isinstance(config, dict):
         raise ValueError(f"{file} is damaged, it is no JSON object: copy or download it again")
-    return found
+    return config
 
 
 def base_of(path: str | os.PathLike[str]) -> str:
@@ -98,12 +98,12 @@ def base_of(path: str | os.PathLike[str]) -> str:
     name, fix = adapter_config(path).get("base_model_name_or_path"), f"give it: --model BASE --adapter {path}"
     if not name or not isinstance(name, str):
         raise ValueError(f"the adapter {str(path)!r} names no base model: {fix}")
-    found = next((place for place in (Path(name), Path(path) / name) if place.is_dir()), None)
-    if found is None and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    folder = next((place for place in (Path(name), Path(path) / name) if place.is_dir()), None)
+    if folder is None and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"the adapter {str(path)!r} is of the base model {name!r}, which is not there: {fix}")
-    if found is not None and is_adapter(found):
+    if folder is not None and is_adapter(folder):
         raise ValueError(f"the adapter {str(path)!r} is of another adapter, {name!r}: merge that one into its model")
-    return name if found is None else str(found)
+    return name if folder is None else str(folder)
 
 
 def _beside(path: Path) -> str:
@@ -125,8 +125,8 @@ def _no_hub(name: str) -> str | None:
 
     from huggingface_hub import constants
 
-    kept = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if constants.HF_HUB_OFFLINE or getproxies() or kept.exists():
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if constants.HF_HUB_OFFLINE or getproxies() or cached.exists():
         return None
     url = urlsplit(constants.ENDPOINT)
     try:
@@ -137,7 +137,7 @@ def _no_hub(name: str) -> str | None:
 
 
 @contextmanager
-def no_code(path: os.PathLike[str] | str, *, what: str = "file of a checkpoint") -> Iterator[None]:
+def no_code(path: os.PathLike[str] | str, *, kind: str = "file of a checkpoint") -> Iterator[None]:
     """In a block that reads the file `path` without running code, ValueError for any error but an OSError.
 
     torch's own text advises its reader to load the file in a way that runs its code.
@@ -152,7 +152,7 @@ def no_code(path: os.PathLike[str] | str, *, what: str = "file of a checkpoint")
             reason = f"it asks for {wanted[1]}, and rlkit runs no code of a file"
         else:
             reason = "torch cannot read it" if text.startswith("Weights only load failed") else text or repr(error)
-        raise ValueError(f"{path} is damaged, or no {what}: {' '.join(reason.split())[:200]}") from None
+        raise ValueError(f"{path} is damaged, or no {kind}: {' '.join(reason.split())[:200]}") from None
 
 
 def cache_folder() -> Path:
@@ -247,15 +247,15 @@ def free_space(folder: Path) -> int | None:
     return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
 
 
-def require_room(what: str, folder: Path, *, needed: int, fix: str) -> None:
+def require_room(item: str, folder: Path, *, needed: int, fix: str) -> None:
     """Raise the OSError of `explain_full_disk` if less than `needed` bytes are free, before anything is written."""
     free = free_space(folder)
     if free is not None and free < needed:
-        raise _full(errno.ENOSPC, what, folder, needed, fix)
+        raise _full(errno.ENOSPC, item, folder, needed, fix)
 
 
 @contextmanager
-def explain_full_disk(what: str, folder: Path, *, needed: int, fix: str) -> Iterator[None]:
+def explain_full_disk(item: str, folder: Path, *, needed: int, fix: str) -> Iterator[None]:
     """Inside the block, a full disk raises one OSError with the path, the space needed and free, and the fix."""
     try:
         yield
@@ -263,7 +263,7 @@ def explain_full_disk(what: str, folder: Path, *, needed: int, fix: str) -> Iter
         code = _cause(error)
         if code is None:
             raise
-        raise _full(code, what, folder, needed, fix) from error
+        raise _full(code, item, folder, needed, fix) from error
 
 
 @contextmanager
@@ -276,10 +276,10 @@ def removed_on_error(folder: Path) -> Iterator[None]:
         raise
 
 
-def _full(code: int, what: str, folder: Path, needed: int, fix: str) -> OSError:
+def _full(code: int, item: str, folder: Path, needed: int, fix: str) -> OSError:
     free = free_space(folder)
     room = "" if free is None else f", {_megabytes(free)} are free"
-    return OSError(code, f"cannot save {what}, {_FULL[code]}: it needs {_megabytes(needed)}{room}. {fix}", str(folder))
+    return OSError(code, f"cannot save {item}, {_FULL[code]}: it needs {_megabytes(needed)}{room}. {fix}", str(folder))
 
 
 def _megabytes(size: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 
-def refuse_windows(what: str) -> None:
-    """Raise ImportError on Windows; `what` needs POSIX file locks, sockets and signals."""
+def refuse_windows(feature: str) -> None:
+    """Raise ImportError on Windows; `feature` needs POSIX file locks, sockets and signals."""
     if sys.platform == "win32":
         raise ImportError(
-            f"{what} does not run on Windows itself: run it in WSL (https://learn.microsoft.com/windows/wsl)"
+            f"{feature} does not run on Windows itself: run it in WSL (https://learn.microsoft.com/windows/wsl)"
         )

@@ -92,13 +92,13 @@ def interfaces() -> dict[str, str]:
         return {}
     import fcntl
 
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
-                found[name] = socket.inet_ntoa(reply[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
 def name_interface(*, far: bool = False) -> None:
@@ -112,8 +112,8 @@ def name_interface(*, far: bool = False) -> None:
     address = "127."
     with suppress(OSError):
         address = str(socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET)[0][4][0])
-    own = own_address()
-    if address.startswith("127.") and (name := next((n for n, a in interfaces().items() if a == own), None)):
+    host_address = own_address()
+    if address.startswith("127.") and (name := next((n for n, a in interfaces().items() if a == host_address), None)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

@@ -93,26 +93,26 @@ def check_tensor(**tensors: object) -> None:
 def check_log_probs(**tensors: Tensor) -> None:
     """Each is at most 0, up to rounding (values: on CPU tensors, outside compilation). NaN and inf show later."""
     for name, x in tensors.items():
-        if readable(x) and bool((wrong := (x > 0.01) & (x < torch.inf)).any()):
+        if readable(x) and bool((positive := (x > 0.01) & (x < torch.inf)).any()):
             mistaken = "are they log-ratios, probabilities or losses?"
-            raise ValueError(f"{name} must be log-probs, at most 0, got {x[wrong].max():.3g}: {mistaken}")
+            raise ValueError(f"{name} must be log-probs, at most 0, got {x[positive].max():.3g}: {mistaken}")
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
     """All tensors have the same shape and device."""
-    given = [(name, x) for name, x in tensors.items() if x is not None]
-    for name, x in given[1:]:
-        if x.shape != given[0][1].shape:
-            (like, first), fix = given[0], _shape_fix(given[0], (name, x))
+    present = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in present[1:]:
+        if x.shape != present[0][1].shape:
+            (like, first), fix = present[0], _shape_fix(present[0], (name, x))
             raise ValueError(f"{name} must have the shape of {like}, {list(first.shape)}, got {list(x.shape)}" + fix)
     check_same_device(**tensors)
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
     """All tensors are on one device: a segment reduction over mixed devices reads invalid memory and crashes."""
-    given = [(name, x) for name, x in tensors.items() if x is not None]
-    for name, x in given[1:]:
-        first, like = given[0]
+    present = [(name, x) for name, x in tensors.items() if x is not None]
+    for name, x in present[1:]:
+        first, like = present[0]
         if x.device != like.device:
             raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}; move it there")
 

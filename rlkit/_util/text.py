@@ -20,13 +20,13 @@ def printable(text: str) -> str:
 
     Newlines and tabs stay. Text of models, data, files and servers goes through this where it is printed.
     """
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1] if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1] if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", text)
 
 
 def masked(value: Any) -> Any:
     """The value, in lists and dicts too, with *** for the passwords and tokens of its URLs: http://user:***@host."""
     if isinstance(value, str):
-        plain = _USER.sub(lambda found: f"{found[1]}{'' if found[2] is None else found[2] + ':'}***@", value)
+        plain = _USER.sub(lambda match: f"{match[1]}{'' if match[2] is None else match[2] + ':'}***@", value)
         return _QUERY.sub(r"\1***", plain)
     if isinstance(value, dict):
         return {key: masked(x) for key, x in value.items()}

@@ -60,7 +60,7 @@ def limit(name: str) -> float:
 
 @lru_cache(maxsize=4)
 def _limits(text: str) -> dict[str, float]:
-    found = dict(LIMITS)
+    limits = dict(LIMITS)
     for word in text.replace(",", " ").split():
         name, _, value = word.partition("=")
         try:
@@ -69,25 +69,25 @@ def _limits(text: str) -> dict[str, float]:
             number = math.nan
         if name not in LIMITS or not number > 0:
             raise ValueError(f"RLKIT_LIMITS: {word!r} is no NAME=NUMBER with a name of {', '.join(LIMITS)}")
-        found[name] = number
-    return found
+        limits[name] = number
+    return limits
 
 
-def too_much(place: object, what: str, name: str, *, fix: str = "") -> BadFile:
-    """The error of a limit: `what` is wrong at `place`, and how to raise the limit."""
-    return BadFile(f"{place}: {what}{fix} (RLKIT_LIMITS={name}=NUMBER raises the limit, {limit(name):g})")
+def too_much(place: object, fault: str, name: str, *, fix: str = "") -> BadFile:
+    """The error of a limit: `fault` is wrong at `place`, and how to raise the limit."""
+    return BadFile(f"{place}: {fault}{fix} (RLKIT_LIMITS={name}=NUMBER raises the limit, {limit(name):g})")
 
 
 def check_file(path: str | os.PathLike[str], name: str = "") -> int:
     """The size of a regular file; ValueError for a pipe, a device or a socket, and above the limit `name` (of MiB)."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         raise BadFile(f"{path}: it is {kind}, and no regular file: give a file")
     if name:
-        check_length(path, found.st_size, name)
-    return found.st_size
+        check_length(path, status.st_size, name)
+    return status.st_size
 
 
 def check_length(place: object, size: int, name: str) -> None:
@@ -113,14 +113,14 @@ def read_json(path: str | os.PathLike[str], name: str = "json_mib") -> Any:
 def parsed(place: object, data: bytes) -> Any:
     """What JSON holds. ValueError, with the `place`, for what is no JSON, and for what is nested too deeply."""
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except RecursionError:
         raise deep(place) from None
     except ValueError as error:
         raise BadFile(f"{place} is damaged, it is not JSON ({error}): copy or download it again") from None
-    if not depth_is_fine(found, int(limit("depth"))):
+    if not depth_is_fine(value, int(limit("depth"))):
         raise deep(place)
-    return found
+    return value
 
 
 def deep(place: object) -> BadFile:
@@ -196,6 +196,6 @@ class Expanded(io.RawIOBase):
         buffer[: len(data)] = data
         self._left -= len(data)
         if self._left < 0:
-            what = f"{self._path.stat().st_size:,} bytes become more than {expanded_bytes(self._path):,}"
-            raise too_much(self._path, what, "expansion", fix=": if the file is yours, decompress it")
+            fault = f"{self._path.stat().st_size:,} bytes become more than {expanded_bytes(self._path):,}"
+            raise too_much(self._path, fault, "expansion", fix=": if the file is yours, decompress it")
         return len(data)

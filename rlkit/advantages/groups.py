@@ -320,10 +320,10 @@ def optimal_token_baseline(
               return. In `tir_optimal_token_baseline`, which counts actions, the tail of the longest sequence keeps it.
     Reference: verl/trainer/ppo/core_algos.py; https://arxiv.org/abs/2602.07078
     """
-    given = {"rewards": rewards, "logp": logp, "sum_pi_squared": sum_pi_squared}
+    streams = {"rewards": rewards, "logp": logp, "sum_pi_squared": sum_pi_squared}
     if is_weights is not None:
-        given["is_weights"] = is_weights
-    rewards, logp, sum_pi_squared, *rest = prepared(mask, cu_seqlens, **given)
+        streams["is_weights"] = is_weights
+    rewards, logp, sum_pi_squared, *rest = prepared(mask, cu_seqlens, **streams)
     check_log_probs(logp=logp)
     check_ids(cu_seqlens[1:], group_ids=group_ids)
     if rewards.numel() == 0:

@@ -18,8 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, when kerne
 
 def preferred(*tensors: Tensor | None) -> bool:
     """Whether to use Triton for these tensors by default: CUDA, not fp64, and Triton is installed."""
-    given = [x for x in tensors if x is not None]
-    return INSTALLED and all(x.is_cuda and x.dtype in DTYPES for x in given)
+    present = [x for x in tensors if x is not None]
+    return INSTALLED and all(x.is_cuda and x.dtype in DTYPES for x in present)
 
 
 def choose(impl: str | None, names: tuple[str, ...], default: str, *tensors: Tensor | None) -> str:

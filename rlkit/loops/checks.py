@@ -18,9 +18,9 @@ _SETTINGS = {"task": Task, "rollouts": Rollouts, "schedule": Schedule, "optim": 
 _SETTINGS |= {"critic": Critic}
 
 
-def check_settings(**given: Any) -> None:
+def check_settings(**settings: Any) -> None:
     """Refuse a dict, a path or another object in place of one of the settings: TypeError."""
-    for name, x in given.items():
+    for name, x in settings.items():
         if not isinstance(x, kind := _SETTINGS[name]):
             raise TypeError(f"{name} must be {kind.__name__}(...), got a {type(x).__name__}")
 
@@ -102,8 +102,8 @@ def check_rl(
 def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
     """Refuse a `state` with other names than those that checkpoints hold, and one that lacks a name."""
     if unknown := sorted(state.keys() - {"model", "optimizer", "reference"}):
-        what = "a number or tensor of your own is a buffer of a module in state['model']"
-        raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {what}")
+        fix = "a number or tensor of your own is a buffer of a module in state['model']"
+        raise ValueError(f"state holds model, optimizer and reference, got {', '.join(unknown)}: {fix}")
     needed = ["model", "optimizer", *(["reference"] if penalties.ref_sync_steps else [])]
     if missing := [name for name in needed if state.get(name) is None]:
         raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")

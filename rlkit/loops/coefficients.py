@@ -96,8 +96,8 @@ class KlTerm(NamedTuple):
 
     def in_loss(self, logp: Tensor, ref_logp: Tensor, old_logp: Tensor) -> Tensor:
         """The KL of each token as a loss."""
-        given = (old_logp,) if self.estimator is losses.unbiased_kl else ()
-        return self.estimator(logp, ref_logp, *given)
+        extra = (old_logp,) if self.estimator is losses.unbiased_kl else ()
+        return self.estimator(logp, ref_logp, *extra)
 
 
 def kl_term(

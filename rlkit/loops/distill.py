@@ -98,7 +98,7 @@ async def distill(
     lr_at = learning_rate(optim, num_steps=schedule.steps)
     optimizer = make_optimizer(model, optim, lr=lr_at(0))
     scoring: dict[str, Any] = {"max_tokens": optim.max_tokens, "mesh": policy.mesh}
-    known = [*named.values()]
+    by_index = [*named.values()]
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
         batch = pack(groups, share_prompts=runs_packed(model))
@@ -108,11 +108,11 @@ async def distill(
         batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         batch = with_kept_mass(policy, batch, params=rollouts.params, **scoring)
         of_group = torch.tensor([teacher_of(group, [*named]) for group in groups])
-        return with_teachers(replace(batch, teachers=of_group[batch.group_ids]), known, distillation)
+        return with_teachers(replace(batch, teachers=of_group[batch.group_ids]), by_index, distillation)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, divergence = lr_at(step.index), distillation.divergence
-        local = [teacher for teacher in known if isinstance(teacher, LocalTeacher)]  # all, for a whole vocabulary
+        local = [teacher for teacher in by_index if isinstance(teacher, LocalTeacher)]  # all, for a whole vocabulary
         whole = partial(with_divergence, policy, divergence=divergence, teachers=local) if divergence else None
         metrics = grpo_update(
             batch, policy=policy, optimizer=optimizer, loss=loss, rollouts=rollouts, optim=optim, lr=lr,
@@ -136,8 +136,8 @@ def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) 
     whole = distillation.divergence is not None and not distillation.top_k
     for name, teacher in teachers.items():
         if whole and not isinstance(teacher, LocalTeacher):
-            what = f"the teacher {name or type(teacher).__name__} gives log-probs of some tokens only"
-            raise ValueError(f"{what}: give Distillation(top_k=16), or divergence=None")
+            fault = f"the teacher {name or type(teacher).__name__} gives log-probs of some tokens only"
+            raise ValueError(f"{fault}: give Distillation(top_k=16), or divergence=None")
         if not whole and getattr(teacher, "tokenizers", None) is not None:
             raise ValueError(f"the teacher {name} has another tokenizer: only a divergence such as uld_rows suits it")
 
@@ -180,16 +180,16 @@ def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Disti
         mine = batch.teachers == i
         part = batch if bool(mine.all()) else select(batch, mine.nonzero().flatten())
         if distillation.divergence is None:
-            found = part.targets[:, None], teacher.logp(part)[:, None]
+            outputs = part.targets[:, None], teacher.logp(part)[:, None]
         else:
-            found = teacher.top_logp(part, k)
-        for name, x in zip(("ids", "log-probs"), found, strict=True):
+            outputs = teacher.top_logp(part, k)
+        for name, x in zip(("ids", "log-probs"), outputs, strict=True):
             if x.shape != (part.num_tokens, k):
                 raise ValueError(
                     f"the teacher gave {name} of shape {[*x.shape]} for {part.num_tokens} tokens and k = {k}"
                 )
         tokens = broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
-        ids[tokens], logp[tokens] = found[0].to(ids), found[1].to(logp)
+        ids[tokens], logp[tokens] = outputs[0].to(ids), outputs[1].to(logp)
     batch = replace(batch, teacher_ids=ids, teacher_logp=logp)
     if distillation.divergence is not None:
         return batch

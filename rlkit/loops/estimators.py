@@ -156,8 +156,8 @@ def with_estimates(
         batch = with_advantages(replace(batch, rewards=rewards - per_episode), baseline)
         batch = replace(batch, rewards=rewards)
     else:
-        own = episode_advantages(baseline, batch) - batch.rewards
-        at_end = broadcast_to_tokens(own, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
+        shift = episode_advantages(baseline, batch) - batch.rewards
+        at_end = broadcast_to_tokens(shift, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
         scored = replace(batch, token_rewards=batch.token_rewards + at_end - in_reward)
         batch = with_streams(batch, advantages=advantage(scored, torch.zeros_like(batch.rewards)).advantages)
     return with_streams(batch, advantages=batch.advantages - penalty) if kl.place == "advantage" else batch

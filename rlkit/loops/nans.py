@@ -36,10 +36,10 @@ X = TypeVar("X")
 class Finite(NamedTuple, Generic[X]):
     """The finite part, the number of samples dropped from it, and one line that names them ("" for none).
 
-    `places` are those of the samples in `kept` among all that were given.
+    `places` are those of the samples in `finite` among all that were given.
     """
 
-    kept: X
+    finite: X
     num_dropped: int
     note: str
     places: Sequence[int]
@@ -71,9 +71,9 @@ def finite_groups(groups: Sequence[Group], *, step: int, describe: Describe, ski
     note = f"step {step}: {_what(name, value, total - left, total)}; the first is of {describe(t.prompt_ids)}"
     if not skip or not left:
         raise ValueError(note + _fix(skip))
-    kept = [[pair for e in group for pair in e] for group in whole if group]
-    places = [i for group in kept for i, _ in group]
-    return Finite([[t for _, t in group] for group in kept], total - left, note, places)
+    finite = [[pair for e in group for pair in e] for group in whole if group]
+    places = [i for group in finite for i, _ in group]
+    return Finite([[t for _, t in group] for group in finite], total - left, note, places)
 
 
 def _episodes(group: Group) -> list[Group]:

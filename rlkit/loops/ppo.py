@@ -195,8 +195,8 @@ async def ppo(
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
     lr_at = learning_rate(optim, num_steps=schedule.steps)
-    given = critic.critic_lr_at
-    of_critic = Optim(lr_at=given) if given else replace(optim, lr=critic.critic_lr, lr_at=None)
+    own_lr_at = critic.critic_lr_at
+    of_critic = Optim(lr_at=own_lr_at) if own_lr_at else replace(optim, lr=critic.critic_lr, lr_at=None)
     critic_lr_at = learning_rate(of_critic, num_steps=schedule.steps)
     optimizer = make_optimizer(both, optim, lr=lr_at(0))  # skips parameters without a gradient: each
     values = Policy(value_model, dtype=policy.dtype)  # update steps only the policy or only the critic

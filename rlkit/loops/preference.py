@@ -96,9 +96,9 @@ def dpo(
     )  # fmt: skip
 
 
-def check_pairs(**given: Sets[Pair]) -> None:
+def check_pairs(**sets: Sets[Pair]) -> None:
     """Refuse rows that are not tokenized pairs, and no pairs at all."""
-    for name, pairs in given.items():
+    for name, pairs in sets.items():
         check_examples(name, every(pairs), ("prompt", "chosen", "rejected"), "preference_pairs")
 
 
@@ -139,7 +139,7 @@ def train_pairs(
 ) -> Path:
     """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
     sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(pairs, eval_pairs))
-    check_fits(sizes, max_tokens=optim.max_tokens, what="pair")
+    check_fits(sizes, max_tokens=optim.max_tokens, kind="pair")
     return train_examples(
         model, tokenizer, pairs, schedule, optim, batch_size=batch_size, eval_examples=eval_pairs,
         prepare=lambda some: (pack(pair_trajectories(some)), pair_losses), eval_sets=eval_sets, parts=parts,
@@ -256,7 +256,7 @@ def _check(
     sizes = [(len(e.prompt), len(e.response)) for e in every(examples, eval_examples)]
     if paired and sizes:
         sizes = [(max(a for a, _ in sizes), max(b for _, b in sizes))]
-    check_fits((a + b - 1 for a, b in sizes), max_tokens=max_tokens, what="prompt with a response that it meets")
+    check_fits((a + b - 1 for a, b in sizes), max_tokens=max_tokens, kind="prompt with a response that it meets")
     held_out = min(map(len, by_set(eval_examples).values()), default=2)
     if paired and min(batch_size, len(examples), held_out) < 2:
         raise ValueError(

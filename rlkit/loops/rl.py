@@ -103,8 +103,8 @@ async def rl(
 
         def save(done: int) -> bool:
             order = to_save(task.parts, leg, position=reached(stream.state, num=rollouts.prompts_per_step, step=done))
-            kept = carried.to_save(rules, now) | {"order": order}
-            return saving.save_if_due(job, done, stream=stream, **state, state=kept)
+            states = carried.to_save(rules, now) | {"order": order}
+            return saving.save_if_due(job, done, stream=stream, **state, state=states)
 
         await in_time(send(version=first))
         scores, now = await in_time(look(0, now)) or ({}, now) if start < 0 else ({}, now)
@@ -120,14 +120,14 @@ async def rl(
                     break
                 clock.lap("wait" if rollouts.overlap else "rollout")
                 step = Step(index, **carried.of_step(now), check=partial(watch.batch, step=done))
-                with samples.training(stream.prompts, groups, step=done) as known:
-                    groups, known.places = watch.groups(groups, step=done)
+                with samples.training(stream.prompts, groups, step=done) as record:
+                    groups, record.places = watch.groups(groups, step=done)
                     batch = await call(prepare, masked(groups, rollouts, version=index), step)
                     check_kept_mass(batch, rollouts.params)
-                    known.advantages = mean_advantages(batch, num_samples=len(known.places))
+                    record.advantages = mean_advantages(batch, num_samples=len(record.places))
                     batch = step.check(batch)
                     if keeps_tokens(done, steps=schedule.steps):
-                        known.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
+                        record.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 clock.lap("score")
                 metrics = merge(rollout_metrics(groups, version=index), await call(update, batch, step))
                 move_reference(state, policy, penalties, done=done)

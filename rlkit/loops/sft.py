@@ -38,8 +38,8 @@ class Example(Protocol):
 
 def pack_examples(examples: Sequence[Example]) -> Batch:
     """Pack examples: every token after the first is a target, and the mask selects those that train."""
-    shown = [getattr(e, "images", ()) for e in examples]
-    made = [response(e.ids[:1], e.ids[1:], images=images) for e, images in zip(examples, shown, strict=True)]
+    pictures = [getattr(e, "images", ()) for e in examples]
+    made = [response(e.ids[:1], e.ids[1:], images=images) for e, images in zip(examples, pictures, strict=True)]
     return pack([[replace(t, mask=e.mask[1:])] for e, t in zip(examples, made, strict=True)])
 
 
@@ -69,7 +69,7 @@ def sft(
         check_examples(name, every(some), ("ids", "mask"), "sft_examples")
     policy, max_tokens = make_policy(model, dtype=optim.dtype), optim.max_tokens
     mesh = policy.mesh
-    check_fits((len(e.ids) - 1 for e in every(examples, eval_examples)), max_tokens=max_tokens, what="example")
+    check_fits((len(e.ids) - 1 for e in every(examples, eval_examples)), max_tokens=max_tokens, kind="example")
 
     def gradients(rows: list[int]) -> tuple[Metrics, int]:
         batch = pack_examples(chosen(examples, rows))

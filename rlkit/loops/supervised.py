@@ -65,12 +65,12 @@ def check_examples(name: str, examples: Sequence[Any], fields: tuple[str, ...], 
         raise ValueError(f"{name} is empty: there is nothing to train on")
 
 
-def check_fits(sizes: Iterable[int], *, max_tokens: int, what: str) -> None:
+def check_fits(sizes: Iterable[int], *, max_tokens: int, kind: str) -> None:
     """ValueError before the first step where an example of `sizes` tokens does not fit a micro-batch."""
     longest = max(sizes, default=0)
     if longest > max_tokens:
         raise ValueError(
-            f"the longest {what} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: "
+            f"the longest {kind} has {longest} tokens, and max_tokens={max_tokens} is what a micro-batch holds: "
             "raise it, or drop long ones when they are read (max_example_tokens)"
         )
 

@@ -49,7 +49,7 @@ class Broken(NamedTuple):
     """A law that a loss breaks, and how. A `refused` one trains on something else than the advantages."""
 
     law: str
-    how: str
+    fault: str
     refused: bool = False
 
 
@@ -85,13 +85,13 @@ def toy_batch(*, gaps: int = 1, tail: int = 0, sign: float = 1.0, lacks: Collect
     for sequences in _GROUPS:
         group = []
         for sampled, advantage in sequences:
-            kept = [(i, x == "1") for i, x in enumerate(sampled, token) for _ in range(1 if x == "1" else gaps)]
-            kept += [(0, False)] * tail
+            slots = [(i, x == "1") for i, x in enumerate(sampled, token) for _ in range(1 if x == "1" else gaps)]
+            slots += [(0, False)] * tail
             token += len(sampled)
-            logp = [-0.5 - 0.1 * (i % 7) if on else 0.0 for i, on in kept]
-            rewards = [0.1 * (i % 3) if on else 0.0 for i, on in kept]
+            logp = [-0.5 - 0.1 * (i % 7) if on else 0.0 for i, on in slots]
+            rewards = [0.1 * (i % 3) if on else 0.0 for i, on in slots]
             group.append(
-                Trajectory([1, 2], [i for i, _ in kept], [on for _, on in kept], logp, [0] * len(kept),
+                Trajectory([1, 2], [i for i, _ in slots], [on for _, on in slots], logp, [0] * len(slots),
                            sign * (advantage + 0.5), rewards)
             )  # fmt: skip
             advantages.append(advantage)
@@ -146,10 +146,10 @@ def try_surrogate(
         refuse_needed(name, lambda batch: surrogate(log_ratio(batch), batch), lacks)
         raise failure(function, error, "failed on a batch of 18 tokens") from error
     proof = "`rlkit.testing.check_loss` has the counterexample"
-    for law, how, refused in broken:
+    for law, fault, refused in broken:
         if refused:
-            raise ValueError(f"{name}: {how} (law {law}): {proof}; `loss_unchecked` takes it as it is")
-        _log.warning("%s: %s (law %s): rlkit.testing.check_loss has the counterexample", name, how, law)
+            raise ValueError(f"{name}: {fault} (law {law}): {proof}; `loss_unchecked` takes it as it is")
+        _log.warning("%s: %s (law %s): rlkit.testing.check_loss has the counterexample", name, fault, law)
     if twice:
         _log.warning("%s: the loss depends on `batch.rollout_logp`%s", name, _TWICE)
 
@@ -166,27 +166,27 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor], lacks: Collection[
     if not bool(loss.isfinite().all() and gradient.isfinite().all()):
         place = "at a token that the policy did not sample, where all streams are 0,"
         sampled = loss[batch.mask].isfinite().all() and gradient[batch.mask].isfinite().all()
-        how = f"the loss or its gradient {'' if sampled else 'at a sampled token '}is NaN or infinite"
-        yield Broken("mask_isolation" if sampled else "shape", f"{place} {how}" if sampled else how, refused=True)
+        flaw = f"the loss or its gradient {'' if sampled else 'at a sampled token '}is NaN or infinite"
+        yield Broken("mask_isolation" if sampled else "shape", f"{place} {flaw}" if sampled else flaw, refused=True)
         return
     if random:
         yield Broken("pure", f"two calls on one batch give different losses{_UNCHECKED}")
-    if not random and (how := _isolation(surrogate, batch, (loss, gradient), lacks)):
-        yield Broken("mask_isolation", how, refused=True)
+    if not random and (flaw := _isolation(surrogate, batch, (loss, gradient), lacks)):
+        yield Broken("mask_isolation", flaw, refused=True)
     g, a = _loss(surrogate, batch, torch.zeros_like(batch.advantages))[0][1][batch.mask], batch.advantages[batch.mask]
     if not near(g, -a):
         climbs = bool((g * a > TOLERANCE).any()) and bool((g * a).sum() > TOLERANCE)
         if climbs or not random:
-            how = "" if random or climbs else _independent(surrogate, batch)
-            yield Broken("on_policy", how or f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
-            if how:
+            flaw = "" if random or climbs else _independent(surrogate, batch)
+            yield Broken("on_policy", flaw or f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
+            if flaw:
                 return
-    if how := _pushed(batch, log_ratio(batch), gradient) or ("" if random else _far(surrogate, batch)):
-        yield Broken("descends", how)
-    if not random and (how := _wrong_side(surrogate, batch)):
-        yield Broken("clipped(clip_low=.., clip_high=..)", how)
-    if not random and (how := _additivity(surrogate, batch, loss)):
-        yield Broken("additive", how)
+    if flaw := _pushed(batch, log_ratio(batch), gradient) or ("" if random else _far(surrogate, batch)):
+        yield Broken("descends", flaw)
+    if not random and (flaw := _wrong_side(surrogate, batch)):
+        yield Broken("clipped(clip_low=.., clip_high=..)", flaw)
+    if not random and (flaw := _additivity(surrogate, batch, loss)):
+        yield Broken("additive", flaw)
 
 
 def _corrects(surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, broken: Sequence[Broken]) -> bool:
@@ -194,7 +194,7 @@ def _corrects(surrogate: Callable[[Tensor, Batch], Tensor], batch: Batch, broken
     if any(one.refused or one.law == "pure" for one in broken):
         return False
     moved = _elsewhere(batch, rollout_logp=batch.rollout_logp)
-    before, there, again = (_loss(surrogate, given)[0] for given in (batch, moved, batch))
+    before, there, again = (_loss(surrogate, x)[0] for x in (batch, moved, batch))
     return all(map(near, before, again)) and not all(map(near, before, there))
 
 
@@ -208,19 +208,19 @@ def _loss(
 ) -> tuple[tuple[Tensor, Tensor], str]:
     """The loss per token and the gradient of its sum, or what is wrong with the result."""
     torch.manual_seed(seed)
-    given = _copied(batch)
+    copies = _copied(batch)
     with torch.enable_grad():
         x = (log_ratio(batch) if x is None else x).requires_grad_()
         loss = surrogate(x, batch)
-        if wrong := _changed(batch, given) or wrong_loss(loss, x.shape):
-            return (x.detach(), x.detach()), wrong
+        if fault := _changed(batch, copies) or wrong_loss(loss, x.shape):
+            return (x.detach(), x.detach()), fault
         return (loss.detach(), slopes(loss, x)[0]), ""
 
 
-def failure(function: Callable[..., Any], error: Exception, what: str) -> ValueError:
+def failure(function: Callable[..., Any], error: Exception, event: str) -> ValueError:
     """The error of a function that raised one, with the line of the user's file."""
     hint = "; an argument with the name `advantages` is that tensor" if "'Batch'" in str(error) else ""
-    return ValueError(f"{name_of(function)} {what}: {type(error).__name__}: {error}{place_in(function, error)}{hint}")
+    return ValueError(f"{name_of(function)} {event}: {type(error).__name__}: {error}{place_in(function, error)}{hint}")
 
 
 def refuse_needed(name: str, call: Callable[[Batch], Any], lacks: Collection[str]) -> None:
@@ -235,8 +235,8 @@ def refuse_needed(name: str, call: Callable[[Batch], Any], lacks: Collection[str
     full = toy_batch()
     for stream in sorted(lacks) if works(full) else ():
         if not works(replace(full, **{stream: None})):  # type: ignore[arg-type]
-            what = f"{name} needs `batch.{stream}`, which this run does not have: it requires {_GIVEN_BY[stream]}"
-            raise ValueError(what)
+            fault = f"{name} needs `batch.{stream}`, which this run does not have: it requires {_GIVEN_BY[stream]}"
+            raise ValueError(fault)
 
 
 def _copied(batch: Batch) -> dict[str, Tensor]:
@@ -245,9 +245,9 @@ def _copied(batch: Batch) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in streams if isinstance(x, Tensor)}
 
 
-def _changed(batch: Batch, given: dict[str, Tensor]) -> str:
+def _changed(batch: Batch, copies: dict[str, Tensor]) -> str:
     """The error of a function that has changed a stream; empty for none."""
-    name = next((name for name, x in given.items() if not torch.equal(x, getattr(batch, name))), None)
+    name = next((name for name, x in copies.items() if not torch.equal(x, getattr(batch, name))), None)
     return "" if name is None else f"it changes `{name}` in place, which others read: work on a copy"
 
 
@@ -274,17 +274,17 @@ def _isolation(surrogate: Any, batch: Batch, whole: tuple[Tensor, Tensor], lacks
     alone, error = _loss(surrogate, toy_batch(gaps=0, lacks=lacks))
     if error:
         return f"without tokens of the environment {error}"
-    for what, both, part in zip(("loss", "gradient"), whole, alone):
+    for name, both, part in zip(("loss", "gradient"), whole, alone):
         if not near(both[batch.mask], part):
-            return f"tokens that the policy did not sample (mask False) change the {what} of those that it sampled"
+            return f"tokens that the policy did not sample (mask False) change the {name} of those that it sampled"
     return ""
 
 
 def _independent(surrogate: Any, batch: Batch) -> str:
     """Whether a gradient at ratio 1 stays as it is under other advantages, in words; empty if it does not."""
     zeros = torch.zeros_like(batch.advantages)
-    given = [replace(batch, advantages=x) for x in (batch.advantages, 1 - 2 * batch.advantages)]
-    slopes = [_loss(surrogate, some, zeros.clone())[0][1][batch.mask] for some in given]
+    batches = [replace(batch, advantages=x) for x in (batch.advantages, 1 - 2 * batch.advantages)]
+    slopes = [_loss(surrogate, some, zeros.clone())[0][1][batch.mask] for some in batches]
     same = bool(slopes[0].any()) and torch.equal(*slopes)
     return "the gradient does not depend on `batch.advantages`" if same else ""
 
@@ -292,15 +292,15 @@ def _independent(surrogate: Any, batch: Batch) -> str:
 def _pushed(batch: Batch, x: Tensor, gradient: Tensor) -> str:
     """The first token whose gradient has the sign of its advantage at log-ratio `x`; empty for none."""
     for t in (batch.mask & (gradient * batch.advantages > TOLERANCE)).nonzero().flatten().tolist()[:1]:
-        slope, how = f"the gradient {gradient[t]:.3g}", "has the sign of its advantage"
-        return f"at ratio {x[t].exp():.3g} {slope} {how} {batch.advantages[t]:g}"
+        slope, fault = f"the gradient {gradient[t]:.3g}", "has the sign of its advantage"
+        return f"at ratio {x[t].exp():.3g} {slope} {fault} {batch.advantages[t]:g}"
     return ""
 
 
 def _uniform(surrogate: Any, batch: Batch, advantage: float, x: float) -> tuple[Tensor, Tensor]:
     """The loss and the gradient where all tokens have the same advantage and log-ratio."""
-    given = replace(batch, advantages=advantage * batch.mask.float())
-    return _loss(surrogate, given, x * batch.mask.float())[0]
+    uniform = replace(batch, advantages=advantage * batch.mask.float())
+    return _loss(surrogate, uniform, x * batch.mask.float())[0]
 
 
 def _far(surrogate: Any, batch: Batch) -> str:
@@ -317,8 +317,8 @@ def _far(surrogate: Any, batch: Batch) -> str:
                 "pushes the ratio further away from 1"
             )
         x = -size * batch.advantages.sign()
-        if how := _pushed(batch, x, _loss(surrogate, batch, x.clone())[0][1]):
-            return how
+        if fault := _pushed(batch, x, _loss(surrogate, batch, x.clone())[0][1]):
+            return fault
     return ""
 
 
@@ -347,10 +347,10 @@ def _additivity(surrogate: Any, batch: Batch, whole: Tensor) -> str:
     """How the loss of a token depends on the others of its micro-batch; empty if it does not."""
     parts = [select(batch, (batch.group_ids == g).nonzero().flatten()) for g in range(len(_GROUPS))]
     for part in parts:
-        (loss, _), wrong = _loss(surrogate, part)
+        (loss, _), fault = _loss(surrogate, part)
         there = torch.isin(batch.targets, part.targets)
-        if wrong or not near(loss, whole[there]):
-            return wrong or "the loss of a token depends on what else is in its micro-batch"
+        if fault or not near(loss, whole[there]):
+            return fault or "the loss of a token depends on what else is in its micro-batch"
     return ""
 
 
@@ -394,11 +394,11 @@ def try_advantage(
     lacks = {*lacks, "advantages", "returns", *(() if values else ("values",))}
     with torch.random.fork_rng(devices=[]):
         estimated = partial(_estimated, function, values=values, lacks=lacks)
-        found = _of_estimator(estimated, values=values, lacks=lacks, weighs=weighs)
-    if found and found.refused:
-        raise ValueError(f"{name_of(function)}: {found.how} (law {found.law})")
-    if found:
-        _log.warning("%s: %s%s", name_of(function), found.how, f" (law {found.law})" if found.law else "")
+        broken = _of_estimator(estimated, values=values, lacks=lacks, weighs=weighs)
+    if broken and broken.refused:
+        raise ValueError(f"{name_of(function)}: {broken.fault} (law {broken.law})")
+    if broken:
+        _log.warning("%s: %s%s", name_of(function), broken.fault, f" (law {broken.law})" if broken.law else "")
 
 
 def _estimated(
@@ -406,20 +406,20 @@ def _estimated(
 ) -> list[Tensor]:
     """The advantages of the sampled tokens, and with `values` the returns."""
     torch.manual_seed(seed)
-    name, given = name_of(function), _copied(batch)
+    name, copies = name_of(function), _copied(batch)
     try:
-        found = function(batch, torch.zeros(batch.num_seqs))
+        returned = function(batch, torch.zeros(batch.num_seqs))
     except Exception as error:
         refuse_needed(name, lambda batch: function(batch, torch.zeros(batch.num_seqs)), lacks)
         raise failure(function, error, f"failed on a batch of {batch.num_tokens} tokens") from error
-    if wrong := _changed(batch, given):
-        raise ValueError(f"{name}: {wrong}")
-    streams = [getattr(found, key, None) for key in ("advantages", "returns")[: 1 + values]]
+    if fault := _changed(batch, copies):
+        raise ValueError(f"{name}: {fault}")
+    streams = [getattr(returned, key, None) for key in ("advantages", "returns")[: 1 + values]]
     for key, x in zip(("advantages", "returns"), streams):
-        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else show(found)
+        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else show(returned)
         if not isinstance(x, Tensor) or x.shape != batch.targets.shape or not x.is_floating_point():
-            what = f"must return rlkit.advantages.Gae(advantages, returns), a float per token [{batch.num_tokens}] each"
-            raise ValueError(f"{name} {what}, got {got}")
+            form = f"must return rlkit.advantages.Gae(advantages, returns), a float per token [{batch.num_tokens}] each"
+            raise ValueError(f"{name} {form}, got {got}")
         if not bool(x[batch.mask].isfinite().all()):
             raise ValueError(f"{name}: its {key} of a batch with a group of one are NaN or infinite")
         if x.requires_grad:
@@ -432,11 +432,11 @@ def _of_estimator(
 ) -> Broken | None:
     """The first law of `try_advantage` that an estimator breaks."""
     batch, *others = (toy_batch(sign=sign, lacks=lacks) for sign in (1.0, -1.0, 0.0))
-    found = estimated(batch)
+    base = estimated(batch)
 
     def differ(other: Batch, **options: Any) -> bool:
         place = other.targets[other.mask].argsort()
-        return not all(near(x, y[place]) for x, y in zip(found, estimated(other, **options), strict=True))
+        return not all(near(x, y[place]) for x, y in zip(base, estimated(other, **options), strict=True))
 
     if differ(batch, seed=1):
         return Broken("pure", f"two calls on one batch give different advantages{_UNCHECKED}")
@@ -453,17 +453,17 @@ def _of_estimator(
         ratio, both = {"rollout_logp": batch.rollout_logp}, {"old_logp": batch.old_logp}
         if differ(_elsewhere(batch, **ratio)) and not differ(_elsewhere(batch, **ratio, **both)):
             return Broken("", f"the advantages depend on `batch.rollout_logp`{_TWICE}")
-    how, law = _of_rewards(lambda given: estimated(given)[0], [batch, *others], values=values)
-    how = how or (_of_values(estimated, batch, found, others) if values else "")
-    return Broken(law, how) if how else None
+    fault, law = _of_rewards(lambda x: estimated(x)[0], [batch, *others], values=values)
+    fault = fault or (_of_values(estimated, batch, base, others) if values else "")
+    return Broken(law, fault) if fault else None
 
 
 def _of_values(
-    estimated: Callable[[Batch], list[Tensor]], batch: Batch, found: Sequence[Tensor], others: Sequence[Batch]
+    estimated: Callable[[Batch], list[Tensor]], batch: Batch, pair: Sequence[Tensor], others: Sequence[Batch]
 ) -> str:
-    """How the advantages and returns `found` of a batch do not follow the rewards (those of `others` are -R and 0) and
+    """How the advantages and returns `pair` of a batch do not follow the rewards (those of `others` are -R and 0) and
     the critic's values; empty for none."""
-    advantages, returns = found
+    advantages, returns = pair
     taught = [x if x.ref_logp is None else replace(x, ref_logp=2 * x.ref_logp) for x in others]  # by a teacher, too
     if all(near(returns, estimated(x)[1]) for x in taught):
         return "its returns do not depend on the rewards, and the critic learns nothing of them"
@@ -479,22 +479,22 @@ def _of_rewards(advantages: Callable[[Batch], Tensor], batches: Sequence[Batch],
     """How the advantages of sampled tokens do not follow the rewards R, -R and 0 of three batches, and the law."""
     batch, law = batches[0], "rewards_raise"
     arranged = (batch.group_ids, torch.zeros_like(batch.group_ids))  # groups of two, and one of seven
-    found = [[advantages(replace(x, group_ids=ids)) for x in batches] for ids in arranged]
+    estimates = [[advantages(replace(x, group_ids=ids)) for x in batches] for ids in arranged]
     rewards, *ids = (
         broadcast_to_tokens(x, cu_seqlens=batch.cu_seqlens)[batch.mask] for x in (batch.rewards, *arranged)
     )
-    if not any(bool(up.any()) for up, *_ in found):
+    if not any(bool(up.any()) for up, *_ in estimates):
         return "all its advantages are 0 on a batch of unequal rewards, so that nothing would train", ""
-    same = torch.stack([(up - x).abs() <= TOLERANCE for up, *others in found for x in others]).all(0)
+    same = torch.stack([(up - x).abs() <= TOLERANCE for up, *others in estimates for x in others]).all(0)
     if bool(same.all()):
         moved = None if batch.ref_logp is None else replace(batch, ref_logp=2 * batch.ref_logp)
-        teaches = moved is not None and not near(advantages(moved), found[0][0])
+        teaches = moved is not None and not near(advantages(moved), estimates[0][0])
         return ("", "") if teaches else ("its advantages do not depend on the rewards", law)
-    if any(near(up, down) and not near(up, zero) and not bool((up < 0).any()) for up, down, zero in found):
+    if any(near(up, down) and not near(up, zero) and not bool((up < 0).any()) for up, down, zero in estimates):
         return "its advantages are the same for rewards R and -R, and never negative", law
-    if all(float(((up - down) * rewards).sum()) < -TOLERANCE for up, down, _ in found):
+    if all(float(((up - down) * rewards).sum()) < -TOLERANCE for up, down, _ in estimates):
         return "its advantages fall where the rewards rise", law
-    if all(near(up, group_mean(up, group_ids=x)) for (up, *_), x in zip(found, ids, strict=True)):
+    if all(near(up, group_mean(up, group_ids=x)) for (up, *_), x in zip(estimates, ids, strict=True)):
         return "its advantages are equal for all answers to a prompt: is it the baseline, not the reward minus it?", ""
     return _unrewarded(batch, same, values=values), ""
 

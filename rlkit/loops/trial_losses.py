@@ -33,13 +33,13 @@ def try_pair_loss(function: Callable[..., Any]) -> None:
     both: discopop rises around 0.
     """
     _refuse_swapped(function, "chosen", "rejected")
-    found: list[str] = []
+    faults: list[str] = []
     for size in (0.3, 15.0):
         chosen, rejected = (torch.linspace(-x, x, 6).requires_grad_() for x in (size, -size))
-        loss = function(chosen, rejected) if found else _called(function, chosen, rejected)
-        found.append(_of_pairs(*slopes(loss, chosen, rejected)))
-    if all(found):
-        _log.warning("%s %s", name_of(function), found[0])
+        loss = function(chosen, rejected) if faults else _called(function, chosen, rejected)
+        faults.append(_of_pairs(*slopes(loss, chosen, rejected)))
+    if all(faults):
+        _log.warning("%s %s", name_of(function), faults[0])
 
 
 def _of_pairs(up: Tensor, down: Tensor) -> str:
@@ -68,7 +68,7 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
         for labels in (desirable, ~desirable)
     )
     up, down, least = slope[desirable].sum(), slope[~desirable].sum(), 1e-3 * slope.abs().sum()
-    for broken, how in (
+    for broken, fault in (
         (
             torch.equal(slope, flipped),
             "has the same gradient for desirable and other responses: it ignores `desirable`",
@@ -77,7 +77,7 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
         (down < -least, "falls as the log-ratio of responses that are not desirable rises"),
     ):
         if broken:
-            _log.warning("%s %s", name_of(function), how)
+            _log.warning("%s %s", name_of(function), fault)
             return
 
 
@@ -106,30 +106,30 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
     _refuse_swapped(function, "policy", "ref")
     name, at = name_of(function), torch.arange(1.0, 9.0)
     pairs = [(torch.sin(at), 2 * torch.sin(at).flip(0)), (torch.sin(at), torch.sin(at) + 0.2 * torch.cos(2 * at))]
-    found = [_kl_numbers(function, *pair, place=place) for pair in pairs]
+    numbers = [_kl_numbers(function, *pair, place=place) for pair in pairs]
     logp, ref_logp = (x.detach().log_softmax(0) for x in pairs[0])
     called = partial(_called, function, graded=False)
     equal, whole = called(logp, logp.clone()), called(logp, ref_logp)
     parts = [called(*(x.clone() for x in pair)) for pair in zip(logp.split(2), ref_logp.split(2), strict=True)]
     coupled = not near(whole, torch.cat(parts))
-    if all(x.flat for x in found) and not coupled:
+    if all(x.flat for x in numbers) and not coupled:
         fix = "use the form of k2 or of unbiased, or `kl_in` reward"
         raise ValueError(f"{name} in the loss has gradient 0 on average, as k1 does: {fix}")
-    if all(x.climbs for x in found) and not coupled:
+    if all(x.climbs for x in numbers) and not coupled:
         raise ValueError(f"{name} in the loss pushes the policy away from the reference: is its sign right?")
-    for broken, how in (
+    for broken, fault in (
         (coupled, "gives a token a value that depends on the other tokens of the batch (law additive)"),
         (float(equal.abs().max()) > TOLERANCE, "is not 0 where policy and reference are equal"),
-        (found[0].mean < -TOLERANCE, "has a negative mean over samples of the policy: is its sign right?"),
-        (all(x.summed for x in found), _SUMMED),
-        (all(x.exchanged for x in found), "is an estimator of the KL with logp and ref_logp exchanged"),
+        (numbers[0].mean < -TOLERANCE, "has a negative mean over samples of the policy: is its sign right?"),
+        (all(x.summed for x in numbers), _SUMMED),
+        (all(x.exchanged for x in numbers), "is an estimator of the KL with logp and ref_logp exchanged"),
         (
-            place != "loss" and all(abs(x.mean) < TOLERANCE for x in found),
+            place != "loss" and all(abs(x.mean) < TOLERANCE for x in numbers),
             "has mean 0 over samples of the policy, whatever the reference: it does not measure the KL",
         ),
     ):
         if broken:
-            _log.warning("%s %s", name, how)
+            _log.warning("%s %s", name, fault)
             return
 
 
@@ -161,9 +161,9 @@ def _kl_numbers(function: Callable[..., Any], logits: Tensor, ref_logits: Tensor
     exact = [x.detach() for x in (ours, theirs, ours + theirs)]
     with torch.no_grad():
         mean, other = (p * values).sum(), (p * function(ref_logp, logp.detach())).sum()
-    known = any(near(mean, x) for x in exact)
-    summed = not known and any(near(values.detach().sum(), x) for x in exact)
-    return _Kl(float(mean), flat, climbs, summed, not known and near(other, exact[0]))
+    unbiased = any(near(mean, x) for x in exact)
+    summed = not unbiased and any(near(values.detach().sum(), x) for x in exact)
+    return _Kl(float(mean), flat, climbs, summed, not unbiased and near(other, exact[0]))
 
 
 def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> None:
@@ -176,21 +176,21 @@ def _refuse_swapped(function: Callable[..., Any], first: str, second: str) -> No
         raise ValueError(f"{name_of(function)} gets ({first}, {second}) in this order, and names them {names}")
 
 
-def _called(function: Callable[..., Any], *given: Tensor, graded: bool = True, **options: Any) -> Tensor:
+def _called(function: Callable[..., Any], *tensors: Tensor, graded: bool = True, **options: Any) -> Tensor:
     """The loss of each entry of the first argument's first axis; ValueError for anything else.
 
     With `graded`, it has a gradient with respect to that.
     """
-    name, copies = name_of(function), [x.detach().clone() for x in given]
+    name, copies = name_of(function), [x.detach().clone() for x in tensors]
     try:
         with torch.enable_grad():
-            loss = function(*given, **options)
+            loss = function(*tensors, **options)
     except Exception as error:
         raise failure(function, error, "failed") from error
-    if not all(map(torch.equal, copies, given)):
+    if not all(map(torch.equal, copies, tensors)):
         raise ValueError(f"{name}: it changes its arguments in place, which others read: work on a copy")
-    if wrong := wrong_loss(loss, given[0].shape[:1], graded=graded):
-        raise ValueError(f"{name}: {wrong}")
+    if fault := wrong_loss(loss, tensors[0].shape[:1], graded=graded):
+        raise ValueError(f"{name}: {fault}")
     if not bool(loss.isfinite().all()):
         raise ValueError(f"{name}: its loss is NaN or infinite")
     return loss

@@ -122,10 +122,10 @@ class PolicyLoss:
     loss_unchecked: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        given = self.surrogate
-        object.__setattr__(self, "surrogate", as_surrogate(given))
-        if not (self.loss_unchecked or is_ours(given)):
-            try_surrogate(given, self.surrogate, weighs=weighs(self.correction))
+        function = self.surrogate
+        object.__setattr__(self, "surrogate", as_surrogate(function))
+        if not (self.loss_unchecked or is_ours(function)):
+            try_surrogate(function, self.surrogate, weighs=weighs(self.correction))
 
 
 def check_functions(
@@ -143,8 +143,8 @@ def check_functions(
     `scored` have `old_logp` in any case.
     """
     if not isinstance(loss, PolicyLoss):
-        given = getattr(loss, "__name__", None)
-        fix = f"PolicyLoss({given})" if given else "PolicyLoss(ppo_clip)"
+        name = getattr(loss, "__name__", None)
+        fix = f"PolicyLoss({name})" if name else "PolicyLoss(ppo_clip)"
         raise TypeError(f"loss must be a PolicyLoss, e.g. {fix}, got {show(loss)}")
     lacks, early = (
         lacking(rollouts, penalties, critic=critic, scored=scored or (critic and advantage is not None), estimator=x)
@@ -284,9 +284,9 @@ def sampler_logp(batch: Batch, old_logp: Float[Tensor, "T"], rollouts: Rollouts)
 
 def check_streams(batch: Batch, **needed_by: str) -> None:
     """Refuse a batch that lacks one of the streams: ValueError with what needs it and the function that fills it."""
-    for name, what in needed_by.items():
+    for name, consumer in needed_by.items():
         if getattr(batch, name) is None:
-            raise ValueError(f"{what} needs `{name}`, and the batch has none: batch = {FILLED_BY[name]}")
+            raise ValueError(f"{consumer} needs `{name}`, and the batch has none: batch = {FILLED_BY[name]}")
 
 
 def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:
@@ -337,8 +337,8 @@ def with_gradient(surrogate: Surrogate, log_ratio: Float[Tensor, "T"], batch: Ba
         token_loss = surrogate(x, batch)
         if not isinstance(token_loss, Tensor) or token_loss.shape != x.shape:
             got = tuple(token_loss.shape) if isinstance(token_loss, Tensor) else repr(token_loss)
-            what = f"the surrogate must return a loss per token, {tuple(x.shape)} as log_ratio, got {got}"
-            raise ValueError(f"{what}: averaging belongs in `aggregate`")
+            fault = f"the surrogate must return a loss per token, {tuple(x.shape)} as log_ratio, got {got}"
+            raise ValueError(f"{fault}: averaging belongs in `aggregate`")
         if not token_loss.requires_grad:
             raise ValueError("the surrogate's loss has no gradient with respect to log_ratio: is it detached?")
         return token_loss, torch.autograd.grad(token_loss.sum(), x, retain_graph=True)[0]

@@ -40,12 +40,12 @@ class Watch:
     def groups(self, groups: Sequence[Group], *, step: int) -> tuple[list[Group], Sequence[int]]:
         """`finite_groups`, and the places of their samples among those of `groups`."""
         self._check_failed(groups, step=step)
-        finite = self._report(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
-        return finite.kept, finite.places
+        part = self._report(finite_groups(groups, step=step, describe=self._describe, skip=self._skip))
+        return part.finite, part.places
 
     def batch(self, batch: Batch, *, step: int) -> Batch:
         """`finite_batch`."""
-        return self._report(finite_batch(batch, step=step, describe=self._describe, skip=self._skip)).kept
+        return self._report(finite_batch(batch, step=step, describe=self._describe, skip=self._skip)).finite
 
     def update(self, line: Mapping[str, float], *, step: int) -> dict[str, float]:
         """`check_update`; with `skip`, returns the number of samples dropped in this step as `nan/dropped`."""
@@ -92,15 +92,15 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
         run.say("no token of this step is trained on: a limit cut every answer, or all are older than allowed")
     elif min(rewards) < now.high or now.low == now.high:
         low, high = min(rewards), max(rewards)
-        shown = f"all {low:g}" if low == high else f"between {low:g} and {high:g}"
+        values = f"all {low:g}" if low == high else f"between {low:g} and {high:g}"
         never = "compare answers and gold in trajectories/ (the reward may match never, or always); " * (
             now.low == now.high
         )
         critic = batch.values is not None  # which compares with no group
         groups = [0] * len(rewards) if critic else batch.group_ids.tolist()
         differ = len({*zip(groups, rewards)}) > len({*groups})
-        what = f"every advantage is 0 (rewards {shown})"
-        what = what if critic or differ else f"all rewards are equal in every group ({shown})"
+        fault = f"every advantage is 0 (rewards {values})"
+        fault = fault if critic or differ else f"all rewards are equal in every group ({values})"
         larger = "" if critic else "a larger group_size "
         fix = f"{never}easier, harder or more varied prompts, {larger}or a finer reward would help"
         if differ:
@@ -108,5 +108,5 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
         now = now._replace(num_reports=before.num_reports + 1)
         times = "" if now.num_reports == 1 else f" ({now.num_reports} times so far)"
         if now.num_reports.bit_count() == 1:  # the first, second, fourth, eighth ... time
-            run.say(f"{what}: no learning signal in this step{times}. Training goes on; {fix}")
+            run.say(f"{fault}: no learning signal in this step{times}. Training goes on; {fix}")
     return now

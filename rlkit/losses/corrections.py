@@ -127,8 +127,8 @@ def keep_whole_sequences(
     check_cu_seqlens(cu_seqlens, keep=keep)
     rejected = sum_per_seq(carry_nan((keep == 0).to(keep.dtype), keep), cu_seqlens=cu_seqlens, mask=mask)
     whole = carry_nan((rejected == 0).to(keep.dtype), rejected)
-    kept = broadcast_to_tokens(whole, cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
-    return masked(kept, mask)
+    weights = broadcast_to_tokens(whole, cu_seqlens=cu_seqlens, num_tokens=keep.shape[0])
+    return masked(weights, mask)
 
 
 def veto(
@@ -187,8 +187,8 @@ def opsm(
     check_at_least(0, delta=delta)
     drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
     drift, advantages = prepared(mask, log_ratio=drift, advantages=advantages.detach())
-    kept = (~((advantages < 0) & (drift > delta))).to(drift.dtype)
-    return masked(carry_nan(kept, advantages, drift), mask)
+    weights = (~((advantages < 0) & (drift > delta))).to(drift.dtype)
+    return masked(carry_nan(weights, advantages, drift), mask)
 
 
 def batch_normalized(weights: Tokens, *, mask: Mask = None, mean: Float[Tensor, ""] | float | None = None) -> Tokens:
@@ -249,9 +249,9 @@ def log_kept_mass(
         return logp.new_zeros(logits.shape[:-1])
     rows, device = logp.shape[:1], logp.device
     options = {"top_p": logp.new_full(rows, top_p), "top_k": torch.full(rows, top_k, device=device)}
-    kept = kept_support(logp.exp(), **options)
-    mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
-    return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
+    support = kept_support(logp.exp(), **options)
+    mass = torch.where(support, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
+    return masked(torch.where(support.all(-1).view_as(mass), 0, mass), mask)
 
 
 def kept_support(
@@ -278,9 +278,9 @@ def kept_support(
     least = ranked.gather(-1, num[:, None] - 1)
     above, ties = p > least, p == least
     room = num - above.sum(-1)
-    kept = above | (ties & (ties.cumsum(-1) <= room[:, None])) | every[:, None]
-    kept[:, 0] |= ranked[:, 0].isnan()  # NaN, which ranks first, has to show
-    return kept
+    support = above | (ties & (ties.cumsum(-1) <= room[:, None])) | every[:, None]
+    support[:, 0] |= ranked[:, 0].isnan()  # NaN, which ranks first, has to show
+    return support
 
 
 def _num_kept(

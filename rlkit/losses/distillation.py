@@ -235,15 +235,15 @@ def by_rows(rows: Callable[..., Tensor], *tensors: Tensor, chunk_size: int, mask
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     shape = tensors[0].shape[:-1]
-    kept = torch.ones(shape, dtype=torch.bool, device=tensors[0].device) if mask is None else mask
+    row_mask = torch.ones(shape, dtype=torch.bool, device=tensors[0].device) if mask is None else mask
 
-    def one_chunk(kept: Tensor, *chunk: Tensor) -> Tensor:
+    def one_chunk(row_mask: Tensor, *chunk: Tensor) -> Tensor:
         if mask is not None:
-            chunk = tuple(masked(x, kept.unsqueeze(-1)) for x in chunk)
-        return masked(rows(*chunk), kept)
+            chunk = tuple(masked(x, row_mask.unsqueeze(-1)) for x in chunk)
+        return masked(rows(*chunk), row_mask)
 
     split = [x.reshape(shape.numel(), x.shape[-1]).split(chunk_size) for x in tensors]
-    chunks = zip(kept.reshape(-1).split(chunk_size), *split)
+    chunks = zip(row_mask.reshape(-1).split(chunk_size), *split)
     out = [checkpoint(one_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return torch.cat(out).reshape(shape)
 
@@ -421,8 +421,8 @@ def _student_logp(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
 def _teacher_logp(logp: Tensor, whole: bool) -> Tensor:
     """The same for the teacher. Its tail is 1 minus the sum, clamped to at least machine epsilon."""
     if not whole:
-        kept = logp.logsumexp(-1, keepdim=True)
-        tail = (-torch.expm1(kept)).clamp(min=torch.finfo(logp.dtype).eps).log()
+        log_mass = logp.logsumexp(-1, keepdim=True)
+        tail = (-torch.expm1(log_mass)).clamp(min=torch.finfo(logp.dtype).eps).log()
         logp = torch.cat([logp, tail], -1)
     return logp.clamp(min=MIN_LOGP)
 

@@ -139,8 +139,8 @@ def robust_dpo(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
     x = _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)
-    kept, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
-    return masked(((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing), mask)
+    unflipped, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
+    return masked(((1 - label_smoothing) * unflipped - label_smoothing * flipped) / (1 - 2 * label_smoothing), mask)
 
 
 def ipo(chosen_log_ratio: Pairs, rejected_log_ratio: Pairs, *, beta: float, mask: PairMask = None) -> Pairs:
@@ -282,9 +282,9 @@ def kto_unpaired(
     return masked(loss, mask)
 
 
-def _one_number(**given: float | Tensor) -> float | Tensor:
+def _one_number(**named: float | Tensor) -> float | Tensor:
     """The statistic of a whole batch, detached; ValueError, with its name, for one number per response."""
-    ((name, x),) = given.items()
+    ((name, x),) = named.items()
     if isinstance(x, Tensor) and x.ndim:
         raise ValueError(f"{name} must be one number for the whole batch, got shape {list(x.shape)}")
     return x.detach() if isinstance(x, Tensor) else x
@@ -534,10 +534,10 @@ def aot(
     chosen, rejected = prepared(mask, chosen_log_ratio=chosen_log_ratio, rejected_log_ratio=rejected_log_ratio)
     if chosen.ndim != 1:
         raise ValueError(f"chosen_log_ratio and rejected_log_ratio must have shape [N], got {list(chosen.shape)}")
-    kept = None if mask is None else torch.arange(chosen.numel(), device=chosen.device) < mask.sum()
+    valid = None if mask is None else torch.arange(chosen.numel(), device=chosen.device) < mask.sum()
     # NaN sorts last. Masked entries become NaN too, so a trainable NaN is still among the first mask.sum() entries.
-    chosen, rejected = (masked(masked(x, mask, float("nan")).sort().values, kept) for x in (chosen, rejected))
-    return masked(smoothed_nll(beta * (chosen - rejected), label_smoothing), kept)
+    chosen, rejected = (masked(masked(x, mask, float("nan")).sort().values, valid) for x in (chosen, rejected))
+    return masked(smoothed_nll(beta * (chosen - rejected), label_smoothing), valid)
 
 
 def xpo(
@@ -597,8 +597,8 @@ def reward_aware_squared(
     No gradient flows through `reward_gap`, which may be negative.
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
-    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
-    return masked((implicit - given).square(), mask)
+    implicit, target = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked((implicit - target).square(), mask)
 
 
 def reward_aware_kl(
@@ -617,8 +617,8 @@ def reward_aware_kl(
     Limits: reward_scale -> inf with a positive gap is `dpo`; p = 1 - e is cDPO less the label's entropy.
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
-    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
-    return masked(_bernoulli_kl(given, implicit), mask)
+    implicit, target = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked(_bernoulli_kl(target, implicit), mask)
 
 
 def reward_aware_reverse_kl(
@@ -637,8 +637,8 @@ def reward_aware_reverse_kl(
     Limits: p = 1 - e is `exo_pair`.
     Reference: arXiv:2406.11704 (RPO); NeMo-Aligner megatron_gpt_dpo_model.py.
     """
-    implicit, given = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
-    return masked(_bernoulli_kl(implicit, given), mask)
+    implicit, target = _gaps(chosen_log_ratio, rejected_log_ratio, reward_gap, beta, reward_scale, mask)
+    return masked(_bernoulli_kl(implicit, target), mask)
 
 
 def _gaps(

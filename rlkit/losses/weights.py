@@ -163,25 +163,25 @@ def per_source_mean(
     return _token_weights(per_seq, mask, cu_seqlens)
 
 
-def _count(name: str, given: Count | None, counted: Tensor) -> Count | Tensor:
+def _count(name: str, count: Count | None, counted: Tensor) -> Count | Tensor:
     """The given count, or in a single process the number of True entries; at least 1."""
-    if given is None:
+    if count is None:
         check_alone(name)
-        given = counted.sum()
-    return _at_least_one(name, _of_step(name, given, counted.sum()))
+        count = counted.sum()
+    return _at_least_one(name, _of_step(name, count, counted.sum()))
 
 
-def _of_step(name: str, given: Count | Tensor, here: Tensor) -> Count | Tensor:
+def _of_step(name: str, count: Count | Tensor, here: Tensor) -> Count | Tensor:
     """The count of the whole step; ValueError if it is smaller than that of this mask alone.
 
     Of sequences only if it is 0: pieces of one episode may be counted once.
     """
-    check_one_number(**{name: given})
-    check_not_negative(**{name: given})
-    known = not isinstance(given, Tensor) or readable(given)
-    if known and readable(here) and bool(given < (here.clamp(max=1) if name == "num_seqs" else here)):
-        raise ValueError(f"{name} is {int(given)}, and this mask alone has {int(here)}: {_FIX}")
-    return given
+    check_one_number(**{name: count})
+    check_not_negative(**{name: count})
+    readable_now = not isinstance(count, Tensor) or readable(count)
+    if readable_now and readable(here) and bool(count < (here.clamp(max=1) if name == "num_seqs" else here)):
+        raise ValueError(f"{name} is {int(count)}, and this mask alone has {int(here)}: {_FIX}")
+    return count
 
 
 def _at_least_one(name: str, count: Count | Tensor) -> Count | Tensor:

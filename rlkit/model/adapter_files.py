@@ -54,8 +54,8 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
     """
     folder = Path(path)
     if not is_adapter(folder):
-        what = f"a folder with {ADAPTER}, as peft's save_pretrained and RUN/adapter are"
-        raise FileNotFoundError(f"the adapter {str(path)!r} is not {what}")
+        expected = f"a folder with {ADAPTER}, as peft's save_pretrained and RUN/adapter are"
+        raise FileNotFoundError(f"the adapter {str(path)!r} is not {expected}")
     config = adapter_config(folder)
     refuse = f"the adapter {str(path)!r}"
     fix = "merge it into its model by peft (merge_and_unload, then save_pretrained), and give that folder"
@@ -91,8 +91,8 @@ def _targets(folder: Path, config: dict[str, Any]) -> list[str]:
         raise ValueError(f"{file} is damaged ({error}): copy it again") from None
     ends = (".lora_A.weight", ".lora_B.weight")
     if beside := [name for name in names if not name.startswith(_PREFIX) or not name.endswith(ends)]:
-        what = f"holds {beside[0]} beside adapters ({len(beside)} such weights)"
-        raise ValueError(f"{file} {what}: merge it into its model by peft (merge_and_unload), and give that folder")
+        fault = f"holds {beside[0]} beside adapters ({len(beside)} such weights)"
+        raise ValueError(f"{file} {fault}: merge it into its model by peft (merge_and_unload), and give that folder")
     experts = [name for name in config.get("target_parameters") or () if not name.endswith(".weight")]
     stems = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
     fused = {stem for stem in stems if stem.endswith(".base_layer") or f"{stem}.base_layer" in stems}

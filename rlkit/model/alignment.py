@@ -35,8 +35,8 @@ def aligned(batch: Batch, ours: Any, theirs: Any) -> tuple[Batch, Int[Tensor, "T
         num = len(other)
         samples.append(Trajectory(head, other, [True] * num, [0.0] * num, [0] * num, truncated=True))
         row_at = {place: row for row, place in enumerate([*_starts(theirs, other), len(text)]) if place >= 0}
-        own = [*_starts(ours, ids), *([len(text)] if special else [])]
-        places.append([(begin + t, row_at[place]) for t, place in enumerate(own) if place in row_at])
+        our_starts = [*_starts(ours, ids), *([len(text)] if special else [])]
+        places.append([(begin + t, row_at[place]) for t, place in enumerate(our_starts) if place in row_at])
     packed = pack([[sample] for sample in samples])
     for start, pairs in zip(packed.cu_seqlens.tolist(), places):
         for t, row in pairs:

@@ -109,8 +109,8 @@ def _check_reference(path: Path, model: nn.Module) -> None:
     moved = any(name.startswith("model/reference.") for name in _stored(path))
     moves = any(name.startswith("reference.") for stage in of_stages(model, [*_clean(model)]) for name in stage)
     if moved != moves:
-        given = "a reference model that moves: give `kl_coef` and `ref_sync_steps` above 0"
-        wrote = given if moved else "no reference model that moves: give `ref_sync_steps` 0"
+        moving = "a reference model that moves: give `kl_coef` and `ref_sync_steps` above 0"
+        wrote = moving if moved else "no reference model that moves: give `ref_sync_steps` 0"
         raise ValueError(f"{path} was written with {wrote}, as before, or start a new run in another folder")
 
 
@@ -138,11 +138,11 @@ def sums_of(base: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
 def _check_base(path: Path, base: dict[str, Tensor], model: nn.Module, stored: dict[str, float]) -> None:
     """ValueError if the base weights are not those that the adapters of the checkpoint were trained on."""
     here = sums_of(base, model)
-    wrong = [name for name, x in stored.items() if not math.isclose(x, here.get(name, x), rel_tol=1e-6, abs_tol=1e-4)]
-    if wrong:
-        first = wrong[0].removeprefix("model/")
+    other = [name for name, x in stored.items() if not math.isclose(x, here.get(name, x), rel_tol=1e-6, abs_tol=1e-4)]
+    if other:
+        first = other[0].removeprefix("model/")
         raise ValueError(
-            f"{path}: its adapters were trained on other weights than the model has now ({first} and {len(wrong) - 1} "
+            f"{path}: its adapters were trained on other weights than the model has now ({first} and {len(other) - 1} "
             "others differ): give the model that the run started from"
         )
 
@@ -216,8 +216,8 @@ def read_tensors(tensors: dict[str, Tensor], path: Path, model: nn.Module) -> No
     here = {name: shape for shapes in stages for name, shape in shapes.items()}
     there = {name: [*x.size] for name, x in _stored(path).items() if name in here or name.startswith("model/")}
     shapes = {name: (there.get(name, "missing"), here.get(name, "missing")) for name in here | there}
-    if wrong := [f"{name} is {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
-        raise ValueError(f"{path} holds another model: {'; '.join(wrong[:4])} ({len(wrong)} differences in total)")
+    if unequal := [f"{name} is {a} there, {b} here" for name, (a, b) in shapes.items() if a != b]:
+        raise ValueError(f"{path} holds another model: {'; '.join(unequal[:4])} ({len(unequal)} differences in total)")
     _quiet()
     try:
         dcp.load(tensors, storage_reader=Reader(path), no_dist=not distributed())
@@ -353,9 +353,9 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
         install_optimizer(tensors, model, optimizer, side["optimizer"])
         random_states = path / _rank_file()
         if random_states.exists():
-            found = read_plain(random_states)
+            states = read_plain(random_states)
             with _files.no_code(random_states):
-                _set_random_states(found)
+                _set_random_states(states)
     return {**side["state"], "step": manifest["step"]}
 
 
@@ -422,10 +422,10 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
     temp = job.folder / (_files.TEMP_PREFIX + final.name)
     per_rank = len(job.files[_rank_file()])
     needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * per_rank + (1 << 16)
-    what = f"the checkpoint of step {job.step}"
-    on_rank0(lambda: _make_room(job.folder, temp, what, needed), group=group)
+    item = f"the checkpoint of step {job.step}"
+    on_rank0(lambda: _make_room(job.folder, temp, item, needed), group=group)
     cleanup = _files.removed_on_error(temp) if rank() == 0 else nullcontext()
-    with _files.explain_full_disk(what, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
+    with _files.explain_full_disk(item, job.folder, needed=needed, fix=_SAVE_FIX), cleanup:
         write_tensors(job.tensors, temp, group=group)
         files = on_all_ranks(lambda: _write_files(job.files, temp), group=group)
         on_rank0(lambda: _publish(job.step, files, temp, final), group=group)
@@ -433,12 +433,12 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
     return final
 
 
-def _make_room(folder: Path, temp: Path, what: str, needed: int) -> None:
+def _make_room(folder: Path, temp: Path, item: str, needed: int) -> None:
     """Delete the leftovers of crashed saves, refuse early on a full disk, and make the temporary folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(_files.TEMP_PREFIX + "*"):
         _files.remove_folder(leftover)
-    _files.require_room(what, folder, needed=needed, fix=_SAVE_FIX)
+    _files.require_room(item, folder, needed=needed, fix=_SAVE_FIX)
     temp.mkdir()
 
 

@@ -111,9 +111,9 @@ def check_unquantized(config: Any) -> None:
     Errors: ValueError naming the model and the method.
     """
     for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
-        if found:
-            fields = found if isinstance(found, dict) else found.to_dict()
+        quantization = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
+        if quantization:
+            fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
             method = fields.get("quant_method") or "quantized"
             raise ValueError(
                 f"model {config.name_or_path!r} has {getattr(method, 'value', method)} weights: rlkit trains no "
@@ -149,23 +149,23 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
     except Exception as error:
         logger.debug("no small config of %s: %r", config.model_type, error)
         return None
-    if (found := _recalled(key)) is not None:
-        return found
+    if (verdict := _recalled(key)) is not None:
+        return verdict
     with _quiet():
         built = _built(small, model_class)
         if built is None:
             return None
-        found = _verdict(*built, forward, of=config)
+        verdict = _verdict(*built, forward, of=config)
         if reads_images(config):
-            found = found._replace(images=_why_no_images(built[0], found, forward))
-    _remember(key, config, found)
-    return found
+            verdict = verdict._replace(images=_why_no_images(built[0], verdict, forward))
+    _remember(key, config, verdict)
+    return verdict
 
 
 def _verdict(
-    model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor, forward: PackedForward, *, of: Any
+    model: Any, groups: Sequence[Sequence[Trajectory]], expected: Tensor, forward: PackedForward, *, of: Any
 ) -> Verdict:
-    """Compare the packed log-probs, then the unpacked ones, with the model's `own`; the attention stays as it was.
+    """Compare the packed log-probs, then the unpacked ones, with the model's `expected`; the attention stays as it was.
 
     Errors: ValueError that names the config `of` where neither are right.
     """
@@ -175,13 +175,13 @@ def _verdict(
     try:
         for replay in (False, True) if recurrent_layers(model) else (False,):
             set_packed(model, replay=replay, toll=0)
-            reason = why_different(model, groups, own, forward)
+            reason = why_different(model, groups, expected, forward)
             if reason is None:
                 return Verdict(True, replay=replay)
             set_plain(model, before)
         for logits in (False, True):
             _unpacked[kind] = logits
-            if _difference(model, pack(groups), own, forward) is None:
+            if _difference(model, pack(groups), expected, forward) is None:
                 return Verdict(False, str(reason), logits)
     finally:
         _unpacked.clear()
@@ -191,21 +191,21 @@ def _verdict(
     raise _refusal(of, str(reason))
 
 
-def _why_no_images(model: Any, found: Verdict, forward: PackedForward) -> str:
+def _why_no_images(model: Any, verdict: Verdict, forward: PackedForward) -> str:
     """Compare log-probs after prompts with images; "" where they are the model's own."""
     one, two = Noise(model.config), Noise(model.config, seed=1)
     groups = probe(VOCAB)
     for prompt, group, images in (([5, *one.ids, 6, *two.ids, 7], 0, (one, two)), ([*two.ids, 8, 9], 2, (two,))):
         groups[group] = [replace(t, prompt_ids=prompt, images=images) for t in groups[group]]
     try:
-        own = own_log_probs(model, groups)
+        expected = own_log_probs(model, groups)
     except Exception as error:
         return f"its own forward fails on an image: {_first_line(error)}"
     before = model.config.get_text_config()._attn_implementation
     try:
-        if found.packed:
-            set_packed(model, replay=found.replay)
-        reasons = (_difference(model, pack(groups, share_prompts=share), own, forward) for share in (True, False))
+        if verdict.packed:
+            set_packed(model, replay=verdict.replay)
+        reasons = (_difference(model, pack(groups, share_prompts=share), expected, forward) for share in (True, False))
         return next(filter(None, reasons), "")
     finally:
         set_plain(model, before)
@@ -239,9 +239,9 @@ def check_prompt_ids(ids: Tensor, model: Any, name: str = "prompt_ids") -> None:
         return
     low, high = map(int, ids.aminmax())
     if low < 0 or high >= size:
-        wrong = low if low < 0 else high
-        what = f"{name} must be in [0, {size}), the model's vocabulary, got {wrong}"
-        raise ValueError(f"{what}: is this its tokenizer, or were tokens added to it (--resize-embeddings)?")
+        outside = low if low < 0 else high
+        fault = f"{name} must be in [0, {size}), the model's vocabulary, got {outside}"
+        raise ValueError(f"{fault}: is this its tokenizer, or were tokens added to it (--resize-embeddings)?")
 
 
 def check_loaded(model: Any, forward: PackedForward) -> Verdict:
@@ -250,23 +250,23 @@ def check_loaded(model: Any, forward: PackedForward) -> Verdict:
     Errors: ValueError.
     """
     has_head = model.get_output_embeddings() is not None
-    found = check_architecture(model.config, forward, model_class=type(model) if has_head else None)
-    if found is None:
+    verdict = check_architecture(model.config, forward, model_class=type(model) if has_head else None)
+    if verdict is None:
         warn_full_size(model.config)
-        found = Verdict(True)
+        verdict = Verdict(True)
         if has_head and model.device.type != "meta":  # `rlkit.model.heads` checks heads; meta has no weights
             groups = probe(model.config.get_text_config().vocab_size)
             try:
-                own = own_log_probs(model, groups)
+                expected = own_log_probs(model, groups)
             except Exception as error:
                 raise _refusal(model.config, f"its own forward fails on plain text: {_first_line(error)}") from error
-            found = _verdict(model, groups, own, forward, of=model.config)
-    elif found.packed and model.device.type == "cuda" and recurrent_layers(model):
-        found = verdict_on(model.device, model.config, found, forward)
-    if not found.packed:
-        runs_unpacked(model, found)
-    _no_images[type(model.base_model)] = found.images
-    return found
+            verdict = _verdict(model, groups, expected, forward, of=model.config)
+    elif verdict.packed and model.device.type == "cuda" and recurrent_layers(model):
+        verdict = verdict_on(model.device, model.config, verdict, forward)
+    if not verdict.packed:
+        runs_unpacked(model, verdict)
+    _no_images[type(model.base_model)] = verdict.images
+    return verdict
 
 
 def set_packed(model: Any, *, replay: bool = False, toll: int = TOLL) -> None:
@@ -283,29 +283,29 @@ def set_plain(model: Any, implementation: str) -> None:
     unwrap_routers(model)
 
 
-def verdict_on(device: torch.device, config: Any, found: Verdict, forward: PackedForward) -> Verdict:
+def verdict_on(device: torch.device, config: Any, verdict: Verdict, forward: PackedForward) -> Verdict:
     """The verdict on a device whose recurrent layers call other kernels: a small copy there against the CPU's own
     forward, to 1e-3. Where they differ the model is trained unpacked, by kernels that see one document a row."""
     with _quiet():
         built = _built(shrunk(config), None)
         if built is None:
-            return found
-        model, groups, own = built
-        set_packed(model.to(device), replay=found.replay, toll=0)
-        reason = _difference(model, pack(groups), own.to(device), forward, tolerance=1e-3)
-    return found if reason is None else Verdict(False, f"on {device.type}, {reason}")
+            return verdict
+        model, groups, expected = built
+        set_packed(model.to(device), replay=verdict.replay, toll=0)
+        reason = _difference(model, pack(groups), expected.to(device), forward, tolerance=1e-3)
+    return verdict if reason is None else Verdict(False, f"on {device.type}, {reason}")
 
 
-def runs_unpacked(model: Any, found: Verdict) -> None:
+def runs_unpacked(model: Any, verdict: Verdict) -> None:
     """From now on `forward` runs models of this class unpacked, unless they are set to packed attention."""
     if type(model.base_model) not in _unpacked:
         logger.warning(
             "model type %r is trained unpacked: %s. Each sample is a padded row with its whole prompt, which costs "
             "time and memory where samples share a long one",
             model.config.model_type,
-            found.reason,
+            verdict.reason,
         )
-    _unpacked[type(model.base_model)] = found.logits
+    _unpacked[type(model.base_model)] = verdict.logits
 
 
 def runs_packed(model: Any) -> bool:
@@ -352,25 +352,25 @@ def _why_not_packed(config: Any) -> str | None:
 
 
 def why_different(
-    model: Any, groups: Sequence[Sequence[Trajectory]], own: Tensor, forward: PackedForward
+    model: Any, groups: Sequence[Sequence[Trajectory]], expected: Tensor, forward: PackedForward
 ) -> str | None:
-    """The reason why the packed log-probs of `groups` differ from `own` (see `own_log_probs`), or None."""
+    """The reason why the packed log-probs of `groups` differ from `expected` (see `own_log_probs`), or None."""
     for share in (True, False):
-        if (reason := _difference(model, pack(groups, share_prompts=share), own, forward)) is not None:
+        if (reason := _difference(model, pack(groups, share_prompts=share), expected, forward)) is not None:
             return _why_not_packed(model.config) or _known_cause(model) or reason
     return None
 
 
 def _difference(
-    model: Any, batch: Batch, own: Tensor, forward: PackedForward, *, tolerance: float = TOLERANCE
+    model: Any, batch: Batch, expected: Tensor, forward: PackedForward, *, tolerance: float = TOLERANCE
 ) -> str | None:
     try:
         with torch.no_grad():
             batch = batch.to(model.device)
-            found = forward(model, batch).logp[batch.mask]
+            actual = forward(model, batch).logp[batch.mask]
     except Exception as error:
         return _first_line(error)
-    off = (found - own).abs().max().item()
+    off = (actual - expected).abs().max().item()
     return None if off < tolerance else f"its packed log-probs differ from its own forward by {off:.2g} nats"
 
 
@@ -499,10 +499,10 @@ def _key(config: Any, model_class: Any) -> str:
     """The key of a verdict: a hash of the small config, the model class, and the code that is compared."""
     import transformers
 
-    kept = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+    fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
     name = "" if model_class is None else f"{model_class.__module__}.{model_class.__qualname__}"
     versions = (torch.__version__, transformers.__version__, rlkit.__version__, _source())
-    return sha256(json.dumps([kept, name, versions], sort_keys=True, default=str).encode()).hexdigest()
+    return sha256(json.dumps([fields, name, versions], sort_keys=True, default=str).encode()).hexdigest()
 
 
 @cache
@@ -526,9 +526,9 @@ def _recalled(key: str) -> Verdict | None:
     return _proven.get(key)
 
 
-def _remember(key: str, config: Any, found: Verdict) -> None:
+def _remember(key: str, config: Any, verdict: Verdict) -> None:
     """Cache the verdict, in this process and, where possible, on the disk."""
-    _proven[key] = found
+    _proven[key] = verdict
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(_file(key), json.dumps({"model_type": config.model_type, "verdict": found._asdict()}).encode())
+        replace_file(_file(key), json.dumps({"model_type": config.model_type, "verdict": verdict._asdict()}).encode())

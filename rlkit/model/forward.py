@@ -151,7 +151,7 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
         with explained(path, "generation_config.json"):
             GenerationConfig.from_pretrained(path)
     check_sizes(path)
-    shown = logging.is_progress_bar_enabled()
+    had_bar = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
     try:
@@ -159,21 +159,21 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
         with building(path):
             model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
     except SafetensorError as error:
-        what = f"its safetensors are damaged ({error}): copy or download it again"
-        raise ValueError(f"model {str(path)!r}: {what}") from None
+        fault = f"its safetensors are damaged ({error}): copy or download it again"
+        raise ValueError(f"model {str(path)!r}: {fault}") from None
     except UnpicklingError as error:
         names = " or ".join(sorted(file.name for file in Path(path).glob("*.bin")))
-        with no_code(f"model {str(path)!r}: {names}", what="file of weights"):
+        with no_code(f"model {str(path)!r}: {names}", kind="file of weights"):
             raise error
     finally:
-        if shown:
+        if had_bar:
             logging.enable_progress_bar()
     check_leftover(path, info["unexpected_keys"])
     check_names(path, info["missing_keys"], info["unexpected_keys"])
-    if wrong := sorted(info["mismatched_keys"]):
-        name, there, here = wrong[0]
-        what = f"{name} is {[*there]} there and {[*here]} in the model of its config"
-        raise ValueError(f"model {str(path)!r}: {what} ({len(wrong)} differences in all)")
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, there, here = mismatched[0]
+        fault = f"{name} is {[*there]} there and {[*here]} in the model of its config"
+        raise ValueError(f"model {str(path)!r}: {fault} ({len(mismatched)} differences in all)")
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
     if not (embedding[:256].any() or embedding.any()):
@@ -193,8 +193,8 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     Errors: ValueError for a model that is not causal.
     """
     check_is_model(model)
-    if (found := check_loaded(model, forward)).packed:
-        set_packed(model, replay=found.replay)
+    if (verdict := check_loaded(model, forward)).packed:
+        set_packed(model, replay=verdict.replay)
     return model.eval()
 
 
@@ -262,18 +262,18 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
     some = batch if batch.num_tokens else _dummy(batch.tokens.device)
     joined = join(some)
     check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
-    check_positions(int(joined[1].max()) + 1, model.config, what="the longest sequence of a batch", fix="shorten it")
-    shown = vision.has_images(some)
-    if shown:
+    check_positions(int(joined[1].max()) + 1, model.config, setting="the longest sequence of a batch", fix="shorten it")
+    has_images = vision.has_images(some)
+    if has_images:
         check_images(model)
-    if not packed or (shown and not vision.packs_images(model)):
+    if not packed or (has_images and not vision.packs_images(model)):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
-            out = out if shown else vision.with_tower(model, out)
+            out = out if has_images else vision.with_tower(model, out)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     _check_recomputed(model)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        seen = vision.shown_images(model, some, joined[0]) if shown else None
+        seen = vision.shown_images(model, some, joined[0]) if has_images else None
         tree, padded = plan_rows(model, some, images=None if seen is None else seen.names)
         layout = plan_layout(some, mesh, device=device, flash=_flash(model, device, dtype), tree=tree)
         ids, positions = layout.local(move(joined[0]))[None], layout.local(move(joined[1]))[None]
@@ -290,7 +290,7 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()
         hidden = layout.head_rows(out.last_hidden_state[0])
-        hidden = hidden if shown else vision.with_tower(model, hidden)
+        hidden = hidden if has_images else vision.with_tower(model, hidden)
     rows = head(hidden, lambda x: layout.spread(move(x)))
     return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
 
@@ -311,8 +311,8 @@ def _check_recomputed(model: Any) -> None:
     """Refuse transformers' activation checkpointing where it would recompute the layers of a pack without its plan."""
     if not (model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())):
         return
-    found = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-    if any(getattr(f, "keywords", {}).get("context_fn") is not recomputing for f in found if f is not None):
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    if any(getattr(f, "keywords", {}).get("context_fn") is not recomputing for f in functions if f is not None):
         fix = '{"use_reentrant": False, "context_fn": rlkit.parallel.attention.recomputing}'
         raise ValueError(
             "gradient checkpointing would recompute layers without the plan of the pack: call "
@@ -332,8 +332,8 @@ def _head_dim(config: Any) -> int:
     if getattr(config, "is_heterogeneous", False):
         return max(map(_head_dim, config.per_layer_config))
     latent = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
-    own = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return max(own, *(getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim")))
+    head_dim = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(head_dim, *(getattr(config, name, None) or 0 for name in ("global_head_dim", "v_head_dim")))
 
 
 def log_probs_head(
@@ -360,8 +360,8 @@ def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
     if gives_logits(model):
-        what = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
-        raise ValueError(f"model type {model.config.model_type!r}: {what}; use top_p=1 and top_k=0")
+        fault = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
+        raise ValueError(f"model type {model.config.model_type!r}: {fault}; use top_p=1 and top_k=0")
     hidden, weight, options = head_inputs(model, hidden, temperature=params.temperature, dtype=dtype)
     if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
@@ -457,9 +457,9 @@ def compute_tokens(
     """
     rows = torch.arange(batch.num_tokens, device=batch.tokens.device)
     parts = rank_microbatches((batch, rows), mesh=mesh, max_tokens=max_tokens)
-    found = [(rest[0], function(micro)) for micro, *rest in parts]  # all forwards first: no GPU sync between
-    out = torch.zeros(batch.num_tokens, *(found[0][1].shape[1:] if found else ()), device=batch.tokens.device)
-    for index, x in found:
+    results = [(rest[0], function(micro)) for micro, *rest in parts]  # all forwards first: no GPU sync between
+    out = torch.zeros(batch.num_tokens, *(results[0][1].shape[1:] if results else ()), device=batch.tokens.device)
+    for index, x in results:
         out[index] = x.to(out)
     return summed(out, mesh=mesh)
 

@@ -128,8 +128,8 @@ def classified(model: Any, batch: Batch, *, dtype: str = "fp32") -> tuple[Float[
 
 def bins_of(config: Any) -> dict[str, float] | None:
     """The range of a critic's bins, as `hl_gauss` takes it; None for one number per token."""
-    found = getattr(config, "value_range", None)
-    return None if found is None else {"low": found[0], "high": found[1]}
+    value_range = getattr(config, "value_range", None)
+    return None if value_range is None else {"low": value_range[0], "high": value_range[1]}
 
 
 def compute_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -172,11 +172,11 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     check_causal_lm(config)
     kind = _class_of(kind, config)
     checked = check_architecture(config, forward)
-    num, found = head_of(config, bins)
+    num, value_range = head_of(config, bins)
     with _no_report():
         model, missing = read_pretrained(kind, path, dtype=torch.float32, num_labels=num)
-    if found is not None:
-        model.config.value_range = found
+    if value_range is not None:
+        model.config.value_range = value_range
     _check_head(model)
     if others := sorted(name for name in missing if not name.startswith(_HEAD)):
         raise ValueError(f"model {str(path)!r} has no weights for {', '.join(others[:5])}: is it another model's?")
@@ -190,12 +190,12 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     return _checked(resized(model, min_rows).to(device).eval())
 
 
-def _set_up(model: Any, found: Verdict | None) -> None:
+def _set_up(model: Any, verdict: Verdict | None) -> None:
     """Set a model with one label up for `forward`, by the verdict on its architecture."""
-    if found is None or found.packed:
-        set_packed(model, replay=found is not None and found.replay)
+    if verdict is None or verdict.packed:
+        set_packed(model, replay=verdict is not None and verdict.replay)
     else:
-        runs_unpacked(model, found)
+        runs_unpacked(model, verdict)
 
 
 def _class_of(kind: Any, config: Any) -> Any:
@@ -234,15 +234,15 @@ def head_of(config: Any, bins: Bins) -> tuple[int, list[float] | None]:
     return asked
 
 
-def _described(num: int, found: Sequence[float]) -> str:
-    return f"{num} bins from {found[0]:g} to {found[1]:g}"
+def _described(num: int, value_range: Sequence[float]) -> str:
+    return f"{num} bins from {value_range[0]:g} to {value_range[1]:g}"
 
 
 def _build(kind: Any, config: Any, *, bins: Bins = Bins(), **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
     kind = _class_of(kind, config)
-    num, found = head_of(config, bins)
-    config.update({"num_labels": num} | ({} if found is None else {"value_range": found}))
+    num, value_range = head_of(config, bins)
+    config.update({"num_labels": num} | ({} if value_range is None else {"value_range": value_range}))
     with torch.device("cpu"):
         small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
         _check_head(small)

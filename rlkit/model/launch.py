@@ -113,12 +113,12 @@ def _with_base(path: str | os.PathLike[str], lora: dict[str, Any]) -> str | os.P
 
 
 def reference_of(
-    model: Any, given: str | None, *, path: str, load: Callable[..., Any], adapter: str | None = None
+    model: Any, reference: str | None, *, path: str, load: Callable[..., Any], adapter: str | None = None
 ) -> Any:
-    """The reference model: `given` loaded, or with LoRA `model` itself, to be used without its adapter, or with the
+    """The reference model: `reference` loaded, or with LoRA `model` itself, to be used without its adapter, or with the
     `adapter` as it is now, or `path` (and `adapter`) again."""
-    if given is not None:
-        return load(given, frozen=True)
+    if reference is not None:
+        return load(reference, frozen=True)
     if adapters(model):
         return model if adapter is None else snapshot(model)
     return load(path, frozen=True, adapter=adapter)
@@ -214,7 +214,7 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     lora = sum(num for key, (num, _) in params.items() if ".lora_" in key)
     modules = [key.removesuffix(".weight") for stage in each_stage([*adapters(model)], mesh=mesh) for key in stage]
     kinds = ": " + ", ".join(sorted({key.rpartition(".")[2] for key in modules})) if lora else ""
-    what = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
+    chosen = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
     held = [p for p in model.parameters() if isinstance(p, Quantized)]
     kinds += f"; {sum(p.numel() for p in held):,} parameters are held in {held[0].kind}" if held else ""
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
@@ -222,7 +222,7 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     if rank() == 0:
         size = sum(num for num, _ in params.values()) - lora
         count = "" if trained == size else f" ({trained:,} parameters)"
-        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {what}{count}{kinds}\n"
+        text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {chosen}{count}{kinds}\n"
         said = said_of(source_of(model), model.config)
         sys.stdout.write(printable(text + f"{name}: {said}\n" * bool(said)))
         sys.stdout.flush()

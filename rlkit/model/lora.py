@@ -213,22 +213,22 @@ def _chosen(model: Any, targets: str | list[str]) -> tuple[list[str], list[str]]
     names, fine = [*layers, *experts, *others], [*layers, *experts]
     ends = lambda target: {name for name in names if f".{name}".endswith(f".{target}")}  # noqa: E731
     if isinstance(targets, str):
-        found = {targets: {*fine} if targets == "all-linear" else {n for n in names if re.fullmatch(targets, n)}}
+        by_target = {targets: {*fine} if targets == "all-linear" else {n for n in names if re.fullmatch(targets, n)}}
     else:
-        found = {target: ends(target) for target in targets}
+        by_target = {target: ends(target) for target in targets}
     for whole, forms in _PARTS.items():
-        for parts in (parts for parts in forms if parts <= found.keys()):
-            found |= {part: found[part] | ends(whole) for part in parts}
+        for parts in (parts for parts in forms if parts <= by_target.keys()):
+            by_target |= {part: by_target[part] | ends(whole) for part in parts}
     if not fine:
         raise ValueError(
             f"LoRA adapts linear layers and experts, and {type(model).__name__} has none: train all weights"
         )
-    if missing := next((target for target, of in found.items() if not of), None):
+    if missing := next((target for target, of in by_target.items() if not of), None):
         raise ValueError(f"`lora_targets` {missing}: the model has no such module; choose from: {_lasts(fine)}")
-    chosen = set().union(*found.values())
-    if wrong := {_pattern(name): why for name, why in others.items() if name in chosen}:
-        what = " and ".join(f"{path} ({why})" for path, why in wrong.items())
-        raise ValueError(f"LoRA does not adapt {what}; choose targets (--lora-targets) from: {_lasts(fine)}")
+    chosen = set().union(*by_target.values())
+    if refused := {_pattern(name): why for name, why in others.items() if name in chosen}:
+        listed = " and ".join(f"{path} ({why})" for path, why in refused.items())
+        raise ValueError(f"LoRA does not adapt {listed}; choose targets (--lora-targets) from: {_lasts(fine)}")
     return [name for name in layers if name in chosen], [name for name in experts if name in chosen]
 
 
@@ -346,8 +346,8 @@ def _copy(whole: Tensor, to: Any) -> None:
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
     """Name of a weight, as without LoRA -> its adapter; {} for a model without adapters."""
-    found = ((name, m, adapter_of(m)) for name, m in model.named_modules())
-    return {clean_of_peft(f"{name}.{_weight_name(m)}"): a._replace(layer=name) for name, m, a in found if a is not None}
+    every = ((name, m, adapter_of(m)) for name, m in model.named_modules())
+    return {clean_of_peft(f"{name}.{_weight_name(m)}"): a._replace(layer=name) for name, m, a in every if a is not None}
 
 
 def _weight_name(layer: Any) -> str:
@@ -414,7 +414,7 @@ class Snapshot(NamedTuple):
     """A model, and a copy of its adapters at some time: a `reference` of the loops while the model trains on."""
 
     model: Any
-    kept: list[Tensor]
+    copies: list[Tensor]
 
 
 def snapshot(model: nn.Module) -> Snapshot:
@@ -430,20 +430,20 @@ def at_snapshot(policy: PolicyFn, reference: Snapshot) -> PolicyFn:
         now = [x.clone() for x in live]
         with torch.no_grad():
             try:
-                for x, kept in zip(live, reference.kept, strict=True):
-                    x.copy_(kept)
+                for x, source in zip(live, reference.copies, strict=True):
+                    x.copy_(source)
                 return policy(batch)
             finally:
-                for x, kept in zip(live, now, strict=True):
-                    x.copy_(kept)
+                for x, source in zip(live, now, strict=True):
+                    x.copy_(source)
 
     return scored
 
 
 def _adapter_shards(model: nn.Module) -> list[Tensor]:
     """The numbers of the adapters that this rank holds, in their own memory."""
-    found: list[Any] = [x.detach() for adapter in adapters(model).values() for x in (adapter.a, adapter.b)]
-    return [(x.to_local() if hasattr(x, "to_local") else x).data for x in found]
+    shards: list[Any] = [x.detach() for adapter in adapters(model).values() for x in (adapter.a, adapter.b)]
+    return [(x.to_local() if hasattr(x, "to_local") else x).data for x in shards]
 
 
 def only_adapter_trains(model: Any) -> bool:
@@ -454,11 +454,11 @@ def only_adapter_trains(model: Any) -> bool:
     not have. Collective over pipeline stages.
     """
     layers = [layer for layer in model.modules() if adapter_of(layer) is not None]
-    found = {(layer.lora_A.default.weight.shape[0], layer.scaling["default"]) for layer in layers}
+    ranks_and_scales = {(layer.lora_A.default.weight.shape[0], layer.scaling["default"]) for layer in layers}
     fine = all(map(is_low_rank, layers))
     fine = fine and not any(x.requires_grad and ".lora_" not in name for name, x in model.named_parameters())
     fine = fine and not any(isinstance(x, Quantized) for x in model.parameters())
-    stages = each_stage((fine, found), mesh=mesh_of(model))
+    stages = each_stage((fine, ranks_and_scales), mesh=mesh_of(model))
     kinds = set().union(*(kinds for _, kinds in stages))
     config = lora_config(model) if layers else None
     ours = config is None or kinds == {(config.r, config.lora_alpha / config.r)}

@@ -66,8 +66,8 @@ def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.
     optimizer = check_optimizer(optim.make_optimizer(parameter_groups(model, weight_decay=optim.weight_decay)))
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]:
-        what = f"`optimizer` {optim.optimizer} lacks {len(missing)} trainable parameters, such as {missing[0]}"
-        raise ValueError(f"{what}: pass all groups on")
+        fault = f"`optimizer` {optim.optimizer} lacks {len(missing)} trainable parameters, such as {missing[0]}"
+        raise ValueError(f"{fault}: pass all groups on")
     set_lr(optimizer, lr)
     return optimizer
 
@@ -75,16 +75,16 @@ def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.
 def broken_weights(model: nn.Module) -> str:
     """How many trainable parameters hold NaN or infinities on any rank, and the name of one; "" for none."""
     trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
-    found = on_all_ranks(lambda: [name for name, p in trained if not _local(p).isfinite().all()])
-    names = sorted({name for of_rank in found for name in of_rank})
+    broken = on_all_ranks(lambda: [name for name, p in trained if not _local(p).isfinite().all()])
+    names = sorted({name for of_rank in broken for name in of_rank})
     return f"{len(names)} of {len(trained)} tensors, such as {names[0]}" if names else ""
 
 
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """TypeError for what a function of the user returned, if it is no optimizer of torch."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = f"must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        raise TypeError(f"`optimizer`: the function {what}; as in def make(groups): return torch.optim.SGD(groups)")
+        fault = f"must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        raise TypeError(f"`optimizer`: the function {fault}; as in def make(groups): return torch.optim.SGD(groups)")
     return optimizer
 
 

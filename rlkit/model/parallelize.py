@@ -73,9 +73,9 @@ def check_model(config: Any, *, tp: int = 1, cp: int = 1, ulysses: bool = False)
     split = tp * (cp if ulysses else 1)
     if kv_heads % split:
         fits = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        what = f"tp={tp} * cp={cp} (ulysses)" if ulysses else f"tp={tp}"
+        sizes = f"tp={tp} * cp={cp} (ulysses)" if ulysses else f"tp={tp}"
         fix = "; context parallel without ulysses has no such limit" if ulysses else ""
-        raise ValueError(f"{what} must divide the {kv_heads} key-value heads of the model: use {fits}{fix}")
+        raise ValueError(f"{sizes} must divide the {kv_heads} key-value heads of the model: use {fits}{fix}")
     if text.intermediate_size % tp:
         raise ValueError(f"tp={tp} must divide the intermediate_size {text.intermediate_size}")
 
@@ -351,14 +351,14 @@ def read_weights(model: Any, folder: Path, *, device: torch.device | str, new: s
     check_leftover(folder, stored.keys() - weights.keys())
     for name in [name for name in weights if new and name.startswith(new) and name not in stored]:
         weights.pop(name).zero_()
-    wrong = [f"{name} is missing" for name in weights if name not in stored]
-    wrong += [
+    diffs = [f"{name} is missing" for name in weights if name not in stored]
+    diffs += [
         f"{name} is {list(stored[name].size)} there and {list(x.shape)} in the model"
         for name, x in weights.items()
         if name in stored and stored[name].size != x.shape
     ]
-    if wrong:
-        raise ValueError(f"{folder} does not hold this model: {'; '.join(wrong[:4])} ({len(wrong)} differences in all)")
+    if diffs:
+        raise ValueError(f"{folder} does not hold this model: {'; '.join(diffs[:4])} ({len(diffs)} differences in all)")
     dcp.load(weights, storage_reader=reader)
 
 

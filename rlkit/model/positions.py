@@ -32,18 +32,18 @@ def positions(config: Any, *, packed: bool = False) -> int | None:
     where `original_max_position_embeddings` is given.
     """
     text = getattr(config, "get_text_config", lambda: config)()
-    own = next((n for name in _NAMES if isinstance(n := getattr(text, name, None), int) and n > 0), None)
-    if own is None or _has_no_limit(text):
+    num = next((n for name in _NAMES if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    if num is None or _has_no_limit(text):
         return None
-    return min((_of_rope(rope, own, packed=packed) for rope in _ropes(text)), default=own)
+    return min((_of_rope(rope, num, packed=packed) for rope in _ropes(text)), default=num)
 
 
-def check_positions(num: int, config: Any, *, what: str, fix: str = "lower it", packed: bool = True) -> None:
-    """ValueError, with what raises the limit, where `what` of `num` tokens is more than the model's positions."""
+def check_positions(num: int, config: Any, *, setting: str, fix: str = "lower it", packed: bool = True) -> None:
+    """ValueError, with what raises the limit, where `setting` of `num` tokens is more than the model's positions."""
     limit = positions(config, packed=packed)
     if limit is not None and num > limit:
         raise ValueError(
-            f"{what} is {num}, and the model has {limit} positions: {fix}, or {_raise(config, num, limit)}"
+            f"{setting} is {num}, and the model has {limit} positions: {fix}, or {_raise(config, num, limit)}"
         )
 
 
@@ -69,17 +69,17 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
     yield from several or ([rope] if rope else [])
 
 
-def _of_rope(rope: dict[str, Any], own: int, *, packed: bool) -> int:
-    """The positions under these rotary parameters, of a config that names `own`."""
+def _of_rope(rope: dict[str, Any], num: int, *, packed: bool) -> int:
+    """The positions under these rotary parameters, of a config that names `num`."""
     kind, factor = rope.get("rope_type") or "default", rope.get("factor") or 1.0
-    original = rope.get("original_max_position_embeddings") or own
+    original = rope.get("original_max_position_embeddings") or num
     if "dynamic" in kind:
-        return own if packed else int(own * factor)
+        return num if packed else int(num * factor)
     if kind == "longrope":
-        return original if packed else max(own, int(original * factor))
+        return original if packed else max(num, int(original * factor))
     if kind == "yarn":
-        return max(own, int(original * factor))
-    return int(own * factor) if kind == "linear" else own
+        return max(num, int(original * factor))
+    return int(num * factor) if kind == "linear" else num
 
 
 def _has_no_limit(text: Any) -> bool:

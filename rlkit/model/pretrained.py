@@ -37,9 +37,9 @@ _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder
 
 
 @cache
-def _report_code(path: str, what: str) -> None:
+def _report_code(path: str, part: str) -> None:
     """Warn, once in a process, of code that is not run: a script reads a config several times."""
-    log.warning("%r has a %s in Python (auto_map), which is not run: transformers' is used", path, what)
+    log.warning("%r has a %s in Python (auto_map), which is not run: transformers' is used", path, part)
 
 
 @cache
@@ -83,8 +83,8 @@ def load_config(path: str | os.PathLike[str]) -> Any:
             fix = f"remove {key} there, since rlkit chooses kernels itself"
             raise ValueError(f"model {str(path)!r}: config.json names the kernel {kernel!r}, {why}: {fix}")
     if twice:
-        what = f"has {SINGLE} and an index of other weights, {INDEX} ({twice} is in one of them)"
-        raise ValueError(f"model {str(path)!r} {what}: delete the one that is not meant, with its files")
+        fault = f"has {SINGLE} and an index of other weights, {INDEX} ({twice} is in one of them)"
+        raise ValueError(f"model {str(path)!r} {fault}: delete the one that is not meant, with its files")
     if getattr(config, "auto_map", None):
         _report_code(str(path), "model")
     for key, near in _misspelt(config, raw):
@@ -98,9 +98,9 @@ def _why_no_kernel(name: str, kind: str) -> str:
         return "and rlkit runs no code of the hub"
     if name in ("eager", "sdpa"):
         return ""
-    from transformers import modeling_utils as known
+    from transformers import modeling_utils as utils
 
-    kernels: Any = known.ALL_ATTENTION_FUNCTIONS if kind.startswith("attn") else known.ALL_EXPERTS_FUNCTIONS
+    kernels: Any = utils.ALL_ATTENTION_FUNCTIONS if kind.startswith("attn") else utils.ALL_EXPERTS_FUNCTIONS
     if name not in kernels.valid_keys():
         return "which transformers does not have"
     flash = name.startswith("flash") and not any(map(find_spec, ("flash_attn", "flash_attn_interface")))
@@ -131,9 +131,9 @@ def _misspelt(config: Any, raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from transformers import PreTrainedConfig
 
     kind: Any = type(config)
-    known = {*kind.__dataclass_fields__, *kind.attribute_map, *_OF_ROPE}
-    lacking = known - {*PreTrainedConfig.__dataclass_fields__} - raw.keys()
-    for key in sorted(raw.keys() & vars(config).keys() - known):
+    fields = {*kind.__dataclass_fields__, *kind.attribute_map, *_OF_ROPE}
+    lacking = fields - {*PreTrainedConfig.__dataclass_fields__} - raw.keys()
+    for key in sorted(raw.keys() & vars(config).keys() - fields):
         near = get_close_matches(key, lacking, n=1, cutoff=0.9)
         if near and not hasattr(kind, key) and not re.search("_token_(id|index)$", key):
             yield key, near[0]
@@ -160,8 +160,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             cached_file(str(path), "generation_config.json")
         empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)
     if empty:
-        what = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
-        raise ValueError(f"model {str(path)!r} has {what}")
+        fault = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
+        raise ValueError(f"model {str(path)!r} has {fault}")
     if tokenizer.init_kwargs.get("auto_map"):
         _report_code(str(path), "tokenizer")
     return tokenizer
@@ -173,7 +173,7 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
 
 
 @contextmanager
-def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+def explained(path: str | os.PathLike[str], part: str) -> Iterator[None]:
     """One line with the folder, and where it is damaged JSON with the file, for the errors of transformers."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
@@ -184,15 +184,15 @@ def explained(path: str | os.PathLike[str], what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(f"model {str(path)!r} {_CODE.format(what)}") from None
+            raise ValueError(f"model {str(path)!r} {_CODE.format(part)}") from None
         if damaged := _not_json(Path(path)):
             raise ValueError(f"{damaged} is damaged, it is not JSON: copy or download it again") from None
         if isinstance(error, OSError | ImportError):
             raise
         text = " ".join(str(error).split())[:300]
-        fix = "; copy or download tokenizer.json again" * (what == "tokenizer")
-        found = f"its {what} cannot be read: {type(error).__name__}: {text}{fix}"
-        raise ValueError(f"model {str(path)!r}: {found}") from error
+        fix = "; copy or download tokenizer.json again" * (part == "tokenizer")
+        fault = f"its {part} cannot be read: {type(error).__name__}: {text}{fix}"
+        raise ValueError(f"model {str(path)!r}: {fault}") from error
     finally:
         hub.setLevel(level)
 
@@ -212,10 +212,10 @@ def building(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError) as error:
-        what, file = " ".join(f"{type(error).__name__}: {error}".split())[:300], Path(path) / "config.json"
+        fault, file = " ".join(f"{type(error).__name__}: {error}".split())[:300], Path(path) / "config.json"
         if isinstance(error, KeyError) and file.is_file() and (key := _key_of(untrusted.read_json(file), *error.args)):
-            what = f"{key} is {error.args[0]!r}, which transformers does not know"
-        raise ValueError(f"model {str(path)!r}: no model can be built from its config.json: {what}") from error
+            fault = f"{key} is {error.args[0]!r}, which transformers does not know"
+        raise ValueError(f"model {str(path)!r}: no model can be built from its config.json: {fault}") from error
 
 
 def _key_of(config: Any, value: Any) -> str | None:
@@ -231,8 +231,8 @@ def _file(path: str | os.PathLike[str], name: str) -> Path | None:
     if Path(path).is_dir():
         return Path(path) / name if (Path(path) / name).exists() else None
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(str(path), name, **quiet)
-    return Path(found) if found else None
+    cached = cached_file(str(path), name, **quiet)
+    return Path(cached) if cached else None
 
 
 def _check_config_files(path: str | os.PathLike[str]) -> None:
@@ -242,30 +242,30 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
     for name in ("config.json", "generation_config.json"):
         if (file := _file(path, name)) is None:
             continue
-        found = untrusted.read_json(file)
-        if not isinstance(found, dict):
+        content = untrusted.read_json(file)
+        if not isinstance(content, dict):
             raise untrusted.BadFile(f"{file} is damaged, it is no JSON object: copy or download it again")
-        inner: Any = found.get("text_config")
+        inner: Any = content.get("text_config")
         text = inner if isinstance(inner, dict) else {}
-        for prefix, part in (("", found), ("text_config.", text)):
+        for prefix, part in (("", content), ("text_config.", text)):
             for key, value in part.items():
-                if (what := _wrong(key, value)) is not None:
-                    what = f"{prefix}{key} {what}, got {repr(value)[:80]}"
-                    raise untrusted.BadFile(f"{file}: {what}: copy or download it again")
-        rows = text.get("vocab_size") or found.get("vocab_size") or rows
-        ends: Any = (name != "config.json" and found.get("eos_token_id")) or []
+                if (fault := _wrong(key, value)) is not None:
+                    fault = f"{prefix}{key} {fault}, got {repr(value)[:80]}"
+                    raise untrusted.BadFile(f"{file}: {fault}: copy or download it again")
+        rows = text.get("vocab_size") or content.get("vocab_size") or rows
+        ends: Any = (name != "config.json" and content.get("eos_token_id")) or []
         for end in ends if isinstance(ends, list) else [ends]:
             if isinstance(rows, int) and not 0 <= end < rows:
                 _report_end(str(file), end, rows)
     if Path(path).is_dir() and (index := Path(path) / INDEX).exists():
-        found = untrusted.read_json(index)
-        names = found.get("weight_map") if isinstance(found, dict) else None
+        content = untrusted.read_json(index)
+        names = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(names, dict):
             raise untrusted.BadFile(f"{index} has no weight_map: copy or download it again")
         for tensor, name in names.items():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                what = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
-                raise untrusted.BadFile(f"{index}: {what}")
+                fault = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
+                raise untrusted.BadFile(f"{index}: {fault}")
 
 
 def _wrong(key: str, value: Any) -> str | None:

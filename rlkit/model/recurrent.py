@@ -122,8 +122,8 @@ def wrap(model: nn.Module, *, replay: bool = False, toll: int = TOLL) -> None:
 
 def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The recurrent and convolutional layers of a model, with the name of their cache argument."""
-    found = ((module, _of_class(cast(Any, type(module)))) for module in model.modules())
-    return [(module, name) for module, name in found if name is not None]
+    named = ((module, _of_class(cast(Any, type(module)))) for module in model.modules())
+    return [(module, name) for module, name in named if name is not None]
 
 
 def _first_states(block: Block, finals: dict[int, States]) -> States:
@@ -189,5 +189,5 @@ def _by_rows(layer: Any, cache_name: str, toll: int | None, hidden_states: Tenso
         outputs.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))
         if states is not None and i in continued:
             finals[i] = states
-    found = rows(torch.cat(outputs), plan.rows.back)[None]
-    return (found, *out[1:]) if isinstance(out, tuple) else found
+    result = rows(torch.cat(outputs), plan.rows.back)[None]
+    return (result, *out[1:]) if isinstance(out, tuple) else result

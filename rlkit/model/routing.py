@@ -39,8 +39,8 @@ def routers(model: nn.Module) -> list[nn.Module]:
     """The modules that choose experts, in the order of the layers; [] for a dense model."""
     if not replays(model.config):
         return []
-    found = [module for module in model.modules() if _chooses(cast(Any, type(module)))]
-    return [m for m in found if not any(other is not m and other in {*m.modules()} for other in found)]
+    choosers = [module for module in model.modules() if _chooses(cast(Any, type(module)))]
+    return [m for m in choosers if not any(other is not m and other in {*m.modules()} for other in choosers)]
 
 
 def num_experts(config: Any) -> int:
@@ -85,11 +85,11 @@ def check_experts(model: Any, experts: Int[Tensor, "T layers k"]) -> None:
 
 def wrap_routers(model: nn.Module) -> None:
     """Let the routers replay the experts of a packed forward's batch, in place; elsewhere they are as before."""
-    found, names = routers(model), {module: name for name, module in model.named_modules()}
-    for i, router in enumerate(found):
+    modules, names = routers(model), {module: name for name, module in model.named_modules()}
+    for i, router in enumerate(modules):
         layer = next(map(int, re.findall(r"\.(\d+)\.", names[router])), i)
         if not _is_wrapped(router):
-            router.forward = partial(_route, router.forward, (i, layer, len(found)), num_experts(model.config))
+            router.forward = partial(_route, router.forward, (i, layer, len(modules)), num_experts(model.config))
 
 
 def unwrap_routers(model: nn.Module) -> None:
@@ -99,15 +99,15 @@ def unwrap_routers(model: nn.Module) -> None:
 
 
 class Chosen(TorchFunctionMode):
-    """Inside the block `topk` over all experts returns the indices `given`, where these are not -1.
+    """Inside the block `topk` over all experts returns the indices `replay`, where these are not -1.
 
-    `indices` are those that it returned last, and `replayed` whether `given` had their number. A `topk` over groups of
+    `indices` are those that it returned last, and `replayed` whether `replay` had their number. A `topk` over groups of
     experts is left alone.
     """
 
-    def __init__(self, num_experts: int, given: Int[Tensor, "T k"] | None = None) -> None:
+    def __init__(self, num_experts: int, replay: Int[Tensor, "T k"] | None = None) -> None:
         super().__init__()
-        self._num_experts, self._given = num_experts, given
+        self._num_experts, self._replay = num_experts, replay
         self.indices: Tensor | None = None
         self.replayed = False
 
@@ -121,11 +121,11 @@ class Chosen(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self._num_experts:
             return out
-        self.replayed = self._given is not None and out.indices.numel() == self._given.numel()
-        if self._given is not None and self.replayed:
-            given = self._given.view_as(out.indices)
-            given = torch.where(given < 0, out.indices, given)
-            out = torch.return_types.topk((args[0].gather(-1, given), given))
+        self.replayed = self._replay is not None and out.indices.numel() == self._replay.numel()
+        if self._replay is not None and self.replayed:
+            indices = self._replay.view_as(out.indices)
+            indices = torch.where(indices < 0, out.indices, indices)
+            out = torch.return_types.topk((args[0].gather(-1, indices), indices))
         self.indices = out.indices
         return out
 

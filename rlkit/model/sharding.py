@@ -27,8 +27,8 @@ class ShardedModel(nn.Module):
 
     def __init__(self, model: Any, mesh: Mesh, *, dtype: torch.dtype, copies: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        own = {"_modules": model._modules, "_parameters": model._parameters, "_buffers": model._buffers}
-        vars(self).update(own, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies)
+        shared = {"_modules": model._modules, "_parameters": model._parameters, "_buffers": model._buffers}
+        vars(self).update(shared, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -151,8 +151,8 @@ def _narrow_parts(config: dict[str, Any], *, head_dim: int, kv_heads: int) -> No
 
 def _ropes(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of rotary positions: one, or one per layer type."""
-    found = [x for x in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(x, dict)]
-    return [config, *found, *(x for rope in found for x in rope.values() if isinstance(x, dict))]
+    ropes = [x for x in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(x, dict)]
+    return [config, *ropes, *(x for rope in ropes for x in rope.values() if isinstance(x, dict))]
 
 
 def _shorten(config: dict[str, Any]) -> None:
@@ -162,18 +162,18 @@ def _shorten(config: dict[str, Any]) -> None:
         return
     lists = {n: x for n, x in config.items() if isinstance(x, list) and len(x) == count}
     shared = config.get("num_kv_shared_layers") or 0  # the last layers use keys and values of earlier ones
-    own = {int(i): x for i, x in (config.get("per_layer_config") or {}).items()}  # what differs in a layer
+    each = {int(i): x for i, x in (config.get("per_layer_config") or {}).items()}  # what differs in a layer
     kinds: dict[str, int] = {}
     for i in range(count):
-        kinds.setdefault(repr([i >= count - shared, own.get(i), *(x[i] for x in lists.values())]), i)
-    kept = sorted(kinds.values()) if len(kinds) < 9 else [*range(8)]
+        kinds.setdefault(repr([i >= count - shared, each.get(i), *(x[i] for x in lists.values())]), i)
+    layers = sorted(kinds.values()) if len(kinds) < 9 else [*range(8)]
     step = max([1, *(config.get(n) or 1 for n in ("decoder_sparse_step", "moe_layer_interval"))])
-    size = max(2, len(kept), step)
-    kept = sorted({*kept, *[i for i in range(count) if i not in kept][: size - len(kept)]})
-    config |= {n: [x[i] for i in kept] for n, x in lists.items()}
-    config |= {"per_layer_config": {i: own[old] for i, old in enumerate(kept) if old in own}} if own else {}
+    size = max(2, len(layers), step)
+    layers = sorted({*layers, *[i for i in range(count) if i not in layers][: size - len(layers)]})
+    config |= {n: [x[i] for i in layers] for n, x in lists.items()}
+    config |= {"per_layer_config": {i: each[old] for i, old in enumerate(layers) if old in each}} if each else {}
     config |= {n: size for n in _LAYERS if isinstance(config.get(n), int)}
-    config |= {"num_kv_shared_layers": sum(i >= count - shared for i in kept)} if shared else {}
+    config |= {"num_kv_shared_layers": sum(i >= count - shared for i in layers)} if shared else {}
     for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         if isinstance(config.get(name), int):
             config[name] = size if config[name] >= count else min(config[name], 1)

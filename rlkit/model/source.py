@@ -40,7 +40,7 @@ def stored(path: str | Path) -> dict[str, Stored]:
     """The tensors of the `weight_files` of a folder or a downloaded hub id; {} where there are none (any more)."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Stored] = {}
+    headers: dict[str, Stored] = {}
     for file in weight_files(_folder(path)):
         try:
             with safe_open(file, "pt") as tensors:
@@ -48,19 +48,19 @@ def stored(path: str | Path) -> dict[str, Stored]:
                     part = tensors.get_slice(name)
                     shape, kind = tuple(part.get_shape()), part.get_dtype()
                     size = int(re.search(r"\d*$", kind.partition("_")[0])[0] or 8)  # type: ignore[index]
-                    found[name] = Stored(file, kind, shape, torch.Size(shape).numel() * max(1, size // 8))
+                    headers[name] = Stored(file, kind, shape, torch.Size(shape).numel() * max(1, size // 8))
         except (OSError, SafetensorError):
             return {}
-    return found
+    return headers
 
 
 def check_sizes(path: str | os.PathLike[str]) -> None:
     """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
     weights in 8-bit floats, which it would read without their scales."""
     tensors = stored(Path(path) if Path(path).is_dir() else str(path))
-    if found := next((f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8")), ""):
+    if dtype := next((f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8")), ""):
         fix = "load the bf16 or fp32 checkpoint instead"
-        raise ValueError(f"model {str(path)!r}: {found}, quantized, and config.json has no quantization_config: {fix}")
+        raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
     num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits
     config = load_config(path).get_text_config()
     sizes: dict[str, Any] = {
@@ -71,8 +71,8 @@ def check_sizes(path: str | os.PathLike[str]) -> None:
     vocab, layers, hidden = sizes.values()
     for name, wanted in (("vocab_size", vocab * hidden), ("num_hidden_layers", layers * hidden * hidden)):
         if wanted > 16 * num:
-            what = f"{name} {sizes[name]:,} with hidden_size {hidden:,} is more than its files have, {num // 2:,} bytes"
-            raise ValueError(f"model {str(path)!r}: config.json: {what}: copy or download it again")
+            text = f"{name} {sizes[name]:,} with hidden_size {hidden:,} is more than its files have, {num // 2:,} bytes"
+            raise ValueError(f"model {str(path)!r}: config.json: {text}: copy or download it again")
 
 
 def check_names(path: str | os.PathLike[str], missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -180,12 +180,12 @@ def _left(kind: Any, config: Any, names: Iterable[str]) -> list[str]:
     """The names of a checkpoint that a model of class `kind` does not read, as transformers renames them."""
     with torch.device("meta"):
         empty = kind._from_config(copy.deepcopy(config), dtype=torch.float32)
-    known = empty.state_dict()
-    return sorted(name for name, as_read in _as_read(empty, known, names).items() if not {name, as_read} & known.keys())
+    state = empty.state_dict()
+    return sorted(name for name, as_read in _as_read(empty, state, names).items() if not {name, as_read} & state.keys())
 
 
-def _as_read(model: Any, known: Any, names: Iterable[str]) -> dict[str, str]:
-    """The names of a checkpoint, each with that in the model, whose state is `known`: GPT-NeoX's files call the head
+def _as_read(model: Any, state: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names of a checkpoint, each with that in the model, whose state is `state`: GPT-NeoX's files call the head
     `embed_out`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -194,7 +194,7 @@ def _as_read(model: Any, known: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
     prefix = model.base_model_prefix
-    return {name: rename_source_key(name, renamings, converters, prefix, known)[0] for name in names}
+    return {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in names}
 
 
 def untie(config: Any, *, equal: bool, path: Any) -> None:
@@ -212,10 +212,10 @@ def same_tensors(path: str | Path, one: str, other: str) -> bool:
     """Whether the files of a model lack one of two tensors, or have the same numbers in both."""
     from safetensors import safe_open
 
-    found = stored(path)
-    if one not in found or other not in found:
+    tensors = stored(path)
+    if one not in tensors or other not in tensors:
         return True
-    with safe_open(found[one].file, "pt") as a, safe_open(found[other].file, "pt") as b:
+    with safe_open(tensors[one].file, "pt") as a, safe_open(tensors[other].file, "pt") as b:
         return torch.equal(a.get_tensor(one), b.get_tensor(other))
 
 
@@ -224,8 +224,8 @@ def said_of(source: Source, config: Any) -> str:
     all are read."""
     if source.left:
         first = ", ".join(source.left[:2]) + ", ..." * (len(source.left) > 2)
-        what = f"{len(source.left)} tensors of {source.path} ({first}) have no place in the model"
-        return f"{what}: they do not train, and exports have them unchanged"
+        fault = f"{len(source.left)} tensors of {source.path} ({first}) have no place in the model"
+        return f"{fault}: they do not train, and exports have them unchanged"
     text = config.get_text_config()
     keys = [name for name in _PREDICTION if getattr(text, name, 0) and not _predicts(source.tensors, text)]
     if keys and source.path:
@@ -236,18 +236,18 @@ def said_of(source: Source, config: Any) -> str:
 def _predicts(names: Iterable[str], text: Any) -> bool:
     """Whether some names are those of layers of multi-token prediction."""
     last = getattr(text, "num_hidden_layers", None) or 1 << 30
-    found = (re.search(r"\blayers\.(\d+)\.|mtp|nextn", name) for name in names)
-    return any(match is not None and (match[1] is None or int(match[1]) >= last) for match in found)
+    matches = (re.search(r"\blayers\.(\d+)\.|mtp|nextn", name) for name in names)
+    return any(match is not None and (match[1] is None or int(match[1]) >= last) for match in matches)
 
 
 def corrected(config: dict[str, Any], source: Source, model: Any, written: Mapping[str, torch.Size]) -> dict[str, Any]:
     """The `config` of an export with the keys that contradict its weights (`written`: name -> shape) corrected; each is
     logged: tied embeddings, the vocabulary, the number of layers, and layers of prediction that it does not have."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    found = dict(_facts(model, written))
+    facts = dict(_facts(model, written))
     if not _predicts([*source.left, *written], model.config.get_text_config()):
-        found |= {name: 0 for name in _PREDICTION if text.get(name)}
-    for name, value in found.items():
+        facts |= {name: 0 for name in _PREDICTION if text.get(name)}
+    for name, value in facts.items():
         parts = [part for part in ((config, text) if name == "tie_word_embeddings" else (text,)) if name in part]
         if parts and all(part[name] != value for part in parts):  # of some vision models only one of both counts
             log.warning("the export's config.json has %s %s (it was %s), like its weights", name, value, parts[0][name])

@@ -56,8 +56,8 @@ class LocalTeacher:
         def top(micro: Batch) -> Tensor:
             def head(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
                 logits = logits_of(self.policy)
-                found = [logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(CHUNK_SIZE)]
-                both = torch.cat([torch.cat([x.indices.float(), x.values], 1) for x in found])  # ids below 2^24
+                tops = [logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(CHUNK_SIZE)]
+                both = torch.cat([torch.cat([x.indices.float(), x.values], 1) for x in tops])  # ids below 2^24
                 return both.unbind(1)
 
             return torch.stack(token_outputs(model, micro, head, outputs=2 * k, dtype=DTYPES[self.policy.dtype]), 1)
@@ -69,11 +69,11 @@ class LocalTeacher:
     def hidden(self, batch: Batch) -> tuple[Float[Tensor, "T D"], Bool[Tensor, "T"]]:
         """Its last hidden states at each token of a micro-batch, and at which tokens it has one."""
         batch = own_routing(batch)
-        own, rows = (batch, None) if self.tokenizers is None else aligned(batch, *self.tokenizers)
-        found = token_outputs(self.policy.model, own, lambda x, _: (x,), dtype=DTYPES[self.policy.dtype])[0]
+        its_batch, rows = (batch, None) if self.tokenizers is None else aligned(batch, *self.tokenizers)
+        states = token_outputs(self.policy.model, its_batch, lambda x, _: (x,), dtype=DTYPES[self.policy.dtype])[0]
         if rows is None:
-            return found, torch.ones_like(batch.mask)
-        return found[rows.clamp(min=0).to(found.device)], rows >= 0
+            return states, torch.ones_like(batch.mask)
+        return states[rows.clamp(min=0).to(states.device)], rows >= 0
 
 
 def logits_of(policy: Policy) -> Callable[[Tensor], Tensor]:
@@ -110,7 +110,7 @@ def with_divergence(
     local: Sequence[LocalTeacher] = teachers if batch.teacher_logp is None else ()
     if batch.teacher_logp is not None:
         check_support(batch.teacher_ids, batch.teacher_logp, mask=batch.mask)
-    found = [_rows_of(i, teacher, batch) for i, teacher in enumerate(local)]
+    of_teachers = [_rows_of(i, teacher, batch) for i, teacher in enumerate(local)]
 
     def head(hidden: Tensor, spread: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         dtype = DTYPES[policy.dtype]
@@ -126,7 +126,7 @@ def with_divergence(
             streams = hidden, spread(batch.teacher_ids), spread(batch.teacher_logp)
             return (*out, by_rows(topk, *streams, chunk_size=CHUNK_SIZE, mask=spread(batch.mask)))
         total = torch.zeros_like(out.logp)
-        for teacher, states, has in found:
+        for teacher, states, has in of_teachers:
             theirs, same = logits_of(teacher.policy), teacher.tokenizers is None
 
             def whole(x: Tensor, t: Tensor, theirs: Any = theirs, same: bool = same) -> Tensor:

@@ -55,10 +55,10 @@ def microbatch_traffic(stage: Stage, layout: Layout, *, size: int = 2) -> dict[s
     if layout.tp > 1 and stage.shape.experts:
         raise ValueError(f"tp={layout.tp} with experts: their collectives are counted for tp=1 only")
     total: dict[str, tuple[int, float]] = {}
-    for found in [*_of_parameters(stage, layout, size), *_of_tokens(stage, layout, size)]:
-        if found.ranks > 1 and found.num:
-            num, received = total.get(found.kind, (0, 0.0))
-            total[found.kind] = num + found.num, received + found.received
+    for op in [*_of_parameters(stage, layout, size), *_of_tokens(stage, layout, size)]:
+        if op.ranks > 1 and op.num:
+            num, received = total.get(op.kind, (0, 0.0))
+            total[op.kind] = num + op.num, received + op.received
     return total
 
 

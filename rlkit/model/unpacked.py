@@ -38,17 +38,17 @@ def unpacked_outputs(
         for block in blocks:
             ids = stream[block.rows]
             out.append(_run(model, ids, logits, [x for _, of in zip(ids, images) for x in of]).flatten(0, 1))
-        found = rows(torch.cat(out), back)
+        result = rows(torch.cat(out), back)
         for _ in range(others):
-            found = found + 0 * _run(model, stream[:1, None], logits).sum()
-    return found
+            result = result + 0 * _run(model, stream[:1, None], logits).sum()
+    return result
 
 
 def _pictures(batch: Batch, order: Int[Tensor, "N"]) -> Iterator[tuple[Picture, ...]]:
     """The images of each sequence, its prompt's first, in the order of the rows; () for all without any."""
-    num, shown = batch.prefix_cu.numel() - 1, batch.images
+    num, images = batch.prefix_cu.numel() - 1, batch.images
     for i in order.tolist():
-        yield () if shown is None else (*shown[int(batch.prefix_ids[i])], *shown[num + i])
+        yield () if images is None else (*images[int(batch.prefix_ids[i])], *images[num + i])
 
 
 def _run(model: Any, ids: Int[Tensor, "B L"], logits: bool, images: Sequence[Picture] = ()) -> Float[Tensor, "B L D"]:

@@ -57,8 +57,8 @@ def packs_images(model: Any) -> bool:
 
 def image_inputs(images: Iterable[Picture], device: torch.device) -> dict[str, Tensor]:
     """The arguments of the model's forward for these images, in the order of their placeholders; {} for none."""
-    found = [image.inputs() for image in images]
-    return {name: torch.cat([x[name] for x in found]).to(device) for name in (found[0] if found else ())}
+    inputs = [image.inputs() for image in images]
+    return {name: torch.cat([x[name] for x in inputs]).to(device) for name in (inputs[0] if inputs else ())}
 
 
 def token_types(model: Any, ids: Int[Tensor, "*shape"]) -> dict[str, Tensor]:
@@ -84,9 +84,9 @@ class Shown(NamedTuple):
         """The images at these rows, in their order."""
         rows = torch.arange(len(self.of_row)) if rows is None else rows
         rows = rows[self.of_row[rows] >= 0]
-        found = self.of_row[rows]
-        starts = (found.diff() != 0) | (rows.diff() <= 0)  # a prompt that several samples have a copy of repeats rows
-        return [self.images[i] for i in found[torch.cat((torch.ones(min(1, len(found))).bool(), starts))].tolist()]
+        index = self.of_row[rows]
+        starts = (index.diff() != 0) | (rows.diff() <= 0)  # a prompt that several samples have a copy of repeats rows
+        return [self.images[i] for i in index[torch.cat((torch.ones(min(1, len(index))).bool(), starts))].tolist()]
 
 
 def shown_images(model: Any, batch: Batch, tokens: Int[Tensor, "S"]) -> Shown:
@@ -95,14 +95,14 @@ def shown_images(model: Any, batch: Batch, tokens: Int[Tensor, "S"]) -> Shown:
     Errors: ValueError for a prefix or sequence with other than the placeholders that its images take.
     """
     ends = torch.cat([batch.prefix_cu, batch.cu_seqlens[1:] + batch.prefix_cu[-1]]).tolist()
-    shown: list[Picture] = []
+    pictures: list[Picture] = []
     index = torch.full(tokens.shape, -1)
     for images, start, end in zip(batch.images or (), ends, ends[1:]):
         if images:
-            which = len(shown) + _placeholders(model, tokens[start:end], images)
+            which = len(pictures) + _placeholders(model, tokens[start:end], images)
             index[start:end][(tokens[start:end] == model.config.image_token_id).cpu()] = which
-            shown += images
-    return Shown(shown, index)
+            pictures += images
+    return Shown(pictures, index)
 
 
 def rotary_positions(
@@ -117,10 +117,10 @@ def rotary_positions(
         before = 0 if i < num else shift[int(batch.prefix_ids[i - num])]
         out[:, start:end] += before
         if images:
-            own = document_positions(model, tokens[start:end], images)
-            out[:, start:end] = own + int(out[0, start])
+            local = document_positions(model, tokens[start:end], images)
+            out[:, start:end] = local + int(out[0, start])
             if i < num:
-                shift[i] = int(own.max()) + 1 - (end - start)
+                shift[i] = int(local.max()) + 1 - (end - start)
     return out
 
 
@@ -128,8 +128,8 @@ def document_positions(model: Any, ids: Int[Tensor, "L"], images: Sequence[Pictu
     """The positions of a document that begins at 0."""
     _placeholders(model, ids, images)
     types = (ids == model.config.image_token_id).int()[None]
-    found, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=_grids(images))
-    return found[:, 0].to(ids)
+    positions, _ = model.base_model.get_rope_index(ids[None], types, image_grid_thw=_grids(images))
+    return positions[:, 0].to(ids)
 
 
 def _grids(images: Sequence[Picture]) -> Int[Tensor, "K 3"]:
@@ -188,12 +188,12 @@ def copy_processor(model: Any, folder: Path) -> None:
     from transformers.utils.hub import cached_file
 
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        found = cached_file(
+        file = cached_file(
             model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )  # fmt: skip
-        if found is not None:
-            copyfile(found, folder / name)
+        if file is not None:
+            copyfile(file, folder / name)
 
 
 @dataclass(frozen=True)

@@ -295,8 +295,8 @@ def _prepare(path: Path, temp: Path, needed: int) -> None:
 
 def _dtype(model: Any, name: str, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a weight in the stream."""
-    kept = any(part in name for part in model._keep_in_fp32_modules_strict or ())
-    return x.dtype if dtype is None or kept or not x.is_floating_point() else dtype
+    in_fp32 = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+    return x.dtype if dtype is None or in_fp32 or not x.is_floating_point() else dtype
 
 
 def _stage_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -341,7 +341,7 @@ def in_names_of(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     from transformers.utils import logging
 
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -350,11 +350,11 @@ def in_names_of(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         loaded, info = type(model).from_pretrained(None, state_dict=weights, **options)
     finally:
         logging.set_verbosity(verbosity)
-        if shown:
+        if had_bar:
             logging.enable_progress_bar()
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    found = {name.removeprefix("model/"): x for name, x in model_tensors(loaded).items()}
-    return {k: x for k, x in found.items() if k not in lacking} | {k: weights[k] for k in info["unexpected_keys"]}
+    tensors = {name.removeprefix("model/"): x for name, x in model_tensors(loaded).items()}
+    return {k: x for k, x in tensors.items() if k not in lacking} | {k: weights[k] for k in info["unexpected_keys"]}
 
 
 class _Plain:

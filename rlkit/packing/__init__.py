@@ -76,8 +76,8 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     prefixes: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
     prefix_ids = []
     for g, x, t in zip(group_ids, streams, samples, strict=True):
-        shown = tuple(image.digest for image in t.images)
-        key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes(), shown) if share_prompts else (g, b"", ())
+        digests = tuple(image.digest for image in t.images)
+        key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes(), digests) if share_prompts else (g, b"", ())
         prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
     heads = [x.prompt_ids[-1:] if share_prompts else x.prompt_ids for x in streams]
     lens = [len(h) - 1 + len(x.ids) + t.truncated for h, x, t in zip(heads, streams, samples, strict=True)]
@@ -117,8 +117,8 @@ def _token_streams(
         np.copyto(logp[ids], x.logp, where=x.mask, casting="same_kind")
         np.copyto(versions[ids], x.versions, where=x.mask, casting="same_kind")
         start = end
-    found = {"tokens": tokens, "targets": targets, "mask": mask, "token_rewards": rewards, "rollout_logp": logp}
-    return {name: torch.from_numpy(x) for name, x in {**found, "versions": versions}.items()}
+    arrays = {"tokens": tokens, "targets": targets, "mask": mask, "token_rewards": rewards, "rollout_logp": logp}
+    return {name: torch.from_numpy(x) for name, x in {**arrays, "versions": versions}.items()}
 
 
 def _images(
@@ -128,13 +128,13 @@ def _images(
     if not any(t.images or t.later_images for t in samples):
         return None
     of_prefix: list[tuple[Picture, ...]] = [()] * num_prefixes
-    own: list[tuple[Picture, ...]] = [()] * len(samples)
+    of_seq: list[tuple[Picture, ...]] = [()] * len(samples)
     for i, (prefix, t) in enumerate(zip(prefix_ids, samples, strict=True)):
         in_prefix = shared and len(t.prompt_ids) > 1
         if in_prefix:
             of_prefix[prefix] = tuple(t.images)
-        own[i] = (*(() if in_prefix else t.images), *t.later_images)
-    return (*of_prefix, *own)
+        of_seq[i] = (*(() if in_prefix else t.images), *t.later_images)
+    return (*of_prefix, *of_seq)
 
 
 def _experts(
@@ -148,14 +148,14 @@ def _experts(
     if len(shapes) > 1:
         raise ValueError(f"the trajectories have experts of [layers, k] {list(shapes[0])} and {list(shapes[1])}")
     prefixes: dict[int, np.ndarray] = {}
-    own = []
+    of_seq = []
     for t, start, n, prefix in zip(samples, starts, lens, prefix_ids, strict=True):
         rows = np.full((start + n, *shapes[0]), -1, np.int16)  # the last token of a truncated sequence has none
         if t.experts is not None:
             rows[: len(t.experts)] = t.experts[: len(rows)]
         prefixes.setdefault(prefix, rows[:start])
-        own.append(rows[start:])
-    both = {"experts": own, "prefix_experts": [prefixes[i] for i in range(len(prefixes))]}
+        of_seq.append(rows[start:])
+    both = {"experts": of_seq, "prefix_experts": [prefixes[i] for i in range(len(prefixes))]}
     return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in both.items()}
 
 
@@ -243,11 +243,11 @@ def from_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"]) -> Packed:
             )
         check_same_device(padding_mask=padding_mask, **{f"streams[{i}]": x})
     packed = tuple(x[padding_mask] for x in streams)
-    for i, (x, kept) in enumerate(zip(streams, packed)):
-        ids = kept.ndim == 1 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-        if ids and readable(x) and kept.numel() > 1 and _is_one_number(kept) and not _is_one_number(x[~padding_mask]):
+    for i, (x, flat) in enumerate(zip(streams, packed)):
+        ids = flat.ndim == 1 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if ids and readable(x) and flat.numel() > 1 and _is_one_number(flat) and not _is_one_number(x[~padding_mask]):
             raise ValueError(
-                f"streams[{i}] is {int(kept[0])} wherever padding_mask is True, and has several numbers where it is "
+                f"streams[{i}] is {int(flat[0])} wherever padding_mask is True, and has several numbers where it is "
                 "False: is the mask inverted? It is True at real tokens (~padding_mask)"
             )
     return Packed(packed, cumulative(padding_mask.sum(1)))
@@ -295,7 +295,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Bool[Tensor, "N"] | Sequence[
     check_below(batch.num_seqs, index=index)
     tokens, cu_seqlens = _rows(batch.cu_seqlens, index)
     used, prefix_ids = batch.prefix_ids[index].unique(return_inverse=True)
-    shown, num = batch.images, batch.prefix_cu.numel() - 1
+    images, num = batch.images, batch.prefix_cu.numel() - 1
     prefix_tokens, prefix_cu = _rows(batch.prefix_cu, used)
     per_token = {k: x[tokens] for k in _PER_TOKEN if (x := getattr(batch, k)) is not None}
     return Batch(
@@ -308,7 +308,7 @@ def select(batch: Batch, index: Int[Tensor, "M"] | Bool[Tensor, "N"] | Sequence[
         prefix_cu=prefix_cu,
         prefix_ids=prefix_ids,
         temperature=batch.temperature,
-        images=None if shown is None else tuple(shown[i] for i in [*used.tolist(), *(index + num).tolist()]),
+        images=None if images is None else tuple(images[i] for i in [*used.tolist(), *(index + num).tolist()]),
     )
 
 
@@ -452,8 +452,8 @@ class _Streams(NamedTuple):
 
 
 def _token_rewards(streams: _Streams, t: Trajectory) -> np.ndarray:
-    given = streams.token_rewards
-    rewards = np.zeros(len(streams.ids)) if given is None else given.astype(np.float64)
+    token_rewards = streams.token_rewards
+    rewards = np.zeros(len(streams.ids)) if token_rewards is None else token_rewards.astype(np.float64)
     if streams.mask.any():
         rewards[streams.mask.nonzero()[0][-1]] += t.reward
     return rewards
@@ -480,8 +480,8 @@ def _numbers(x: Any, kind: type, name: str) -> np.ndarray:
     if not set(map(type, x)) <= ({int} if kind is Integral else {float, int, bool}):
         for j, value in enumerate(x):
             if not isinstance(value, kind) and type(value).__name__ not in ("bool", "bool_"):
-                what = "an integer" if kind is Integral else "a number"
-                raise TypeError(f"{name}[{j}] must be {what}, got {show(value)}")
+                expected = "an integer" if kind is Integral else "a number"
+                raise TypeError(f"{name}[{j}] must be {expected}, got {show(value)}")
     return np.fromiter(x, np.int64 if kind is Integral else np.float64, len(x))
 
 
@@ -513,12 +513,12 @@ def _checked(t: Trajectory, where: str) -> _Streams:
     if not math.isfinite(t.reward):
         raise ValueError(f"{where}: reward is {t.reward}; it must be finite")
     possible = (streams.logp <= 0.01) & (streams.logp > -math.inf)  # engines round log-probs of almost 0
-    if (wrong := streams.mask & ~possible).any():
-        j = int(wrong.argmax())
-        found = f"{where}: logp[{j}] is {t.logp[j]}"
+    if (impossible := streams.mask & ~possible).any():
+        j = int(impossible.argmax())
+        fault = f"{where}: logp[{j}] is {t.logp[j]}"
         if not math.isfinite(t.logp[j]):
-            raise ValueError(f"{found} at a trained token; did the engine return log-probs?")
-        raise ValueError(f"{found}, above 0 at a trained token; use math.log of a probability")
+            raise ValueError(f"{fault} at a trained token; did the engine return log-probs?")
+        raise ValueError(f"{fault}, above 0 at a trained token; use math.log of a probability")
     if streams.token_rewards is not None and (streams.token_rewards[~streams.mask] != 0).any():
         raise ValueError(f"{where}: token_rewards must be 0 at tokens that the policy did not sample (mask False)")
     return streams

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 class _Lens(NamedTuple):
     """Tokens and prefix index of each sequence, tokens of each prefix. Index -1 (the last entry): none, of 0 tokens."""
 
-    own: list[int]
+    seqs: list[int]
     prefix_ids: list[int]
     prefix: list[int]
 
@@ -84,7 +84,7 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
             break
     bins = bins[::-1]
     rows = [bins[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, num_bins, ranks)]
-    largest = pieces[0][0] if whole_groups else max(own + lens.prefix[p] for own, p in zip(*lens[:2]))
+    largest = pieces[0][0] if whole_groups else max(length + lens.prefix[p] for length, p in zip(*lens[:2]))
     bound = max(largest, math.ceil((batch.num_tokens + batch.prefix_tokens.numel()) / num_bins))
     return Plan([sorted(members) for row in rows for _, members in row], bins[0][0], bound)
 
@@ -94,16 +94,16 @@ def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:
     pieces: list[Piece] = []
     cost, members, prefixes = 0, [], set()  # type: ignore[var-annotated]
     for i in sorted(range(len(group_ids)), key=lambda i: (group_ids[i], i)):
-        own, prefix = lens.own[i], lens.prefix[lens.prefix_ids[i]]
-        if own + prefix > max_tokens:
+        length, prefix = lens.seqs[i], lens.prefix[lens.prefix_ids[i]]
+        if length + prefix > max_tokens:
             raise ValueError(
                 f"max_tokens={max_tokens} is less than sequence {i} with its prompt: "
-                f"{own} + {prefix} tokens; raise max_tokens or lower the length limits"
+                f"{length} + {prefix} tokens; raise max_tokens or lower the length limits"
             )
-        extra = own + (0 if lens.prefix_ids[i] in prefixes else prefix)
+        extra = length + (0 if lens.prefix_ids[i] in prefixes else prefix)
         if members and (group_ids[i] != group_ids[members[-1]] or cost + extra > max_tokens):
             pieces.append((cost, members))
-            cost, members, prefixes, extra = 0, [], set(), own + prefix
+            cost, members, prefixes, extra = 0, [], set(), length + prefix
         prefixes.add(lens.prefix_ids[i])
         cost, members = cost + extra, [*members, i]
     return sorted([*pieces, (cost, members)] if members else pieces, key=lambda piece: (-piece[0], piece[1]))
@@ -126,14 +126,14 @@ def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> li
     loaded one is at most the difference between the fullest and the emptiest bin.
     """
     bins = [
-        _Bin(load, sorted((lens.own[i], i) for i in held), Counter(lens.prefix_ids[i] for i in held))
+        _Bin(load, sorted((lens.seqs[i], i) for i in held), Counter(lens.prefix_ids[i] for i in held))
         for load, held in packed
     ]
     total = sum(held.load for held in bins)
     while bins[-1].load > max_tokens or bins[-1].load - bins[0].load > _EVEN * total / ranks:
         a = bins[-1]
         tries = ((min(_exchanges(a, b, lens), default=(a.load, -1, -1)), b) for b in bins[:_PARTNERS] if b is not a)
-        (_, i, j), b = next((found for found in tries if found[0][0] < a.load), ((0, -1, -1), a))
+        (_, i, j), b = next((move for move in tries if move[0][0] < a.load), ((0, -1, -1), a))
         if b is a:
             break
         bins.remove(a)
@@ -143,8 +143,8 @@ def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> li
         total += a.load + b.load
         for source, target, moved in ((a, b, i), (b, a, j)):
             if moved >= 0:
-                source.members.remove((lens.own[moved], moved))
-                insort(target.members, (lens.own[moved], moved))
+                source.members.remove((lens.seqs[moved], moved))
+                insort(target.members, (lens.seqs[moved], moved))
                 source.prefixes[lens.prefix_ids[moved]] -= 1
                 target.prefixes[lens.prefix_ids[moved]] += 1
         insort(bins, a, key=lambda held: held.load)
@@ -155,21 +155,21 @@ def _evened(packed: list[Piece], lens: _Lens, max_tokens: int, ranks: int) -> li
 def _exchanges(a: _Bin, b: _Bin, lens: _Lens) -> Iterable[tuple[int, int, int]]:
     """Yield `(max load after, i, j)` for moving i from a to b, alone (j = -1) or swapped with the best-matching j."""
     gap = a.load - b.load
-    for own, i in a.members:
-        if own < gap:
+    for length, i in a.members:
+        if length < gap:
             yield max(_loads(a, b, i, -1, lens)), i, -1
-        at = bisect(b.members, (own - gap // 2, -1))
+        at = bisect(b.members, (length - gap // 2, -1))
         for _, j in b.members[max(0, at - 1) : at + 1]:
             yield max(_loads(a, b, i, j, lens)), i, j
 
 
 def _loads(a: _Bin, b: _Bin, i: int, j: int, lens: _Lens) -> tuple[int, int]:
     """Loads of a and b after moving i from a to b and j from b to a."""
-    p, q, moved = lens.prefix_ids[i], lens.prefix_ids[j], lens.own[i] - lens.own[j]
+    p, q, moved = lens.prefix_ids[i], lens.prefix_ids[j], lens.seqs[i] - lens.seqs[j]
     if p == q:
         return a.load - moved, b.load + moved
-    own, other = lens.prefix[p], lens.prefix[q]
+    p_length, other = lens.prefix[p], lens.prefix[q]
     return (
-        a.load - moved - own * (a.prefixes[p] == 1) + other * (a.prefixes[q] == 0),
-        b.load + moved + own * (b.prefixes[p] == 0) - other * (b.prefixes[q] == 1),
+        a.load - moved - p_length * (a.prefixes[p] == 1) + other * (a.prefixes[q] == 0),
+        b.load + moved + p_length * (b.prefixes[p] == 0) - other * (b.prefixes[q] == 1),
     )

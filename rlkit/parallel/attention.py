@@ -123,7 +123,7 @@ class SharedKeys(NamedTuple):
     run. `longest`: the most keys that a query sees.
     """
 
-    own: AttentionPlan
+    tails: AttentionPlan
     prompts: AttentionPlan
     longest: int
 
@@ -140,7 +140,7 @@ def segments(batch: Batch) -> list[Segment]:
     starts = batch.prefix_cu[-1] + batch.cu_seqlens
     sequences = zip(starts.tolist(), seq_lens(batch.cu_seqlens).tolist())
     out = [Segment(*prefix, [prefix]) for prefix in prefixes]
-    return out + [Segment(*own, [prefixes[p], own]) for own, p in zip(sequences, batch.prefix_ids.tolist())]
+    return out + [Segment(*span, [prefixes[p], span]) for span, p in zip(sequences, batch.prefix_ids.tolist())]
 
 
 def plan(spans: Sequence[Segment], *, flash: bool = False) -> AttentionPlan:
@@ -176,8 +176,8 @@ def reads_of(index: Int[np.ndarray, "K"]) -> Reads | None:
     step = np.arange(counts.max())
     counted = step < counts[often, None]
     places = order[np.where(counted, first[often, None] + step, 0)]
-    found = (read[once], order[first[once]], read[often], places, counted)
-    return Reads(*map(torch.from_numpy, found))
+    arrays = (read[once], order[first[once]], read[often], places, counted)
+    return Reads(*map(torch.from_numpy, arrays))
 
 
 def as_slice(index: Tensor) -> Rows:
@@ -189,7 +189,7 @@ def as_slice(index: Tensor) -> Rows:
 def _shared_keys(spans: Sequence[Segment], *, flash: bool) -> SharedKeys | None:
     """The plan in two parts, where copies of prompts' keys would take more memory. The last range of a segment's keys
     is its own, the others are its prompt's."""
-    own = [Segment(s.start, s.length, s.keys[-1:]) for s in spans]
+    tails = [Segment(s.start, s.length, s.keys[-1:]) for s in spans]
     runs: list[Segment] = []
     for s in spans:
         prompt = [r for r in s.keys[:-1] if r[1]]
@@ -197,15 +197,15 @@ def _shared_keys(spans: Sequence[Segment], *, flash: bool) -> SharedKeys | None:
             runs[-1] = Segment(runs[-1].start, runs[-1].length + s.length, prompt)
         elif prompt:
             runs.append(Segment(s.start, s.length, prompt))
-    once, copied = (sum(s.num_keys for s in found) for found in ([*own, *runs], spans))
-    few = copied - once <= _COPIES * sum(s.num_keys for s in own)
-    if few or not runs or any(s.num_keys < s.length for s in own):
+    once, copied = (sum(s.num_keys for s in some) for some in ([*tails, *runs], spans))
+    few = copied - once <= _COPIES * sum(s.num_keys for s in tails)
+    if few or not runs or any(s.num_keys < s.length for s in tails):
         return None
     prompts = _varlen_plan(runs)
     if not flash:
         buckets = tuple(Bucket(1, s.length, s.num_keys, None) for s in runs)
         prompts = prompts._replace(buckets=buckets, varlen=None)
-    return SharedKeys(plan(own, flash=flash), prompts, max(s.num_keys for s in spans))
+    return SharedKeys(plan(tails, flash=flash), prompts, max(s.num_keys for s in spans))
 
 
 def _bucket_plan(spans: Sequence[Segment]) -> AttentionPlan:
@@ -305,11 +305,11 @@ def attend(
     q, k, v = rows(q, plan.q_index), *(read_rows(x, plan.k_index, plan.reads) for x in (k, v))
     if plan.varlen is not None:
         return rows(flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
-    found = []
+    outputs = []
     for bucket, qb, kb, vb in _by_bucket(plan.buckets, (q,), (k, v)):
         mask = _windowed(bucket, window, q.device)
-        found.append(_packed(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap, sinks=sinks)))
-    return rows(torch.cat(found), plan.out_index)
+        outputs.append(_packed(_bucket_attention(qb, kb, vb, mask, scale=scale, softcap=softcap, sinks=sinks)))
+    return rows(torch.cat(outputs), plan.out_index)
 
 
 def _by_bucket(buckets: Sequence[Bucket], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Iterator[Any]:
@@ -438,7 +438,7 @@ def _parts_agree(device: str, dtype: torch.dtype, heads: int, kv_heads: int, hea
 
 def _attend_shared(q: Tensor, k: Tensor, v: Tensor, shared: SharedKeys, *, scale: float) -> Tensor:
     q, k = q.to(v.dtype), k.to(v.dtype)
-    keys = (rows(x, part.k_index) for part in (shared.own, shared.prompts) for x in (k, v))
+    keys = (rows(x, part.k_index) for part in (shared.tails, shared.prompts) for x in (k, v))
     return _Shared.apply(q, *keys, shared, scale)
 
 
@@ -456,9 +456,9 @@ class _Shared(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k1: Tensor, v1: Tensor, k2: Tensor, v2: Tensor, shared: SharedKeys, scale: float
     ) -> Tensor:
-        own, prompts, _ = shared
-        first = _with_lse((rows(q, own.q_index), k1, v1), own, causal=True, scale=scale)
-        out, lse = (rows(x, own.out_index) for x in first)
+        tails, prompts, _ = shared
+        first = _with_lse((rows(q, tails.q_index), k1, v1), tails, causal=True, scale=scale)
+        out, lse = (rows(x, tails.out_index) for x in first)
         out2, lse2 = _with_lse((rows(q, prompts.q_index), k2, v2), prompts, causal=False, scale=scale)
         out1, lse1 = rows(out, prompts.q_index), rows(lse, prompts.q_index)
         both = torch.logaddexp(lse1, lse2)
@@ -472,14 +472,14 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k1, v1, k2, v2, out, lse = ctx.saved_tensors
-        (own, prompts, _), scale = ctx.shared, ctx.scale
-        q1, q2 = rows(q, own.q_index), rows(q, prompts.q_index)
+        (tails, prompts, _), scale = ctx.shared, ctx.scale
+        q1, q2 = rows(q, tails.q_index), rows(q, prompts.q_index)
         filled = [(grad, 0.0), (out, 0.0), (lse, torch.inf)]  # probabilities of a padded query: e^(z - inf) = 0
-        results = [_unrows(x, own.out_index, q1.shape[0], fill) for x, fill in filled]
-        dq, dk1, dv1 = _lse_backward(results, (q1, k1, v1), own, causal=True, scale=scale)
+        results = [_unrows(x, tails.out_index, q1.shape[0], fill) for x, fill in filled]
+        dq, dk1, dv1 = _lse_backward(results, (q1, k1, v1), tails, causal=True, scale=scale)
         results = [rows(x, prompts.q_index) for x in (grad, out, lse)]
         dq2, dk2, dv2 = _lse_backward(results, (q2, k2, v2), prompts, causal=False, scale=scale)
-        dq = rows(dq, own.out_index)
+        dq = rows(dq, tails.out_index)
         dq[prompts.q_index] += dq2
         return dq, dk1, dv1, dk2, dv2, None, None
 
@@ -547,12 +547,12 @@ def _with_lse(
         q, k, v = inputs
         out, lse = _varlen_attn(q, k, v, part.varlen, scale=scale, **options)
         return out, lse.mT  # [H, Q] there
-    found = []
+    results = []
     for bucket, *parts in _by_bucket(part.buckets, inputs[:1], inputs[1:]):
         mask = _windowed(bucket, window, parts[0].device)
         plain, bias = causal and mask is None, _bias(mask, parts[0].dtype)
-        found.append(_CPU_FORWARD(*parts, 0.0, plain, attn_mask=bias, scale=scale))
-    out, lse = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
+        results.append(_CPU_FORWARD(*parts, 0.0, plain, attn_mask=bias, scale=scale))
+    out, lse = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*results))
     return out, lse
 
 
@@ -573,12 +573,12 @@ def _lse_backward(
         sides = {"window_size_left": left, "window_size_right": 0 if causal else -1}
         saved = *inputs, out, lse.mT.contiguous(), *part.varlen
         return torch.ops.aten._flash_attention_backward(grad, *saved, 0.0, causal, seed, unused, scale=scale, **sides)
-    found = []
+    grads = []
     for bucket, grad, out, lse, *parts in _by_bucket(part.buckets, (*results, inputs[0]), inputs[1:]):
         mask = _windowed(bucket, window, grad.device)
         plain, bias = causal and mask is None, _bias(mask, grad.dtype)
-        found.append(_CPU_BACKWARD(grad, *parts, out, lse, 0.0, plain, attn_mask=bias, scale=scale))
-    dq, dk, dv = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*found))
+        grads.append(_CPU_BACKWARD(grad, *parts, out, lse, 0.0, plain, attn_mask=bias, scale=scale))
+    dq, dk, dv = (torch.cat([_packed(x) for x in of_buckets]) for of_buckets in zip(*grads))
     return dq, dk, dv
 
 

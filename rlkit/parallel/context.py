@@ -39,14 +39,14 @@ class Layout(NamedTuple):
     """The rows of this rank, and the batch's tokens among them.
 
     `[S]` is the joined stream of prefixes and sequences, `[R]` the rows of this rank: those at `source`, by default
-    all. `[T]` are the batch's tokens, `[H]` the rows of a head: row `tokens[i]` is that of token `own[i]` of the batch
-    (-1: of none). Without context parallelism `own` is None: they are all tokens.
+    all. `[T]` are the batch's tokens, `[H]` the rows of a head: row `tokens[i]` is that of the batch's token
+    `token_of[i]` (-1: of none). Without context parallelism `token_of` is None: they are all tokens.
     """
 
     plan: AttentionPlan
     tokens: Rows
     source: Int[Tensor, "R"] | None = None
-    own: Int[Tensor, "H"] | None = None
+    token_of: Int[Tensor, "H"] | None = None
     place: Int[Tensor, "T"] | None = None  # of each token in the head's rows of all ranks
     group: dist.ProcessGroup | None = None
 
@@ -60,17 +60,17 @@ class Layout(NamedTuple):
 
     def spread(self, x: Tensor) -> Tensor:
         """A `[T, ...]` stream at the head's rows; 0 (False) at those of no token."""
-        return x if self.own is None else torch.cat((x, x.new_zeros(1, *x.shape[1:])))[self.own]
+        return x if self.token_of is None else torch.cat((x, x.new_zeros(1, *x.shape[1:])))[self.token_of]
 
     def collect(self, x: Tensor) -> Tensor:
         """The head's outputs of all ranks, as `[T]` on every rank."""
-        return x if self.own is None else Gathered.apply(x, self.group)[self.place]
+        return x if self.token_of is None else Gathered.apply(x, self.group)[self.place]
 
     def empty(self) -> Layout:
         """The same layout with zero tokens."""
-        if self.own is None or self.place is None:
+        if self.token_of is None or self.place is None:
             return self._replace(tokens=slice(0, 0))
-        return self._replace(own=torch.full_like(self.own, -1), place=self.place[:0])
+        return self._replace(token_of=torch.full_like(self.token_of, -1), place=self.place[:0])
 
 
 def plan_layout(
@@ -99,14 +99,14 @@ def plan_layout(
         made, exchange = _by_rank(plan(_local_segments(spans, rank, cp, chunk), flash=flash), inverse), gather_keys
     made = made._replace(exchange=partial(exchange, group=group))
     source = source[_rows_of(rank, cp, chunk).clamp(max=num_rows - 1)]
-    tokens, own, place = _head_rows(inverse[tokens], rank, cp, 2 * chunk)
-    return to_device(Layout(made, tokens, source, own, place, group), device)
+    tokens, token_of, place = _head_rows(inverse[tokens], rank, cp, 2 * chunk)
+    return to_device(Layout(made, tokens, source, token_of, place, group), device)
 
 
 def _head_rows(
     places: Int[Tensor, "T"], rank: int, cp: int, size: int
 ) -> tuple[Int[Tensor, "H"], Int[Tensor, "H"], Int[Tensor, "T"]]:
-    """`tokens`, `own` and `place` of a `Layout`, where `places` are the tokens' rows among `size` rows of each rank.
+    """`tokens`, `token_of` and `place` of a `Layout`; `places`: the tokens' rows among `size` rows of each rank.
 
     Every rank has as many rows in its head as the one with the most tokens.
     """
@@ -129,7 +129,7 @@ def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) 
     if shared is not None:
         prompts = shared.prompts._replace(k_index=as_slice(inverse[shared.prompts.k_index]))
         prompts = prompts if order is None else prompts._replace(q_index=inverse[prompts.q_index])
-        shared = shared._replace(own=_by_rank(shared.own, inverse, order), prompts=prompts)
+        shared = shared._replace(tails=_by_rank(shared.tails, inverse, order), prompts=prompts)
     made = made._replace(k_index=inverse[made.k_index], shared=shared, reads=None)  # of other rows
     if order is None:
         return made
@@ -174,11 +174,11 @@ def _rows_of(rank: int, cp: int, chunk: int) -> Tensor:
 
 def _local_segments(spans: Sequence[Segment], rank: int, cp: int, chunk: int) -> list[Segment]:
     """The parts of the segments in this rank's two chunks, each with the keys up to its last row."""
-    found = []
+    local = []
     for base, c in ((0, rank), (chunk, 2 * cp - 1 - rank)):
         first, last = c * chunk, (c + 1) * chunk
         for start, n, keys in spans:
             a, b = max(start, first), min(start + n, last)
             if a < b:
-                found.append(Segment(base + a - first, b - a, [*keys[:-1], (start, b - start)]))
-    return found
+                local.append(Segment(base + a - first, b - a, [*keys[:-1], (start, b - start)]))
+    return local

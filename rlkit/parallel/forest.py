@@ -73,13 +73,13 @@ def _stream(batch: Batch, images: Int[Tensor, "S"] | None) -> Int[np.ndarray, "S
     """What must be equal for two rows to be one: the token, and where they are given, its image and its experts."""
     tokens = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
     experts = [x.cpu().flatten(1) for x in (batch.prefix_experts, batch.experts) if x is not None]
-    given = [torch.cat(experts).numpy()] if experts else []
-    given += [] if images is None else [images.cpu().numpy()[:, None]]
-    if not given:
+    columns = [torch.cat(experts).numpy()] if experts else []
+    columns += [] if images is None else [images.cpu().numpy()[:, None]]
+    if not columns:
         return tokens
-    known: dict[bytes, int] = {}
-    rows = np.concatenate((tokens[:, None], *given), 1)
-    return np.array([known.setdefault(row.tobytes(), len(known)) for row in rows])
+    codes: dict[bytes, int] = {}
+    rows = np.concatenate((tokens[:, None], *columns), 1)
+    return np.array([codes.setdefault(row.tobytes(), len(codes)) for row in rows])
 
 
 def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:
@@ -109,24 +109,24 @@ def _worthwhile(common: Sequence[int], toll: int) -> list[int]:
     A fork of num branches saves num - 1 copies of the tokens since the fork above it. It costs the toll if there is one
     above, else the toll of each fork below it. The branches of one that is left out part at the fork above.
     """
-    found, open_forks = [*common, 0], [_Fork(0)]
-    for i in range(1, len(found)):
+    depths, open_forks = [*common, 0], [_Fork(0)]
+    for i in range(1, len(depths)):
         done = _Fork(0, num=1)  # the document before i
-        while (last := open_forks[-1]).depth > found[i]:
+        while (last := open_forks[-1]).depth > depths[i]:
             open_forks.pop()
             last.add(done)
-            above = max(open_forks[-1].depth, found[i])
+            above = max(open_forks[-1].depth, depths[i])
             length, price = last.depth - above, toll if above else toll * last.forks
             done = _Fork(0, num=1, forks=1)
             if (last.num - 1) * length <= price or (above and length == 1):
                 for j in last.at:
-                    found[j] = above
+                    depths[j] = above
                 done = last
-        if last.depth < found[i]:
-            open_forks.append(_Fork(found[i]))
+        if last.depth < depths[i]:
+            open_forks.append(_Fork(depths[i]))
         open_forks[-1].add(done)
         open_forks[-1].at.append(i)
-    return found[:-1]
+    return depths[:-1]
 
 
 def _grow(

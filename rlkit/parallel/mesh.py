@@ -95,8 +95,8 @@ def local_gpu(device: str, *, num_gpus: int) -> int:
 
     Errors: ValueError where this machine has more ranks than GPUs.
     """
-    given = local_rank()
-    index = (torch.device(device).index or 0) if given is None else given
+    rank = local_rank()
+    index = (torch.device(device).index or 0) if rank is None else rank
     if index >= num_gpus:
         raise ValueError(
             f"rank {index} of this machine has no GPU of its own, there are {num_gpus}: start --nproc-per-node "
@@ -150,9 +150,9 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
     fixed = math.prod(v for k, v in named.items() if k not in ("shard", "ep"))
     shard = sizes.shard or max(1, world_size // fixed)
     if fixed * shard != world_size:
-        given = " * ".join(f"{k} {v}" for k, v in named.items() if v > 1 and k != "ep") or "1"
+        product = " * ".join(f"{k} {v}" for k, v in named.items() if v > 1 and k != "ep") or "1"
         fix = f"use shard={world_size // fixed}" if world_size % fixed == 0 else _fitting(sizes, fixed, world_size)
-        raise ValueError(f"{given} = {fixed * shard} ranks, but there are {world_size}; {fix}")
+        raise ValueError(f"{product} = {fixed * shard} ranks, but there are {world_size}; {fix}")
     if (shard * sizes.cp * sizes.tp) % sizes.ep:
         raise ValueError(f"ep={sizes.ep} must divide shard * cp * tp = {shard} * {sizes.cp} * {sizes.tp}")
     return replace(sizes, shard=shard)
@@ -160,10 +160,10 @@ def resolve(sizes: Parallel, *, world_size: int) -> Parallel:
 
 def _fitting(sizes: Parallel, fixed: int, world_size: int) -> str:
     """For each size, the nearest value that divides the world size with `shard` free and the others fixed."""
-    found = []
+    fixes = []
     for name in ("tp", "cp", "replicate", "pp"):
         size: int = getattr(sizes, name)
         fits = [n for n in range(1, world_size + 1) if world_size % (fixed // size * n) == 0]
         if fits:
-            found.append(f"{name}={min(fits, key=lambda n: abs(n - size))}")
-    return f"with shard=0 any one of these changes fits: {'; '.join(found) or 'change the number of ranks'}"
+            fixes.append(f"{name}={min(fits, key=lambda n: abs(n - size))}")
+    return f"with shard=0 any one of these changes fits: {'; '.join(fixes) or 'change the number of ranks'}"

@@ -62,12 +62,12 @@ def by_segment(spans: Sequence[Segment]) -> PaddedRows:
     streams, places, orders, size = [], [], [], 0
     block_of, row_of = np.zeros((2, len(spans)), np.int64)
     for (depth, _), members in sorted(_alike(spans, parents).items()):
-        own = [Segment(s.start, s.length, s.keys[-1:]) for s in (spans[i] for i in members)]
-        found, stream, place, order = _padded(own, left=depth == 0)
+        tails = [Segment(s.start, s.length, s.keys[-1:]) for s in (spans[i] for i in members)]
+        own_blocks, stream, place, order = _padded(tails, left=depth == 0)
         streams.append(stream)
         places.append(place + size)
         orders.append(np.array(members)[order])
-        for block, some in zip(found, np.split(orders[-1], np.cumsum([len(b.rows) for b in found])[:-1])):
+        for block, some in zip(own_blocks, np.split(orders[-1], np.cumsum([len(b.rows) for b in own_blocks])[:-1])):
             block_of[some], row_of[some] = len(blocks), np.arange(len(some))
             if (above := np.array([parents[i] for i in some]))[0] >= 0:
                 after, which = np.unique(block_of[above], return_inverse=True)
@@ -112,14 +112,14 @@ def _padded(
     blocks, stream, place, done = [], [], [], 0
     for part in _parts([spans[i].num_keys for i in order]):
         some = [spans[i] for i in order[part]]
-        lens, own = np.array([[s.num_keys] for s in some]), np.array([[s.length] for s in some])
+        lens, q_lens = np.array([[s.num_keys] for s in some]), np.array([[s.length] for s in some])
         width = max(_WIDTH, int(lens[0, 0]))
         column = np.arange(width) - (width - lens if left else 0)  # in the document
         real = (column >= 0) & (column < lens)
         most = max(len(s.keys) for s in some)
         ranges = np.array([[*s.keys, *[(0, 0)] * (most - len(s.keys))] for s in some])
         index = rows_at(ranges, column.clip(0, np.maximum(lens - 1, 0)))
-        mine = real & (column >= lens - own)
+        mine = real & (column >= lens - q_lens)
         blocks.append(Block(torch.from_numpy(index), None if real.all() else torch.from_numpy(real)))
         stream.append(index[mine])
         place.append(done + mine.ravel().nonzero()[0])

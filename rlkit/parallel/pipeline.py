@@ -82,11 +82,11 @@ def cut_layers(costs: Sequence[int], stages: int, *, head: int = 0) -> list[int]
         """The costs, largest first, and the ends of the last `left` stages, which have the layers from `first`."""
         if left == 1:
             return [sums[-1] - sums[first] + head], [len(costs)]
-        found = []
+        splits = []
         for end in range(first + 1, len(costs) - left + 2):
             others, ends = best(end, left - 1)
-            found.append((sorted([sums[end] - sums[first], *others], reverse=True), [end, *ends]))
-        return min(found)
+            splits.append((sorted([sums[end] - sums[first], *others], reverse=True), [end, *ends]))
+        return min(splits)
 
     return [0, *best(0, stages)[1]]
 
@@ -148,10 +148,10 @@ def sum_copies(p: Any, group: dist.ProcessGroup) -> None:
     bit.
     """
     grad: Any = torch.zeros_like(p) if p.grad is None else p.grad
-    found = grad.to_local().new_tensor(p.grad is not None)
-    dist.all_reduce(found, group=group)
+    has_grad = grad.to_local().new_tensor(p.grad is not None)
+    dist.all_reduce(has_grad, group=group)
     dist.all_reduce(grad.to_local(), group=group)
-    p.grad = grad if found else None
+    p.grad = grad if has_grad else None
 
 
 class _Link:

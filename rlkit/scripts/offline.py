@@ -52,26 +52,26 @@ def bring(args: Offline, *forms: Any) -> Brought:
     if args.examples.stream:
         check_stream(args.examples, args.optim, *forms)
     parts, held_out = args.data.rows(*forms, limit_each=STREAM_HEAD if args.examples.stream else None)
-    how = getattr(args, "evaluation", Evaluation())
-    how.check_sets(args.data.eval_files())
-    refuse_if(how.eval_sampling and not how.eval_reward, "`eval_sampling` requires `eval_reward`")
+    evaluation = getattr(args, "evaluation", Evaluation())
+    evaluation.check_sets(args.data.eval_files())
+    refuse_if(evaluation.eval_sampling and not evaluation.eval_reward, "`eval_sampling` requires `eval_reward`")
     refuse_if(
-        how.eval_reward and launched(),
+        evaluation.eval_reward and launched(),
         "`eval_reward` samples in one process: drop it, and run rlkit eval on the export",
     )
-    own = own_rewards(how, Episodes(), asked_sets := questions(how, held_out))
-    return Brought(model, lora, args.data.expanded(), parts, held_out, own, questions=asked_sets)
+    rewards = own_rewards(evaluation, Episodes(), asked_sets := questions(evaluation, held_out))
+    return Brought(model, lora, args.data.expanded(), parts, held_out, rewards, questions=asked_sets)
 
 
 def make_examples(
     args: Offline, brought: Brought, place: Place, read: Callable[..., tuple[list[Any], int]], *forms: Any
 ) -> Made:
     """The examples that `read` makes of the training rows, and of those of each held-out set."""
-    data, how, path = brought.data, args.examples, place.model.model
+    data, flags, path = brought.data, args.examples, place.model.model
     every_row = chain(*brought.parts, *brought.held_out.values())
     render: dict[str, Any] = {
         "tokenizer": place.tokenizer,
-        "max_example_tokens": longest_example(how, *place.configs.values()),
+        "max_example_tokens": longest_example(flags, *place.configs.values()),
         "images": image_reader(path, place.tokenizer, every_row, place.config),
         **data.rendering(),
     }
@@ -86,33 +86,33 @@ def make_examples(
     with data_progress():
         of_part = [make(part) for part in brought.parts]
     every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
-    if how.stream:
+    if flags.stream:
         every, sizes = _streamed(data, make, *forms, head=every)
     note_strings(data, brought.parts[0])
-    warn_of_repeats("--batch-size", how.batch_size, len(every))
+    warn_of_repeats("--batch-size", flags.batch_size, len(every))
     return Made(every, mixture(data, sizes), {name: make(part) for name, part in brought.held_out.items()})
 
 
-def longest_example(how: Examples, *configs: Any) -> int:
+def longest_example(flags: Examples, *configs: Any) -> int:
     """`max_example_tokens`, or the positions of one of the models where it has fewer, which is logged."""
     from rlkit.model.positions import check_positions, positions
 
-    longest = how.max_example_tokens
+    longest = flags.max_example_tokens
     for config in configs:
         try:
-            check_positions(longest, config, what="--max-example-tokens", fix="longer examples count as too long")
+            check_positions(longest, config, setting="--max-example-tokens", fix="longer examples count as too long")
         except ValueError as error:
             log.warning("%s", error)
             longest = positions(config, packed=True) or longest
     return longest
 
 
-def check_stream(how: Examples, optim: Optim, *forms: Any) -> None:
+def check_stream(flags: Examples, optim: Optim, *forms: Any) -> None:
     """Refuse (ValueError) `stream` where all examples are needed, or some may not fit a micro-batch."""
     from rlkit.data.turns import LABELLED, PAIR
 
     refuse_if(LABELLED in forms, "`stream` is for sft, dpo and reward_model: kto counts the labels of all examples")
-    num, most = (2 if PAIR in forms else 1) * how.max_example_tokens, optim.max_tokens
+    num, most = (2 if PAIR in forms else 1) * flags.max_example_tokens, optim.max_tokens
     refuse_if(num > most, f"`stream`: an example may have {num} tokens, and `max_tokens` is {most}: raise it")
 
 
@@ -132,15 +132,15 @@ def _streamed(data: Data, make: Callable[[Any], Any], *forms: Any, head: list[An
     return Streamed(rows, of_row, head=head), rows.sizes
 
 
-def questions(how: Evaluation, held_out: Mapping[str, Any]) -> dict[str, Any]:
+def questions(evaluation: Evaluation, held_out: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of the held-out sets that have an `eval_reward`, as questions."""
     from rlkit.data.load import Rows
 
-    found = {}
-    for name in filter(how.reward_of, held_out):
-        part = held_out[name][: how.eval_limit]
-        found[name] = Rows(map(asked, part), source="", places=[place_of(held_out[name], i) for i in range(len(part))])
-    return found
+    sets = {}
+    for name in filter(evaluation.reward_of, held_out):
+        part = held_out[name][: evaluation.eval_limit]
+        sets[name] = Rows(map(asked, part), source="", places=[place_of(held_out[name], i) for i in range(len(part))])
+    return sets
 
 
 def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model
     from rlkit.loops.evaluate import EvalSet
     from rlkit.model.positions import positions
 
-    found, tokenizer, data = {}, place.tokenizer, brought.data
+    sets, tokenizer, data = {}, place.tokenizer, brought.data
     longest = min(args.examples.max_example_tokens, (positions(place.config) or sys.maxsize) - 1)
     stops = data.chat_template and brought.questions
     ends = stop_token_ids(tokenizer, model.config, model.generation_config) if stops else ()
@@ -162,8 +162,8 @@ def answer_sets(args: sft.Args | dpo.Args, brought: Brought, place: Place, model
             images=image_reader(place.model.model, tokenizer, part, place.config), **data.rendering(),
         )[0]  # fmt: skip
         params = SamplingParams(**sampling, stop_token_ids=tuple(ends))
-        found[name] = EvalSet(prompts, brought.own_rewards[name](tokenizer), params, samples)
-    return found
+        sets[name] = EvalSet(prompts, brought.own_rewards[name](tokenizer), params, samples)
+    return sets
 
 
 def asked(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def asked(row: Mapping[str, Any]) -> dict[str, Any]:
     from rlkit.data.schema import ANSWERS
     from rlkit.rewards.text import gold_answer
 
-    given = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
-    answer = next((value for value in given if value is not None), None)
+    answers = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
+    answer = next((value for value in answers if value is not None), None)
     question = {name: value for name, value in row.items() if name not in ANSWERS}
     if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and answer[-1].get("role") == "assistant":
         if len(answer) > 1:

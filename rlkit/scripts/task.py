@@ -47,11 +47,11 @@ def bring(args: Sampled) -> Brought:
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
     limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
     parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
-    own = own_rewards(args.evaluation, args.episodes, held_out)
-    output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in own)
+    rewards = own_rewards(args.evaluation, args.episodes, held_out)
+    output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in rewards)
     env = read_env(args.episodes, args.data, args.rollouts, *parts, *held_out.values(), output=output)
     reward = read_reward(args.episodes, *parts, *unnamed, trial=args.evaluation.trial)
-    return Brought(model, lora, args.data.expanded(), parts, held_out, own, env, reward)
+    return Brought(model, lora, args.data.expanded(), parts, held_out, rewards, env, reward)
 
 
 def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> Task:
@@ -61,7 +61,7 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
 
     assert brought.env is not None
     assert brought.reward is not None
-    tokenizer, parts, how = place.tokenizer, brought.parts, args.episodes
+    tokenizer, parts, episodes = place.tokenizer, brought.parts, args.episodes
     env, score = brought.env(tokenizer), brought.reward(tokenizer)
     with data_progress():
         rendered = [render(args, tokenizer, place.config, part) for part in parts]
@@ -71,46 +71,46 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
     for some, of in [*zip(rendered, parts), *((one.prompts, brought.held_out[name]) for name, one in sets.items())]:
         check_vocabulary(some, rows=of, tokenizer=tokenizer, num_rows=place.num_rows)
-    note_unknown(how, tokenizer, place.num_rows)
+    note_unknown(episodes, tokenizer, place.num_rows)
     every = prompts + [prompt for one in sets.values() for prompt in one.prompts]
     if any(prompt.images for prompt in every):
         check_images(args.engine, place.config, train_vision=place.model.train_vision)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
-    check_lengths(how, args.rollouts, every, *place.configs.values(), max_tokens=place.optim.max_tokens)
+    check_lengths(episodes, args.rollouts, every, *place.configs.values(), max_tokens=place.optim.max_tokens)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < place.num_rows]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {place.num_rows - 1}")
     if args.evaluation.trial:
         ends = stop_token_ids(tokenizer, place.config.get_text_config()) if place.template else ()
-        try_env(how, tokenizer, env, prompts, ends=ends)
-    names = tuple(name for name, (_, weight) in how.rewards().items() if weight != 0)
+        try_env(episodes, tokenizer, env, prompts, ends=ends)
+    names = tuple(name for name, (_, weight) in episodes.rewards().items() if weight != 0)
     return Task(
         prompts, score, env=env, eval_sets=sets if args.schedule.eval_steps else {},
         parts=mixture(brought.data, map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
     )  # fmt: skip
 
 
-def note_unknown(how: Episodes, tokenizer: Any, num_rows: int) -> None:
+def note_unknown(episodes: Episodes, tokenizer: Any, num_rows: int) -> None:
     """Log tokens that the model has no rows for, where an environment's text may have them in some later turn."""
     more = [token for token, i in tokenizer.get_vocab().items() if i >= num_rows]
-    if more and not how.one_turn:
+    if more and not episodes.one_turn:
         said = "the tokenizer has %d tokens without a row in the model's embedding (%s): a turn with one would fail; "
         log.warning(said + "--resize-embeddings adds their rows", len(more), ", ".join(sorted(more)[:3]))
 
 
 def eval_sets(
-    args: Sampled, tokenizer: Any, config: Any, held_out: Mapping[str, Any], own: Mapping[str, OfTokenizer]
+    args: Sampled, tokenizer: Any, config: Any, held_out: Mapping[str, Any], scores: Mapping[str, OfTokenizer]
 ) -> dict[str, Any]:
     """The held-out sets of the flags, tokenized for the model of this `config`."""
     from rlkit.loops.evaluate import EvalSet
 
-    found = {}
+    sets = {}
     for name, rows in held_out.items():
-        how = args.evaluation.sampling_of(name)
-        samples = how.pop("samples", None)
-        params = replace(args.rollouts.params, **how) if how else None
-        score = own[name](tokenizer) if name in own else None
-        found[name] = EvalSet(render(args, tokenizer, config, rows), score, params, samples)
-    return found
+        options = args.evaluation.sampling_of(name)
+        samples = options.pop("samples", None)
+        params = replace(args.rollouts.params, **options) if options else None
+        score = scores[name](tokenizer) if name in scores else None
+        sets[name] = EvalSet(render(args, tokenizer, config, rows), score, params, samples)
+    return sets
 
 
 def needs_reference(args: Sampled) -> bool:
@@ -118,9 +118,9 @@ def needs_reference(args: Sampled) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
-def check_judged(how: Episodes) -> None:
+def check_judged(episodes: Episodes) -> None:
     """Refuse (ValueError) episodes that nothing gives a reward."""
-    judged = how.reward or how.env is not None or how.agent is not None
+    judged = episodes.reward or episodes.env is not None or episodes.agent is not None
     refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
 
 
@@ -146,24 +146,24 @@ def warn_of_clip(loss: grpo.Loss | ppo.Loss | distill.Loss, rollouts: Rollouts) 
     if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
         said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
         log.warning(said, low, high, 1 - low, 1 + high)
-    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
-    if given and rollouts.minibatches * rollouts.epochs == 1:
+    flags = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
+    if flags and rollouts.minibatches * rollouts.epochs == 1:
         log.warning(
             "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
-            "--epochs above 1", " and ".join(given),
+            "--epochs above 1", " and ".join(flags),
         )  # fmt: skip
 
 
 def warn_of_escapes(stop: Sequence[str]) -> None:
     """Warn of a stop string with the two characters that stand for a line break elsewhere: a shell keeps them."""
     for text in stop:
-        if found := re.search(r"\\[nrt](?![a-z])", text):
-            what = {"n": "line break", "r": "carriage return", "t": "tab"}[found[0][1]]
+        if match := re.search(r"\\[nrt](?![a-z])", text):
+            name = {"n": "line break", "r": "carriage return", "t": "tab"}[match[0][1]]
             said = "--stop '%s' has a backslash and the letter %s; for a %s write --stop $'%s'"
-            log.warning(said, text, found[0][1], what, text)
+            log.warning(said, text, match[0][1], name, text)
 
 
-def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output: Path) -> OfTokenizer:
+def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output: Path) -> OfTokenizer:
     """A function from the tokenizer to the environment of `env`, `agent` or `tools`, with the limits of an episode.
 
     Of several environments that of the row's column; ValueError for a row of the `parts` that names none.
@@ -171,17 +171,17 @@ def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output:
     Refuses (ValueError) what is no environment, one without any reward, one that works on messages where there is
     no chat template, and a command that does not fit the rows of the `parts` of the data. Does not import torch.
     """
-    if len(envs := how.envs()) > 1:
+    if len(envs := episodes.envs()) > 1:
         for rows in parts:
-            check_column(rows, how.env_column, [*envs], what="environments")
+            check_column(rows, episodes.env_column, [*envs], kind="environments")
         each = {
-            name: read_env(replace(how, env=spec, env_column="env"), data, rollouts, output=output)
+            name: read_env(replace(episodes, env=spec, env_column="env"), data, rollouts, output=output)
             for name, spec in envs.items()
         }
-        return partial(_chosen, each, how.env_column)
-    make_agent = read_agent(how, data, rollouts, *parts, logs=output / "agents") if how.agent else None
-    foreign, tools, parse = _foreign_env(how), load_tools(how), read_calls(how)
-    _check_reward_and_template(how, foreign, has_template=bool(data.chat_template))
+        return partial(_chosen, each, episodes.env_column)
+    make_agent = read_agent(episodes, data, rollouts, *parts, logs=output / "agents") if episodes.agent else None
+    foreign, tools, parse = _foreign_env(episodes), load_tools(episodes), read_calls(episodes)
+    _check_reward_and_template(episodes, foreign, has_template=bool(data.chat_template))
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.compat.envs import adapted
@@ -191,8 +191,8 @@ def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output:
         from rlkit.rollout.limits import limited
 
         if foreign is not None:
-            make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=str(how.env))  # noqa: E731
-            env = made(make, foreign, str(how.env))
+            make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=str(episodes.env))  # noqa: E731
+            env = made(make, foreign, str(episodes.env))
         elif make_agent is not None:
             env = make_agent(tokenizer)
         elif tools:
@@ -200,43 +200,43 @@ def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output:
             env = tool_env(tools, tokenizer=tokenizer, parse=parse, **chat)
         else:
             return single_turn
-        bounds = {"max_total_tokens": how.max_len(rollouts), "max_sampled_tokens": how.max_sampled_tokens}
-        return limited(env, max_turns=how.max_turns, **bounds)
+        bounds = {"max_total_tokens": episodes.max_len(rollouts), "max_sampled_tokens": episodes.max_sampled_tokens}
+        return limited(env, max_turns=episodes.max_turns, **bounds)
 
     return of_tokenizer
 
 
-def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs: Path) -> OfTokenizer:
+def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs: Path) -> OfTokenizer:
     """A function from the tokenizer to the environment of `agent`; ValueError for one that cannot start."""
     from rlkit.agents.command import check_command, command
     from rlkit.agents.server import check_address, tls_of
     from rlkit.rollout.calling import takes
 
-    assert how.agent is not None
-    parse, is_function = read_calls(how), re.fullmatch(r"\S+\.py:\w+", how.agent)
+    assert episodes.agent is not None
+    parse, is_function = read_calls(episodes), re.fullmatch(r"\S+\.py:\w+", episodes.agent)
     if is_function:
-        agent = function_of("agent", how.agent)
-        wrong = not takes(agent, "prompt", "base_url")
-        refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
-        refuse_if(how.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
+        agent = function_of("agent", episodes.agent)
+        other_form = not takes(agent, "prompt", "base_url")
+        refuse_if(other_form, f"`agent` {episodes.agent}: it must be a function of (prompt, base_url)")
+        refuse_if(episodes.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
     else:
-        elsewhere = sys.platform != "linux" and how.agent_memory is not None
+        elsewhere = sys.platform != "linux" and episodes.agent_memory is not None
         refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
-            check_command(how.agent, *parts)
+            check_command(episodes.agent, *parts)
         except ValueError as error:
-            raise ValueError(f"`agent` {how.agent}: {error}") from None
+            raise ValueError(f"`agent` {episodes.agent}: {error}") from None
         agent = command(
-            how.agent, logs=logs, timeout_s=how.agent_timeout, memory_gib=how.agent_memory,
-            needs_reward=not how.reward,
+            episodes.agent, logs=logs, timeout_s=episodes.agent_timeout, memory_gib=episodes.agent_memory,
+            needs_reward=not episodes.reward,
         )  # fmt: skip
     refuse_if(data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
     try:
-        check_address(how.agent_address)
+        check_address(episodes.agent_address)
     except ValueError as error:
         raise ValueError(f"`agent_address`: {error}") from None
     try:
-        tls = tls_of(how.agent_certificate, how.agent_key) if how.agent_certificate else None
+        tls = tls_of(episodes.agent_certificate, episodes.agent_key) if episodes.agent_certificate else None
     except ValueError as error:
         raise ValueError(f"`agent_certificate`: {error}") from None
 
@@ -246,8 +246,8 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
 
         made = agent_env(
             agent, tokenizer=tokenizer, parse=parse, template_args=data.template() or None,
-            timeout_s=how.agent_timeout if is_function else None, address=how.agent_address, tls=tls,
-            params=rollouts.params, refuse_sampling=how.agent_sampling == "refuse", raise_errors=False,
+            timeout_s=episodes.agent_timeout if is_function else None, address=episodes.agent_address, tls=tls,
+            params=rollouts.params, refuse_sampling=episodes.agent_sampling == "refuse", raise_errors=False,
         )  # fmt: skip
         return named(made, agent, "agent") if is_function else made
 
@@ -264,12 +264,12 @@ def _chosen(each: dict[str, OfTokenizer], column: str, tokenizer: Any) -> Any:
     return env
 
 
-def check_column(rows: Any, column: str, names: Sequence[str], *, what: str) -> None:
+def check_column(rows: Any, column: str, names: Sequence[str], *, kind: str) -> None:
     """Refuse (ValueError) a row whose `column` names none of several."""
     for index, row in enumerate(rows):
         if (name := row.get(column)) not in names:
             has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
-            raise ValueError(f"row {index + 1}: {has}, and the {what} are {', '.join(names)}")
+            raise ValueError(f"row {index + 1}: {has}, and the {kind} are {', '.join(names)}")
 
 
 def _foreign_env(episodes: Episodes) -> Any:
@@ -287,24 +287,24 @@ def _foreign_env(episodes: Episodes) -> Any:
     return foreign
 
 
-def _check_reward_and_template(how: Episodes, foreign: Any, *, has_template: bool) -> None:
+def _check_reward_and_template(episodes: Episodes, foreign: Any, *, has_template: bool) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
     from rlkit.compat.recognise import OF_MESSAGES, kind_of
 
-    kind = kind_of(foreign) if foreign is not None else "tools" if how.tools or how.agent else ""
+    kind = kind_of(foreign) if foreign is not None else "tools" if episodes.tools or episodes.agent else ""
     refuse_if(
-        kind == "interact" and not how.reward,
-        f"`env` {how.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
+        kind == "interact" and not episodes.reward,
+        f"`env` {episodes.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
     )
     if has_template or kind not in (*OF_MESSAGES, "object"):
         return
     if kind == "object":  # whose reset may give token ids
-        log.warning("--env %s: texts of reset and step are messages for the chat template all the same", how.env)
+        log.warning("--env %s: texts of reset and step are messages for the chat template all the same", episodes.env)
         return
-    what = f"`env` {how.env}" if foreign is not None else "`tools`" if how.tools else "`agent`"
+    flag = f"`env` {episodes.env}" if foreign is not None else "`tools`" if episodes.tools else "`agent`"
     why = "works on messages for the chat template"
     fix = "drop --no-chat-template; a base model needs a tokenizer.chat_template that writes only the contents"
-    raise ValueError(f"{what} {why}: {fix}")
+    raise ValueError(f"{flag} {why}: {fix}")
 
 
 def _of_factory(function: Any, tokenizer: Any, *, spec: str) -> Any:
@@ -317,8 +317,8 @@ def _of_factory(function: Any, tokenizer: Any, *, spec: str) -> Any:
     if not callable(env) or not takes(env, "prompt", "sample"):
         game = hasattr(env, "reset") and hasattr(env, "step")
         fix = "; a function that makes such objects has one argument with the name prompt" if game else ""
-        what = f"a function of the tokenizer must return `async def env(prompt, sample)`, got {type(env).__name__}"
-        raise ValueError(f"`env` {spec}: {what}{fix}")
+        fault = f"a function of the tokenizer must return `async def env(prompt, sample)`, got {type(env).__name__}"
+        raise ValueError(f"`env` {spec}: {fault}{fix}")
     return env
 
 
@@ -350,24 +350,24 @@ def render(args: Sampled, tokenizer: Any, config: Any, rows: list[Any]) -> list[
     except ValueError as error:
         if total >= longest:
             raise
-        given = f"the {total} tokens that `max_total_tokens` {total + 1} leaves for a prompt"
-        raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", given)) from None
+        limit = f"the {total} tokens that `max_total_tokens` {total + 1} leaves for a prompt"
+        raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", limit)) from None
 
 
-def check_context(how: Episodes, rollouts: Rollouts, config: Any, *, packed: bool = True) -> None:
+def check_context(episodes: Episodes, rollouts: Rollouts, config: Any, *, packed: bool = True) -> None:
     """ValueError if an episode may be longer than the model of this config has positions."""
     from rlkit.model.positions import check_positions
 
-    given = "`max_total_tokens`" if how.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
-    check_positions(how.max_len(rollouts), config, what=given, packed=packed)
+    setting = "`max_total_tokens`" if episodes.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
+    check_positions(episodes.max_len(rollouts), config, setting=setting, packed=packed)
 
 
-def check_lengths(how: Episodes, rollouts: Rollouts, prompts: list[Any], *configs: Any, max_tokens: int) -> None:
+def check_lengths(episodes: Episodes, rollouts: Rollouts, prompts: list[Any], *configs: Any, max_tokens: int) -> None:
     """ValueError if a sample may be longer than a model or a micro-batch allows."""
     for config in configs:
-        check_context(how, rollouts, config)
-    longest = how.max_len(rollouts)
-    if how.one_turn:
+        check_context(episodes, rollouts, config)
+    longest = episodes.max_len(rollouts)
+    if episodes.one_turn:
         longest = min(longest, max(len(prompt.ids) for prompt in prompts) + rollouts.max_new_tokens)
     if longest > max_tokens:
         raise ValueError(
@@ -405,9 +405,9 @@ def clipped_loss(loss: ppo.Loss | distill.Loss, correction: Correction, aggregat
 
 def engine_of(args: Sampled, model: Model, output: Path, *, dtype: str | None = None) -> EngineSpec:
     """What the engine of the flags is opened with; `model` has the device."""
-    how, rollouts = args.episodes, args.rollouts
-    options = {"overlap": rollouts.overlap, "one_turn": how.one_turn}
-    return EngineSpec(args.engine, model, output, max_len=how.max_len(rollouts), dtype=dtype, **options)
+    episodes, rollouts = args.episodes, args.rollouts
+    options = {"overlap": rollouts.overlap, "one_turn": episodes.one_turn}
+    return EngineSpec(args.engine, model, output, max_len=episodes.max_len(rollouts), dtype=dtype, **options)
 
 
 def with_engine(args: Sampled, place: Place, model: Any, train: Callable[[Any], Coroutine[Any, Any, Path]]) -> Path:

@@ -69,13 +69,13 @@ def test_the_table_of_a_model_without_rotary_positions_has_as_many_rows():
 )
 def test_a_refusal_says_what_raises_the_positions(config, num, fix):
     with pytest.raises(ValueError, match=rf"x is {num}, .*lower it, or .*{fix}"):
-        check_positions(num, config, what="x")
+        check_positions(num, config, setting="x")
 
 
 def test_the_advice_of_a_refusal_works():
     """Rotary parameters as the refusal writes them give as many positions as were asked for."""
     with pytest.raises(ValueError, match="yarn") as error:
-        check_positions(130, hf.Qwen3Config(max_position_embeddings=64), what="x")
+        check_positions(130, hf.Qwen3Config(max_position_embeddings=64), setting="x")
     rope = json.loads(re.search(r"rope_parameters (\{.*), \.\.\.\}", str(error.value))[1] + ', "rope_theta": 1e4}')
     assert positions(hf.Qwen3Config(max_position_embeddings=64, rope_parameters=rope)) == 192
 

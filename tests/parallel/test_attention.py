@@ -213,7 +213,7 @@ def test_samples_of_one_prompt_take_its_keys_by_a_view():
     spans, end = shared_group(1000, [40] * 16)
     made = plan(spans, flash=True)
     assert len(made.k_index) == 17 * 1000 + 16 * 40
-    assert made.shared.own.k_index == made.shared.own.q_index == slice(end)
+    assert made.shared.tails.k_index == made.shared.tails.q_index == slice(end)
     assert made.shared.prompts.k_index == slice(1000)
     assert made.shared.prompts.q_index == slice(1000, end)
     two = [Segment(0, 500, [(0, 500)]), Segment(500, 500, [(500, 500)])]

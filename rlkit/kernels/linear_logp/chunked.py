@@ -160,21 +160,21 @@ def forward_kept(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, T
     """
     dtype = compute_dtype(hidden, head.weight, head.bias)
     h, w, index = hidden.to(dtype), head.weight.to(dtype), targets.unsqueeze(1)
-    kept = h.new_empty(2, h.shape[0], w.shape[0])
-    log_p, z = kept
+    probs = h.new_empty(2, h.shape[0], w.shape[0])
+    log_p, z = probs
     logits_into(z, h, w, head.bias, head)
     torch.log_softmax(z, 1, out=log_p)
     logp = log_p.gather(1, index).squeeze(1)
     lse = torch.zeros_like(logp) if head.softcap is None else z.gather(1, index).squeeze(1) - logp
     entropy = torch.linalg.vecdot(exp_into(log_p, out=z), log_p, out=torch.empty_like(logp)).neg_()
-    return logp, entropy, lse, kept
+    return logp, entropy, lse, probs
 
 
-def backward_kept(hidden: Tensor, head: Head, kept: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
+def backward_kept(hidden: Tensor, head: Head, probs: Tensor, rows: KeptRows, *, need: list[bool]) -> Grads:
     """`backward` from the outputs of `forward_kept`: dz_j = g_l [j = target] - p_j (g_l + g_h (entropy + log_p_j))."""
     targets, logp, entropy, lse, g_logp, g_entropy = rows
     scale = (g_logp / -head.temperature).unsqueeze(1)
-    log_p, p = kept
+    log_p, p = probs
     if g_entropy is None:
         d = p * scale
         at_target = logp.expm1().unsqueeze(1).mul_(scale)

@@ -74,12 +74,12 @@ def logp_op(
     head = Head(weight, finite(bias, compute_dtype(hidden, weight, bias)), temperature, softcap)
     rows, num_rows = present(mask, hidden.device), hidden.shape[0]
     if rows is None:
-        logp, entropy, offset, kept = chunked.forward_kept(hidden, targets.long(), head)
+        logp, entropy, offset, probs = chunked.forward_kept(hidden, targets.long(), head)
     else:
-        *values, kept = chunked.forward_kept(hidden[rows], targets[rows].long(), head)
+        *values, probs = chunked.forward_kept(hidden[rows], targets[rows].long(), head)
         logp, entropy, offset = (x.new_zeros(num_rows).index_copy_(0, rows, x) for x in values)
-        kept = pad(kept, (0, 0, 0, num_rows - rows.numel()))
-    return logp, entropy, offset, logp.new_empty(0), kept
+        probs = pad(probs, (0, 0, 0, num_rows - rows.numel()))
+    return logp, entropy, offset, logp.new_empty(0), probs
 
 
 @logp_op.register_fake
@@ -117,7 +117,7 @@ def _gradients(
     bias: Tensor | None,
     mask: Tensor | None,
     saved: list[Tensor],
-    kept: Tensor | None,
+    probs: Tensor | None,
     temperature: float,
     softcap: float | None,
     start: int,
@@ -134,21 +134,21 @@ def _gradients(
     h, t, g_l, g_h, logp, entropy, offset = (
         _take(x, rows) for x in (hidden, targets.long(), g_logp, g_entropy, *saved[:3])
     )
-    if kept is None:
+    if probs is None:
         terms = row_terms(t, offset, _take(saved[3], rows), logp, entropy, g_l, g_h)
         grads = module(impl).backward(h, head, terms, need=need)
-    else:  # `kept` starts with the unmasked rows, in order
+    else:  # `probs` starts with the unmasked rows, in order
         entered = rows if rows is None or mask is None else (mask.cumsum(0) - 1)[rows]
         kept_rows = KeptRows(t, logp, entropy, offset, g_l, g_h)
-        kept = kept if entered is None else kept[:, entered]
-        grads = chunked.backward_kept(h, head, kept, kept_rows, need=need)
+        probs = probs if entered is None else probs[:, entered]
+        grads = chunked.backward_kept(h, head, probs, kept_rows, need=need)
     d_hidden, d_weight, d_bias = grads
     if d_hidden is not None and rows is not None:
         d_hidden = torch.zeros_like(hidden).index_copy_(0, rows, d_hidden)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
     likes = (hidden, weight, hidden if bias is None else bias)
-    found = (like.new_empty(0) if g is None else g for like, g in zip(likes, (d_hidden, d_weight, d_bias), strict=True))
-    return tuple(found)  # type: ignore[return-value]
+    out = (like.new_empty(0) if g is None else g for like, g in zip(likes, (d_hidden, d_weight, d_bias), strict=True))
+    return tuple(out)  # type: ignore[return-value]
 
 
 backward_op = torch.library.custom_op(
@@ -171,9 +171,9 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, temperature, softcap, _, impl = inputs
-    *saved, kept = output
+    *saved, probs = output
     ctx.mark_non_differentiable(*output[2:])
-    _save(ctx, tensors, saved, kept if kept.numel() else None, (temperature, softcap, 0, impl))
+    _save(ctx, tensors, saved, probs if probs.numel() else None, (temperature, softcap, 0, impl))
 
 
 def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,19 +181,19 @@ def _shard_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     _save(ctx, tensors, (*output, *stats[:2]), None, (temperature, softcap, start, impl))
 
 
-def _save(ctx: Any, tensors: Any, saved: Any, kept: Tensor | None, constants: tuple[Any, ...]) -> None:
+def _save(ctx: Any, tensors: Any, saved: Any, probs: Tensor | None, constants: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *saved, kept)
+    ctx.save_for_backward(*tensors, *saved, probs)
     ctx.constants = constants
 
 
 def _backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    *inputs, logp, entropy, offset, total, kept = ctx.saved_tensors
+    *inputs, logp, entropy, offset, total, probs = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     need = [wanted[0], wanted[1], wanted[3]]
     saved = [logp, entropy, offset, total]
     rest = [None] * (len(wanted) - 4)
-    args = (g_logp, g_entropy, *inputs, saved, kept, *ctx.constants, need)
+    args = (g_logp, g_entropy, *inputs, saved, probs, *ctx.constants, need)
     d_hidden, d_weight, d_bias = (g if needed else None for g, needed in zip(backward_op(*args), need, strict=True))
     return d_hidden, d_weight, None, d_bias, *rest
 

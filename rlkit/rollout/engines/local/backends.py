@@ -116,12 +116,12 @@ class CachedForward:
         for i, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
             if pictures:
                 rotary = rotary.clone() if rotary.ndim == 3 else rotary.repeat(3, 1, 1)
-                own = vision.document_positions(self._model, ids[i, : len(prompt)], pictures)
-                rotary[:, i, : len(prompt)] = own
-                self._shift[slots[i]] = own.max() + 1 - len(prompt)
-        shown = vision.image_inputs([x for of in images for x in of], device)
+                places = vision.document_positions(self._model, ids[i, : len(prompt)], pictures)
+                rotary[:, i, : len(prompt)] = places
+                self._shift[slots[i]] = places.max() + 1 - len(prompt)
+        inputs = vision.image_inputs([x for of in images for x in of], device)
         with self._attending(index, positions):
-            self._model.base_model(input_ids=ids, position_ids=rotary, use_cache=False, **shown)
+            self._model.base_model(input_ids=ids, position_ids=rotary, use_cache=False, **inputs)
 
     def _rotary(self, slots: Int[Tensor, "B"], positions: Int[Tensor, "B L"]) -> Tensor:
         """The rotary positions of places in slots: on three axes, shifted, where a slot has images."""
@@ -190,7 +190,7 @@ class CachedForward:
             config._attn_implementation = IMPLEMENTATION
             self._rows, self._positions = rows, positions
             _active = self
-            own = {layer: vars(layer).get("forward") for layer in (*self._recurrent, *self._routers)}
+            forwards = {layer: vars(layer).get("forward") for layer in (*self._recurrent, *self._routers)}
             for layer, name in self._recurrent.items():
                 layer.forward = partial(self._continue, layer, layer.forward, name)
             for i, router in enumerate(self._routers):
@@ -200,7 +200,7 @@ class CachedForward:
             finally:
                 _active = None
                 config._attn_implementation = implementation
-                for layer, forward in own.items():
+                for layer, forward in forwards.items():
                     del layer.forward
                     if forward is not None:
                         layer.forward = forward
@@ -221,16 +221,16 @@ class CachedForward:
         with Chosen(self._num_experts) as chosen:
             out = forward(*args, **options)
         if chosen.indices is not None:
-            found = chosen.indices.to(torch.int16).view(*self._positions.shape, -1)[:, None]
-            self._store(-1 - index, found, found[..., :0])
+            experts = chosen.indices.to(torch.int16).view(*self._positions.shape, -1)[:, None]
+            self._store(-1 - index, experts, experts[..., :0])
         return out
 
     def experts(self, slot: int, length: int) -> Any:
         """The experts of the first `length` tokens of a slot, an array [length, layers, k]; None of a dense model."""
-        kept = [self._layers[-1 - i][0] for i in range(len(self._routers)) if -1 - i in self._layers]
-        if not kept or len(kept) < len(self._routers):
+        blocks = [self._layers[-1 - i][0] for i in range(len(self._routers)) if -1 - i in self._layers]
+        if not blocks or len(blocks) < len(self._routers):
             return None
-        return torch.stack([block[slot, 0, :length] for block in kept], 1).cpu().numpy()
+        return torch.stack([block[slot, 0, :length] for block in blocks], 1).cpu().numpy()
 
     def _store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, kv heads, L, dim] at the current positions of a layer's cache."""
@@ -356,8 +356,8 @@ class Recompute:
         mask = torch.arange(self._longest, device=tokens.device) <= positions[:, None]
         with as_inference(self._model):
             ids = self._ids[: tokens.shape[0], : self._longest].where(mask, 0)  # no placeholders of a slot's last user
-            shown = [x for slot in range(len(tokens)) for x in self._images.get(slot, ())]
-            pictures = vision.image_inputs(shown, ids.device) | (vision.token_types(self._model, ids) if shown else {})
+            media = [x for slot in range(len(tokens)) for x in self._images.get(slot, ())]
+            pictures = vision.image_inputs(media, ids.device) | (vision.token_types(self._model, ids) if media else {})
             logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False, **pictures).logits
         return upcast(logits[rows, positions])
 
@@ -463,7 +463,7 @@ def context_limit(model: Any, max_len: int | None) -> int:
         return positions(model.config) or UNBOUNDED
     if max_len < 2:
         raise ValueError(f"max_len must be at least 2, got {max_len}")
-    check_positions(max_len, model.config, what="max_len", packed=False)
+    check_positions(max_len, model.config, setting="max_len", packed=False)
     return max_len
 
 
