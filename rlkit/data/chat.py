@@ -139,21 +139,21 @@ def beginning(message: Message, opened: str) -> str:
     """
     if more := [key for key in (*TURN_TEXTS[1:], "tool_calls") if message.get(key)]:
         raise ValueError(f"the last message begins the answer, and holds {more[0]!r}: write it into 'content'")
-    text, found = str(message.get("content") or ""), re.search(r"(<[\w:]+>|\[[A-Z_]+\])(\s*)\Z", opened)
-    if not found or found[1] not in text:
+    text, tag = str(message.get("content") or ""), re.search(r"(<[\w:]+>|\[[A-Z_]+\])(\s*)\Z", opened)
+    if not tag or tag[1] not in text:
         return text
-    if not text.lstrip().startswith(found[1]):
-        what = f"the chat template opens {found[1]}, and the prompt's beginning of the answer, {text[-60:]!r}, does too"
+    if not text.lstrip().startswith(tag[1]):
+        fault = f"the chat template opens {tag[1]}, and the prompt's beginning of the answer, {text[-60:]!r}, does too"
         fix = "drop it there, or, where the template has that argument, --template-args '{\"enable_thinking\": false}'"
-        raise ValueError(f"{what}: {fix}")
-    return without_opened(text, found[1], found[2])
+        raise ValueError(f"{fault}: {fix}")
+    return without_opened(text, tag[1], tag[2])
 
 
-def check_arguments(args: Mapping[str, Any] | None, what: str) -> None:
+def check_arguments(args: Mapping[str, Any] | None, place: str) -> None:
     """ValueError for an argument of the chat template that rlkit sets."""
-    found = [name for name in _ARGUMENTS if name in (args or {})]
-    if found:
-        raise ValueError(f"{what}: {', '.join(map(repr, found))} is set by rlkit and cannot be given: drop it")
+    names = [name for name in _ARGUMENTS if name in (args or {})]
+    if names:
+        raise ValueError(f"{place}: {', '.join(map(repr, names))} is set by rlkit and cannot be given: drop it")
 
 
 def _objects(messages: Sequence[Message]) -> list[Any]:
@@ -183,11 +183,11 @@ def encode_all(
     call: Any = tokenizer
     begun = markup_of(tokenizer).begun if ready_made else list
     texts = [markup_of(tokenizer).ready(text) for text in texts] if ready_made else texts
-    found: list[list[int]] = []
+    ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
-        found += map(begun, call(list(texts[start : start + _CHUNK]), add_special_tokens=False)["input_ids"])
-        _progress.info("tokenizing: %d of %d texts", len(found), len(texts))
-    return found
+        ids += map(begun, call(list(texts[start : start + _CHUNK]), add_special_tokens=False)["input_ids"])
+        _progress.info("tokenizing: %d of %d texts", len(ids), len(texts))
+    return ids
 
 
 def turn_tokens(
@@ -235,14 +235,14 @@ def turn_tokens(
     placed = [*before, {"role": "assistant", "content": _MARK}]
     context, whole = text(before), text([*messages_so_far, *new_messages])
     try:
-        _, found, tail = text([*placed, *new_messages]).rpartition(_MARK)
+        _, mark, tail = text([*placed, *new_messages]).rpartition(_MARK)
         closing = text(placed, opened=False).rpartition(_MARK)[2]
     except Exception:  # any error of the template: with the real turn, the conversation was rendered above
         return None
     turn = _squeeze(whole[len(context) : len(whole) - len(tail)])
     opener = _squeeze(context[-_OPENER:])
-    kept = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in TURN_TEXTS)
-    if not (found and kept and whole.startswith(context) and whole.endswith(tail)):
+    written = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in TURN_TEXTS)
+    if not (mark and written and whole.startswith(context) and whole.endswith(tail)):
         return None
     ids = encode_after_text(tokenizer, rewrite(tail) if rewrite else tail)
     most = min(len(encode_after_text(tokenizer, closing)), len(sampled_ids))

@@ -70,8 +70,8 @@ def refuse_media(row: Row, place: str) -> None:
     """ValueError for a row with audio or video, or with images in a column that is not read."""
     for name in MEDIA:
         if not is_empty(row.get(name)) and row[name] is not False:
-            found = f"column {name!r} holds media, and rlkit trains on text and on images in a column 'images'"
-            raise column_error(place, found, row, f"; drop the row, or train on its text with --rename {name} OTHER")
+            fault = f"column {name!r} holds media, and rlkit trains on text and on images in a column 'images'"
+            raise column_error(place, fault, row, f"; drop the row, or train on its text with --rename {name} OTHER")
 
 
 def joined_parts(parts: Sequence[Any], place: str) -> str:
@@ -92,11 +92,11 @@ def joined_parts(parts: Sequence[Any], place: str) -> str:
 def refuse_surrogates(value: Any, place: str, name: str) -> None:
     """ValueError for a text with half of a UTF-16 pair, which no tokenizer reads."""
     if isinstance(value, str):
-        found = None if value.isascii() else re.search("[\ud800-\udfff]", value)
-        if found:
+        half = None if value.isascii() else re.search("[\ud800-\udfff]", value)
+        if half:
             raise ValueError(
-                f"{place}: column {name!r} holds {found[0]!r}, half of a surrogate pair, which is no character: "
-                f"...{value[max(0, found.start() - 20) : found.end() + 20]!r}...; repair or drop the row"
+                f"{place}: column {name!r} holds {half[0]!r}, half of a surrogate pair, which is no character: "
+                f"...{value[max(0, half.start() - 20) : half.end() + 20]!r}...; repair or drop the row"
             )
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
@@ -105,16 +105,16 @@ def refuse_surrogates(value: Any, place: str, name: str) -> None:
 
 def is_trained(message: Mapping[str, Any], place: str) -> bool:
     """False for a turn that its row excludes from the loss; ValueError for a turn that is to be trained in part."""
-    shown = repr(dict(message))[:80]
+    excerpt = repr(dict(message))[:80]
     if not is_empty(message.get("train_detail")):
         fix = "split the turn or drop the key"
-        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {shown}")
+        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {excerpt}")
     flags = {key: truth(message[key]) for key in FLAGS if message.get(key) is not None}
     for key, flag in flags.items():
         if flag is None:
             raise ValueError(
                 f"{place}: {key!r} must be 0 or 1, false or true (a turn is trained or not), got {message[key]!r} in "
-                f"the message {shown}"
+                f"the message {excerpt}"
             )
     return all(flags.values())
 
@@ -125,15 +125,15 @@ def refuse_flags(row: Row, place: str) -> None:
         value = row.get(name)
         listed = [*map(truth, value)] if isinstance(value, list | tuple) else [truth(value)]
         if False in listed:
-            found = f"column {name!r} is {repr(value)[:60]}, which excludes a row or a turn from the loss"
+            fault = f"column {name!r} is {repr(value)[:60]}, which excludes a row or a turn from the loss"
             fix = f"drop the row, write {name!r} into the messages that are not to be trained, or train on the row with"
-            raise column_error(place, found, row, f"; {fix} --rename {name} OTHER")
+            raise column_error(place, fault, row, f"; {fix} --rename {name} OTHER")
 
 
 def is_unknown_key(key: Any, value: Any) -> bool:
     """Whether neither every template nor rlkit reads this key of a message, and its value could matter."""
-    known = key in _KNOWN or key in FLAGS or (_IDENTITY.fullmatch(str(key)) and not _is_content(value))
-    return not known and not is_empty(value)
+    is_read = key in _KNOWN or key in FLAGS or (_IDENTITY.fullmatch(str(key)) and not _is_content(value))
+    return not is_read and not is_empty(value)
 
 
 class Unused:
@@ -151,11 +151,11 @@ class Unused:
     ) -> None:  # fmt: skip
         """Look at a row with the texts `asked` and `answers`, where `lost` are its keys and arguments in no text.
 
-        A column that repeats part of what is asked is not missed; of an answer it must be all, or an answer by name.
+        Columns contained in the prompt are not reported; of an answer a column must be all, or an answer by name.
         """
-        own, used, file = getattr(row, "own", row), {*used}, self._file(index)
+        raw, used, file = getattr(row, "own", row), {*used}, self._file(index)
         columns = self._found.setdefault((file, "column"), {})
-        for name, value in own.items():
+        for name, value in raw.items():
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
             if _IDENTITY.fullmatch(name) and not any(
@@ -190,13 +190,13 @@ class Unused:
         self._spaced[file, name] = texts, num + 1
 
     def _report_markup(self) -> None:
-        for (file, how), found in self._marked.items():
-            places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(found)][:5])
+        for (file, place), pairs in self._marked.items():
+            places = ", ".join(place_of(self._rows, i, with_source=False) for i in [*dict(pairs)][:5])
             source = f"{file}: " if isinstance(self._rows, Rows) and self._rows.source else ""
-            tokens = _short([*dict.fromkeys(repr(token) for _, token in found)])
+            tokens = _short([*dict.fromkeys(repr(token) for _, token in pairs)])
             _log.warning(
                 "%s%d of the rows hold %s %s: %s%s",
-                source, len(dict(found)), tokens, how, places, ", ..." * (len(dict(found)) > 5),
+                source, len(dict(pairs)), tokens, place, places, ", ..." * (len(dict(pairs)) > 5),
             )  # fmt: skip
 
     def report(self, not_read: Callable[[Sequence[Any]], Iterable[tuple[str, str]]], *, where: str) -> None:
@@ -208,20 +208,20 @@ class Unused:
         for (file, name), (texts, num) in self._spaced.items():
             if len(texts) > 1 and 2 * len(texts) > num:  # another text in every row is part of a task
                 self._found.setdefault((file, "column"), {})["column", name] = None
-        for what, fact in (
+        for noun, fact in (
             ("column", f"not part of {where}"),
             ("message key", "not written by the chat template"),
             ("template argument", "not read by the chat template"),
             ("role", "not trained, though its turns have 'train': true: assistant turns are"),
         ):
             files: dict[tuple[str, ...], list[str]] = {}
-            for (file, kind), found in self._found.items():
-                names = tuple(name for _, name in not_read([*found])) if kind == what else ()
+            for (file, kind), lost in self._found.items():
+                names = tuple(name for _, name in not_read([*lost])) if kind == noun else ()
                 if names:
                     files.setdefault(names, []).append(file)
             for names, of in files.items():
                 source = f"{_short(of)}: " if of != [""] else ""
-                _log.warning("%s%s %s", source, _listed(what, names), fact)
+                _log.warning("%s%s %s", source, _listed(noun, names), fact)
 
 
 def _is_content(value: Any) -> bool:
@@ -260,6 +260,6 @@ def _short(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _listed(noun: str, names: Sequence[str]) -> str:
     """ "column a is", "columns a, b and 4 more are"."""
-    return f"{what}{'s' * (len(names) > 1)} {_short(names)} {'are' if len(names) > 1 else 'is'}"
+    return f"{noun}{'s' * (len(names) > 1)} {_short(names)} {'are' if len(names) > 1 else 'is'}"

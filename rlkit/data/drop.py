@@ -25,7 +25,7 @@ def drop(
     items: Sequence[tuple[int, X]],
     bad: Callable[[X], object],
     *,
-    what: str,
+    unit: str,
     why: str,
     fix: str = _COLUMN_FIX,
     keep: bool = False,
@@ -33,18 +33,18 @@ def drop(
 ) -> list[tuple[int, X]]:
     """`items`, (row index, X), without the `bad` ones, which are logged in one line; ValueError, with `fix`, for all.
 
-    The line has `what` they are, `why` (a verb and its object), and a `note` on each. With `keep` they are only logged.
+    The line has `unit` they are, `why` (a verb and its object), and a `note` on each. With `keep` they are only logged.
     """
-    found = [(index, item) for index, item in items if bad(item)]
-    if not found:
+    dropped = [(index, item) for index, item in items if bad(item)]
+    if not dropped:
         return [*items]
     source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
-    if len(found) == len(items) and not keep:
-        raise NothingLeft(f"{source}all {len(items)} {what} {why}; {fix}")
-    first = ", ".join(place_of(rows, index, with_source=False) + note(item) for index, item in found[:5])
+    if len(dropped) == len(items) and not keep:
+        raise NothingLeft(f"{source}all {len(items)} {unit} {why}; {fix}")
+    first = ", ".join(place_of(rows, index, with_source=False) + note(item) for index, item in dropped[:5])
     _log.warning(
         "%s%s %d of %d %s that %s: %s%s",
-        source, "kept" if keep else "dropped", len(found), len(items), what, why, first, ", ..." * (len(found) > 5),
+        source, "kept" if keep else "dropped", len(dropped), len(items), unit, why, first, ", ..." * (len(dropped) > 5),
     )  # fmt: skip
     return [*items] if keep else [(index, item) for index, item in items if not bad(item)]
 
@@ -55,7 +55,7 @@ def shorten(
     length: Callable[[X], int],
     cut: Callable[[X, int, bool], X | None],
     *,
-    what: str,
+    unit: str,
     too_long: TooLong,
     lose: str = "their {side} tokens",
     **limit: int,
@@ -66,24 +66,24 @@ def shorten(
     train on: it is dropped. How many are cut is logged.
     """
     ((name, value),) = limit.items()
-    wrong = [(index, item) for index, item in items if length(item) > value]
-    if not wrong or too_long == "drop":
+    long = [(index, item) for index, item in items if length(item) > value]
+    if not long or too_long == "drop":
         fix = f"the shortest has {min(length(item) for _, item in items)} tokens: raise it, or give shorter ones"
         return drop(
-            rows, items, lambda item: length(item) > value, what=what, why=f"are longer than `{name}` {value}", fix=fix,
+            rows, items, lambda item: length(item) > value, unit=unit, why=f"are longer than `{name}` {value}", fix=fix,
             note=lambda item: f" ({length(item)} tokens)",
         )  # fmt: skip
     if too_long == "error":
-        index, item = wrong[0]
-        found = f"{len(wrong)} of {len(items)} {what} are longer than `{name}` {value}"
+        index, item = long[0]
+        fault = f"{len(long)} of {len(items)} {unit} are longer than `{name}` {value}"
         fix = "raise it, or `too_long` drop, cut-left or cut-right"
-        raise ValueError(f"{place_of(rows, index)}: {length(item)} tokens; {found}: {fix}")
+        raise ValueError(f"{place_of(rows, index)}: {length(item)} tokens; {fault}: {fix}")
     shorter = [(i, cut(item, value, too_long == "cut-left") if length(item) > value else item) for i, item in items]
     side = "first" if too_long == "cut-left" else "last"
     why = f"are longer than `{name}` {value} and lose {lose.format(side=side)}"
-    drop(rows, items, lambda item: length(item) > value, what=what, why=why, keep=True)
-    kept = drop(rows, shorter, lambda item: item is None, what=what, why="have nothing left to train on")
-    return [(index, item) for index, item in kept if item is not None]
+    drop(rows, items, lambda item: length(item) > value, unit=unit, why=why, keep=True)
+    left = drop(rows, shorter, lambda item: item is None, unit=unit, why="have nothing left to train on")
+    return [(index, item) for index, item in left if item is not None]
 
 
 def check_begun(rows: Sequence[Row], turns: Sequence[Turn], *, continue_answer: bool) -> None:
@@ -97,4 +97,4 @@ def check_begun(rows: Sequence[Row], turns: Sequence[Turn], *, continue_answer: 
         fix = f"{FINISHED}, or --continue-answer samples on after it"
         raise ends_with_answer(place_of(rows, begun[0][0]), fix)
     why = f"end with the beginning of the answer, after which sampling goes on: {(begun or [(0, '')])[0][1][-60:]!r}"
-    drop(rows, begun, bool, what="prompts", why=why, keep=True)
+    drop(rows, begun, bool, unit="prompts", why=why, keep=True)

@@ -38,7 +38,7 @@ class EpisodeImages:
         return iter(self._known.values())
 
     def with_images(self, images: Iterable[Picture]) -> EpisodeImages:
-        """Those of the episode, and these."""
+        """The episode's images with new ones added."""
         both = copy(self)
         both._known = {**self._known, **{image.digest: image for image in images}}
         return both
@@ -75,32 +75,32 @@ class EpisodeImages:
 
         Placeholders that the policy has spelled in an earlier turn are split; those of others are an error.
         """
-        how: dict[str, Any] = {"tools": tools, "template_args": template_args}
+        options: dict[str, Any] = {"tools": tools, "template_args": template_args}
         told = [self._split(message) for message in messages]
-        text = opened_text(self._tokenizer, told, **how)
+        text = opened_text(self._tokenizer, told, **options)
         report_unwritten(messages, text, tools)
-        text, shown = self._placed(text)
+        text, pictures = self._placed(text)
         last = max((i for i, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)
-        self._check_shown(messages[last:], shown)
-        return encode(self._tokenizer, text), shown
+        self._check_shown(messages[last:], pictures)
+        return encode(self._tokenizer, text), pictures
 
     def turn_tokens(
-        self, messages_so_far: Sequence[Message], new_messages: Sequence[Message], **how: Any
+        self, messages_so_far: Sequence[Message], new_messages: Sequence[Message], **options: Any
     ) -> tuple[list[int], list[Picture]] | None:
         """The tokens to append after a sampled turn (see `rlkit.data.chat.turn_tokens`), and their images."""
-        shown: list[Picture] = []
+        pictures: list[Picture] = []
 
         def placed(text: str) -> str:
             report_unwritten(new_messages, text)
             text, images = self._placed(text)
-            shown.extend(images)
+            pictures.extend(images)
             return text
 
-        ids = turn_tokens(self._tokenizer, messages_so_far, new_messages, rewrite=placed, **how)
+        ids = turn_tokens(self._tokenizer, messages_so_far, new_messages, rewrite=placed, **options)
         if ids is None:
             return None
-        self._check_shown(new_messages, shown)
-        return ids, shown
+        self._check_shown(new_messages, pictures)
+        return ids, pictures
 
     def _split(self, message: Message) -> Message:
         said, content = message.get("role") == "assistant", message.get("content")
@@ -112,12 +112,12 @@ class EpisodeImages:
         """The text with placeholders, and their images; ValueError for a text that has placeholders of its own."""
         if self.reader is None:
             return text, []
-        shown: list[Any] = [self._known[digest] for digest in _NAMED.findall(text) if digest in self._known]
-        own = _NAMED.sub(lambda m: PLACE if m[1] in self._known else m[0], text.replace(PLACE, MARK))
-        return self.reader.placed(own, shown, "the conversation"), shown
+        pictures: list[Any] = [self._known[digest] for digest in _NAMED.findall(text) if digest in self._known]
+        marked = _NAMED.sub(lambda m: PLACE if m[1] in self._known else m[0], text.replace(PLACE, MARK))
+        return self.reader.placed(marked, pictures, "the conversation"), pictures
 
-    def _check_shown(self, messages: Sequence[Message], shown: Iterable[Picture]) -> None:
-        lost = {digest for digest in digests_of(messages) if digest in self._known} - {x.digest for x in shown}
+    def _check_shown(self, messages: Sequence[Message], pictures: Iterable[Picture]) -> None:
+        lost = {digest for digest in digests_of(messages) if digest in self._known} - {x.digest for x in pictures}
         if lost:
             role = next(m.get("role") for m in messages if lost & {*digests_of([m])})
             raise ValueError(f"the chat template does not write the image of a message of role {role!r}")
@@ -141,8 +141,8 @@ def report_unwritten(messages: Sequence[Message], text: str, tools: Sequence[Any
 
 
 @cache
-def _warn_once(what: str) -> None:
-    _log.warning("the chat template leaves out %s, which the policy does not see", what)
+def _warn_once(subject: str) -> None:
+    _log.warning("the chat template leaves out %s, which the policy does not see", subject)
 
 
 def mark_of(digest: str) -> str:

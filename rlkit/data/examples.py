@@ -90,28 +90,28 @@ def sft_examples(
         template = replace(template, apply=False)
     turns = list(enumerate(read_rows(rows, template, *SFT, max_example_tokens=max_example_tokens)))
     why = "have no text" if text else "have an empty response"
-    left = drop(rows, turns, lambda ts: all(t.empty for t in ts), what="rows", why=why)
+    left = drop(rows, turns, lambda ts: all(t.empty for t in ts), unit="rows", why=why)
     why = "have an empty assistant turn"
-    drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), what="rows", why=why, keep=True)
+    drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), unit="rows", why=why, keep=True)
     why = "begin with an assistant turn, which is not trained"
-    drop(rows, turns, lambda ts: ts[0].untrained, what="rows", why=why, keep=True)
+    drop(rows, turns, lambda ts: ts[0].untrained, unit="rows", why=why, keep=True)
     why = "go on after the last assistant turn: what follows it is left out"
-    drop(rows, left, lambda ts: ts[-1].unanswered, what="rows", why=why, keep=True)
+    drop(rows, left, lambda ts: ts[-1].unanswered, unit="rows", why=why, keep=True)
     if not text:
-        _name_unfinished(rows, left, template, what="rows")
+        _name_unfinished(rows, left, template, unit="rows")
     tokens = _tokenized([of_row for _, of_row in left], template)
     _note_split(rows, left, tokens, _closing(template))
-    found = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
-    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
-    kept = shorten(rows, found, lambda e: len(e.ids), _cut_example, what="examples", **how)
-    return [example for _, example in kept], len(turns) - len(left) + len(found) - len(kept)
+    every = [(i, example) for (i, _), of_row in zip(left, tokens, strict=True) for example in of_row]
+    limits: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    fitted = shorten(rows, every, lambda e: len(e.ids), _cut_example, unit="examples", **limits)
+    return [example for _, example in fitted], len(turns) - len(left) + len(every) - len(fitted)
 
 
 def _note_split(
     rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], tokens: Sequence[list[Any]], closing: str
 ) -> None:
     """Log how many conversations become several examples, and why."""
-    found: dict[str, list[tuple[int, int]]] = {
+    splits: dict[str, list[tuple[int, int]]] = {
         "the chat template rewrites past turns": [],
         "the chat template ends a past turn otherwise than the last": [],
         "the chat template writes no end of turn": [],
@@ -122,12 +122,12 @@ def _note_split(
         same = extends or all(b.whole.startswith(a.whole.removesuffix(closing)) for a, b in pairwise(of_row))
         ended = of_row[0].end is not None
         of_why = [not same, same and not extends, extends and ended, extends and not ended]
-        for split, is_why in zip(found.values(), of_why, strict=True):
+        for split, is_why in zip(splits.values(), of_why, strict=True):
             split.append((i, len(examples) if is_why else 1))
-    for why, split in found.items():
+    for why, split in splits.items():
         num = sum(n for _, n in split if n > 1)
         why = f"become {num} examples, since {why}"
-        drop(rows, split, lambda n: n > 1, what="conversations", why=why, keep=True)
+        drop(rows, split, lambda n: n > 1, unit="conversations", why=why, keep=True)
 
 
 def _closing(template: Template) -> str:
@@ -136,7 +136,7 @@ def _closing(template: Template) -> str:
 
 
 def _name_unfinished(
-    rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], template: Template, *, what: str
+    rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]], template: Template, *, unit: str
 ) -> None:
     """Log how many rows train an answer that never closes its reasoning, or that is nothing else."""
     markup = markup_of(template.tokenizer)
@@ -146,17 +146,17 @@ def _name_unfinished(
         if turn.empty or not turn.whole.startswith(turn.prompt):
             return ""
         answer = answer.removesuffix(markup.closing) if template.apply and not turn.literal else answer
-        found = unfinished(opened + markup.without_stop(answer))
-        found = found or ("closed" if closed_unopened(turn.prompt, answer) else "")
-        return "" if opened and found == "open" else found  # named as what the template opens
+        state = unfinished(opened + markup.without_stop(answer))
+        state = state or ("closed" if closed_unopened(turn.prompt, answer) else "")
+        return "" if opened and state == "open" else state  # named as what the template opens
 
-    found = [(i, {*map(kind, of_row)}) for i, of_row in turns]
+    per_row = [(i, {*map(kind, of_row)}) for i, of_row in turns]
     for name, why in (
         ("open", "never close the reasoning that begins an answer (cut off?): the end of turn trains inside it"),
         ("alone", "have reasoning without an answer after it: the end of turn trains there"),
         ("closed", "close reasoning that nothing opens (servers drop a tag that the template opens): write it before"),
     ):  # fmt: skip
-        drop(rows, [(i, name in kinds) for i, kinds in found], bool, what=what, why=why, keep=True)
+        drop(rows, [(i, name in kinds) for i, kinds in per_row], bool, unit=unit, why=why, keep=True)
 
 
 @dataclass(frozen=True)
@@ -219,19 +219,19 @@ def _pairs(
 ) -> tuple[list[Pair], int]:
     turns = read_rows(rows, template, PAIR, max_example_tokens=max_example_tokens)
     tokens = _tokenized([[turn] for of_row in turns for turn in of_row], template)
-    _name_unfinished(rows, [*enumerate(turns)], template, what="pairs")
+    _name_unfinished(rows, [*enumerate(turns)], template, unit="pairs")
     pairs = [
         (i, (Pair(*_split(a), _split(b)[1], images=chosen.images), chosen.empty, rejected.empty))
         for i, ((chosen, rejected), (a,), (b,)) in enumerate(zip(turns, tokens[::2], tokens[1::2], strict=True))
     ]
-    pairs = drop(rows, pairs, lambda p: p[1], what="pairs", why="have an empty chosen response")
+    pairs = drop(rows, pairs, lambda p: p[1], unit="pairs", why="have an empty chosen response")
     why = "have the same chosen and rejected response"
-    pairs = drop(rows, pairs, lambda p: p[0].chosen == p[0].rejected, what="pairs", why=why)
+    pairs = drop(rows, pairs, lambda p: p[0].chosen == p[0].rejected, unit="pairs", why=why)
     _name_alike(rows, [(i, turns[i]) for i, _ in pairs], _closing(template))
     some = not all(p[2] for _, p in pairs)
-    drop(rows, pairs, lambda p: p[2], what="pairs", why="have an empty rejected response", keep=some)
-    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
-    left = shorten(rows, [(i, p[0]) for i, p in pairs], _length, _cut_response, what="pairs", **how)
+    drop(rows, pairs, lambda p: p[2], unit="pairs", why="have an empty rejected response", keep=some)
+    limits: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    left = shorten(rows, [(i, p[0]) for i, p in pairs], _length, _cut_response, unit="pairs", **limits)
     return [pair for _, pair in left], len(rows) - len(left)
 
 
@@ -248,9 +248,9 @@ def _name_alike(rows: Sequence[Any], turns: Sequence[tuple[int, Sequence[Turn]]]
     there = {key(*of_row) for _, of_row in turns}
     why = "are in the data with chosen and rejected swapped too"
     of_text = [(i, of_row) for i, of_row in turns if not of_row[0].images]
-    drop(rows, of_text, lambda ts: key(*reversed(ts)) in there, what="pairs", why=why, keep=True)
+    drop(rows, of_text, lambda ts: key(*reversed(ts)) in there, unit="pairs", why=why, keep=True)
     why = "have responses that differ only in blanks around them, or in how Unicode writes the same characters"
-    drop(rows, turns, lambda ts: plain(ts[0]) == plain(ts[1]), what="pairs", why=why, keep=True)
+    drop(rows, turns, lambda ts: plain(ts[0]) == plain(ts[1]), unit="pairs", why=why, keep=True)
 
 
 @dataclass(frozen=True)
@@ -304,18 +304,18 @@ def labelled_examples(
     read = read_rows(rows, template, LABELLED, max_example_tokens=max_example_tokens)
     turns, why = [(i, turn) for i, (turn,) in enumerate(read)], "have an empty response"
     if all(turn.empty for _, turn in turns):
-        drop(rows, turns, lambda t: t.empty, what="examples", why=why)
-    left = drop(rows, turns, lambda t: t.empty and t.label, what="examples", why=f"{why} and are desirable")
-    drop(rows, turns, lambda t: t.empty and not t.label, what="examples", why=f"{why} and are undesirable", keep=True)
+        drop(rows, turns, lambda t: t.empty, unit="examples", why=why)
+    left = drop(rows, turns, lambda t: t.empty and t.label, unit="examples", why=f"{why} and are desirable")
+    drop(rows, turns, lambda t: t.empty and not t.label, unit="examples", why=f"{why} and are undesirable", keep=True)
     why = "hold several assistant messages, of which only the last is trained"
-    drop(rows, left, lambda t: t.untrained, what="examples", why=why, keep=True)
-    _name_unfinished(rows, [(i, [turn]) for i, turn in left], template, what="examples")
+    drop(rows, left, lambda t: t.untrained, unit="examples", why=why, keep=True)
+    _name_unfinished(rows, [(i, [turn]) for i, turn in left], template, unit="examples")
     tokens = _tokenized([[turn] for _, turn in left], template)
     made = zip(left, tokens, strict=True)
     examples = [(i, Labelled(*_split(e), bool(turn.label), turn.images)) for (i, turn), (e,) in made]
     _name_both_labels(rows, examples)
-    how: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
-    examples = shorten(rows, examples, _length, _cut_response, what="examples", **how)
+    limits: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
+    examples = shorten(rows, examples, _length, _cut_response, unit="examples", **limits)
     return [example for _, example in examples], len(rows) - len(examples)
 
 
@@ -328,7 +328,7 @@ def _name_both_labels(rows: Sequence[Any], examples: Sequence[tuple[int, Labelle
     good, bad = ({key(e) for _, e in examples if e.desirable is is_good} for is_good in (True, False))
     both = good & bad
     why = "have a response that is labelled true and false"
-    drop(rows, examples, lambda e: not e.images and key(e) in both, what="examples", why=why, keep=True)
+    drop(rows, examples, lambda e: not e.images and key(e) in both, unit="examples", why=why, keep=True)
 
 
 P = TypeVar("P", Pair, Labelled)

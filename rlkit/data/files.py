@@ -83,9 +83,9 @@ def numbered(rows: Any) -> Placed:
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def need_datasets(what: object) -> Any:
+def need_datasets(files: object) -> Any:
     """The package `datasets`; ImportError, with the extra to install, where it is missing."""
-    return optional("datasets", "data", f"reading {what} (JSON and CSV need nothing) needs")
+    return optional("datasets", "data", f"reading {files} (JSON and CSV need nothing) needs")
 
 
 @contextmanager
@@ -252,9 +252,9 @@ def _parsing(place: str) -> Iterator[None]:
         yield
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if "\n" in error.doc else f"column {error.colno}"
-        found = error.doc[max(0, error.pos - 40) : error.pos + 40]
+        excerpt = error.doc[max(0, error.pos - 40) : error.pos + 40]
         raise ValueError(
-            f"{place}: malformed JSON at {at} ({error.msg}): ...{found!r}...; "
+            f"{place}: malformed JSON at {at} ({error.msg}): ...{excerpt!r}...; "
             "a .jsonl file holds one complete object per line, a .json file one list of objects"
         ) from None
     except RecursionError:

@@ -131,16 +131,16 @@ def cell(
     kinds = [kind for kind in HOLDS.get(name, (STRING, MESSAGES)) if not (plain and kind == MESSAGES)]
     if not any(_KINDS[kind](value) for kind in kinds):
         note = " (messages need a chat template)" if plain and isinstance(value, list) else ""
-        found = f"column {own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
-        raise column_error(place, found, row)
+        fault = f"column {own_name(row, name)!r} must be {' or '.join(kinds)}{note}, got {repr(value)[:80]}"
+        raise column_error(place, fault, row)
     texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
     if texts and name in ("prompt", *RESPONSES, *PAIRED):
-        found = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
-        raise column_error(place, found, row, "; write one row for each of them")
+        fault = f"column {own_name(row, name)!r} is a list of texts, got {repr(value)[:80]}"
+        raise column_error(place, fault, row, "; write one row for each of them")
     if name == "prompt" and not plain and is_list_text(value):
-        found = f"column {own_name(row, name)!r} is the text of a list of texts, got {value[:80]!r}"
+        fault = f"column {own_name(row, name)!r} is the text of a list of texts, got {value[:80]!r}"
         fix = "; write the text alone, or a list that is meant as [{'role': 'user', 'content': ...}]"
-        raise column_error(place, found, row, fix)
+        raise column_error(place, fault, row, fix)
     return name, value
 
 
@@ -162,23 +162,23 @@ def numbered(row: Converted, name: str, value: Any, place: str) -> list[tuple[st
     messages = value if isinstance(value, list | tuple) else []
     system = row.get("system") if row.source else None
     start = -1 if system and [m.get("content") is system for m in mappings(messages[:1])] == [True] else 0
-    found = [(f"{place}: {own_name(row, name)}[{number}]", message) for number, message in enumerate(messages, start)]
-    for at, message in found:
+    placed = [(f"{place}: {own_name(row, name)}[{number}]", message) for number, message in enumerate(messages, start)]
+    for at, message in placed:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             bare = isinstance(message, Mapping) and message.get("role") is None
             more = " or {'from': 'human', 'value': '...'}" if bare and isinstance(message.get("from", ""), str) else ""
             raise ValueError(
                 f"{at} must be an object like {{'role': 'user', 'content': '...'}}{more}, got {repr(message)[:80]}"
             )
-    return found
+    return placed
 
 
 def own_name(row: Converted, name: str) -> str:
     """The name in the file of a column of the converted row: of a prompt that of the first column it is made of."""
-    own = row.own
-    if row.get(name) is None or row[name] is own.get(name):
+    raw = row.own
+    if row.get(name) is None or row[name] is raw.get(name):
         return name
-    same = [column for column in own if own[column] is row[name]]
+    same = [column for column in raw if raw[column] is row[name]]
     made_of = row.source.of_prompt if row.source and name in PROMPTS else ()
-    same += sorted((column for column in made_of if column in own), key=lambda column: columns.is_empty(own[column]))
-    return same[0] if same and name not in own else name
+    same += sorted((column for column in made_of if column in raw), key=lambda column: columns.is_empty(raw[column]))
+    return same[0] if same and name not in raw else name

@@ -78,8 +78,8 @@ def _inputs(image: Image) -> dict[str, Any]:
 
 
 def _processed(image: Image, **options: Any) -> dict[str, Any]:
-    found = processor_of(image.processor)(images=[_opened(image.content)], return_tensors="pt", **options)
-    return {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
+    tensors = processor_of(image.processor)(images=[_opened(image.content)], return_tensors="pt", **options)
+    return {name: tensors[name] for name in ("pixel_values", "image_grid_thw") if name in tensors}
 
 
 @lru_cache(maxsize=_KEPT)
@@ -88,10 +88,10 @@ def _png(image: Image) -> bytes:
     from einops import rearrange
     from PIL import Image as Pillow
 
-    found, processor = _processed(image, do_rescale=False, do_normalize=False), processor_of(image.processor)
-    pixels = found["pixel_values"]
-    if "image_grid_thw" in found:  # in patches, those of one token together
-        _, height, width = found["image_grid_thw"][0].tolist()
+    tensors, processor = _processed(image, do_rescale=False, do_normalize=False), processor_of(image.processor)
+    pixels = tensors["pixel_values"]
+    if "image_grid_thw" in tensors:  # in patches, those of one token together
+        _, height, width = tensors["image_grid_thw"][0].tolist()
         merge, size = processor.merge_size, processor.patch_size
         pixels = rearrange(
             pixels, "(h w mh mw) (c t ph pw) -> t c (h mh ph) (w mw pw)",
@@ -176,17 +176,17 @@ class ImageReader:
         """The images of a row (see `gathered`). ValueError, with the row, for one that cannot be read."""
         file = Path(place.rpartition(", ")[0] if isinstance(rows, Rows) else "")
         folder = file if file.is_dir() else file.parent
-        found = []
+        images = []
         for number, source in enumerate(row["images"]):
             try:
-                found.append(self.image(source, folder))
+                images.append(self.image(source, folder))
             except ImportError:
                 raise
             except FileNotFoundError as error:
                 raise ValueError(f"{place}: image {number + 1} is not there: {error.filename}") from None
             except Exception as error:  # of Pillow: any, of a damaged file
                 raise ValueError(f"{place}: image {number + 1} cannot be read: {short(error)}") from None
-        return tuple(found)
+        return tuple(images)
 
     def image(self, source: Any, folder: Path = Path(), *, max_pixels: float | None = None) -> Image:
         """The image of a file, bytes, a data: URL, `{"bytes": ..., "path": ...}`, or a picture of Pillow.
@@ -215,9 +215,9 @@ class ImageReader:
 
     def refuse_placeholders(self, text: str, place: str) -> None:
         """ValueError for a text with placeholders of its own."""
-        if own := [token for token in self._never if token in text]:
-            what = f"{place}: the text holds {own[0]!r}, which stands for an image or a video"
-            raise ValueError(f"{what}: drop it, or for an image of the row write {MARK}")
+        if placeholders := [token for token in self._never if token in text]:
+            fault = f"{place}: the text holds {placeholders[0]!r}, which stands for an image or a video"
+            raise ValueError(f"{fault}: drop it, or for an image of the row write {MARK}")
 
     def split_placeholders(self, text: str) -> str:
         """The text with a zero-width space in what would be read as a placeholder."""
@@ -264,28 +264,28 @@ def gathered(row: Row, place: str) -> Row:
 
     {} for a row without images. ValueError, with the row, for more places than images, or more images than places.
     """
-    given = [x for name in COLUMNS for x in _several(row.get(name))]
-    found = {name: (text, sources) for name, text, sources in _asked(row) if sources}
-    pair = [found[name][1] for name in PAIRED if name in found]
+    listed = [x for name in COLUMNS for x in _several(row.get(name))]
+    by_column = {name: (text, sources) for name, text, sources in _asked(row) if sources}
+    pair = [by_column[name][1] for name in PAIRED if name in by_column]
     if pair[1:] and pair[0] != pair[1]:
         raise column_error(place, "'chosen' and 'rejected' show different images", row)
-    sources = next((sources for _, sources in found.values()), [])
-    if not given and all(source is None for source in sources):
+    sources = next((sources for _, sources in by_column.values()), [])
+    if not listed and all(source is None for source in sources):
         if sources and any(next(_parts(value), None) for value in map(row.get, _TEXTS)):
-            what = f"{len(sources)} images of its messages have no source, and there is no column 'images'"
-            raise column_error(place, what, row)
+            fault = f"{len(sources)} images of its messages have no source, and there is no column 'images'"
+            raise column_error(place, fault, row)
         return {}
-    new = {name: text for name, (text, _) in found.items()}
+    new = {name: text for name, (text, _) in by_column.items()}
     if not sources:
         first = next((column for column in _TEXTS if row.get(column)), None)
         for column in PAIRED if first == "chosen" else (first,) if first else ():
-            new[column] = _before(row.get(column), PLACE * len(given))
-        sources = [None] * len(given)
-    left = iter(given)
+            new[column] = _before(row.get(column), PLACE * len(listed))
+        sources = [None] * len(listed)
+    left = iter(listed)
     images = [next(left, None) if source is None else source for source in sources]
     if None in images or next(left, None) is not None:
-        what = f"has {len(sources)} places for images ({MARK}, or parts of the messages) and {len(given)} images"
-        raise column_error(place, what, row)
+        fault = f"has {len(sources)} places for images ({MARK}, or parts of the messages) and {len(listed)} images"
+        raise column_error(place, fault, row)
     return {**new, "images": images, "image": None}
 
 

@@ -139,22 +139,22 @@ def sources_of(
     held_out: bool = False,
 ) -> list[Source]:
     """The files, saved splits and hub data sets that `load_rows` reads."""
-    given = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
-    if wrong := [x for x in given if not isinstance(x, str | Path)]:
+    specs = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
+    if others := [x for x in specs if not isinstance(x, str | Path)]:
         raise TypeError(
-            f"path_or_id must be a path or hub id, or a list of them, got a list of {type(wrong[0]).__name__}"
+            f"path_or_id must be a path or hub id, or a list of them, got a list of {type(others[0]).__name__}"
         )
-    if not given:
+    if not specs:
         raise ValueError("no file is given: path_or_id is an empty list")
-    found = [
-        source for spec in given for path in expand(spec)
+    sources = [
+        source for spec in specs for path in expand(spec)
         for source in find(path, name=name, split=split, held_out=held_out)
     ]  # fmt: skip
-    seen = Counter(Path(source.name).expanduser().resolve() for source in found)
+    seen = Counter(Path(source.name).expanduser().resolve() for source in sources)
     for path, num in seen.items():
         if num > 1:
             _log.warning("%s is given %d times, and each of its rows is used as often", path.name, num)
-    return found
+    return sources
 
 
 def _joined(
@@ -217,8 +217,8 @@ def column_error(where: str, problem: str, row: Row, fix: str = "") -> ValueErro
 
 def _check_object(where: str, row: Any) -> None:
     if not isinstance(row, dict):
-        found = f"{_kind(row)}: {repr(row)[:80]}"
-        raise ValueError(f"{where}: a row must be a JSON object like {{...}}, got {found}")
+        kind = f"{_kind(row)}: {repr(row)[:80]}"
+        raise ValueError(f"{where}: a row must be a JSON object like {{...}}, got {kind}")
 
 
 def checked_row(
@@ -273,8 +273,8 @@ def turns_of_text(value: Any, *, any_role: bool = False) -> Any:
     if isinstance(read, dict):
         read = [read] if {"content", "value"} & {*read} else []
     roles = [turn.get("role", turn.get("from")) if isinstance(turn, dict) else None for turn in read]
-    known = bool(read) and all(isinstance(role, str) and (any_role or role in ROLES) for role in roles)
-    return as_messages(read) if known else value
+    all_roles = bool(read) and all(isinstance(role, str) and (any_role or role in ROLES) for role in roles)
+    return as_messages(read) if all_roles else value
 
 
 def _is_turn(value: Any) -> bool:
@@ -283,8 +283,8 @@ def _is_turn(value: Any) -> bool:
 
 
 def _message(turn: Row) -> Row:
-    own = turn.get("content") or (turn.get("value") is None and "content" in turn)
-    content = turn["content"] if own else turn.get("value")
+    has_content = turn.get("content") or (turn.get("value") is None and "content" in turn)
+    content = turn["content"] if has_content else turn.get("value")
     read = ("from", "role", "content", *(() if turn.get("content") else ("value",)))  # two texts: refused with the row
     more = {key: value for key, value in turn.items() if key not in read}
     return {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": content, **more}

@@ -59,9 +59,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 def markup_of(tokenizer: Any) -> Markup:
     """The markup of a tokenizer with the chat template that it has now."""
-    known = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token", "bos_token", "name_or_path")]
+    settings = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token", "bos_token", "name_or_path")]
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-    return _markup_of(tokenizer, repr(known), size)
+    return _markup_of(tokenizer, repr(settings), size)
 
 
 @lru_cache(maxsize=16)
@@ -110,8 +110,8 @@ class Markup:
         except untrusted.BadFile:
             raise
         except Exception as error:  # any of the template
-            what = " ".join(str(error).split())
-            raise ValueError(f"the chat template cannot be rendered: {type(error).__name__}: {what}") from error
+            text = " ".join(str(error).split())
+            raise ValueError(f"the chat template cannot be rendered: {type(error).__name__}: {text}") from error
         try:
             return first[0], first[1], apply_template(self.tokenizer, [*said, *asked], opened=True)
         except Exception:  # any of the template: it takes one question only
@@ -135,9 +135,9 @@ class Markup:
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """`eos_token_id` of the tokenizer and of its model's folder, the one to be trained first."""
-        own, theirs = getattr(self.tokenizer, "eos_token_id", None), _eos_of_folder(self.tokenizer)
-        first = [own] if own is not None and (own in theirs or not theirs) else []
-        return tuple(dict.fromkeys([*first, *theirs, *([] if own is None else [own])]))
+        eos, theirs = getattr(self.tokenizer, "eos_token_id", None), _eos_of_folder(self.tokenizer)
+        first = [eos] if eos is not None and (eos in theirs or not theirs) else []
+        return tuple(dict.fromkeys([*first, *theirs, *([] if eos is None else [eos])]))
 
     @cached_property
     def end(self) -> int | None:
@@ -173,8 +173,8 @@ class Markup:
     @cached_property
     def _stops(self) -> str:
         """A regular expression of the texts of `ends` that are tokens of their own; it matches nothing without any."""
-        own = self.ends & self._special.union(self._added)
-        texts = sorted((str(self.tokenizer.decode([i])) for i in own), key=len, reverse=True)
+        ids = self.ends & self._special.union(self._added)
+        texts = sorted((str(self.tokenizer.decode([i])) for i in ids), key=len, reverse=True)
         return "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
 
     def without_stop(self, text: str) -> str:
@@ -207,10 +207,10 @@ class Markup:
 
     def report_opened(self, prompt: str) -> None:
         """Name, once, what a prompt opens."""
-        what = opened_by(prompt)
-        if what and what not in self.told:
-            self.told.add(what)
-            _log.warning("prompts end with %r: the completion begins with it for rewards and environments", what)
+        opened = opened_by(prompt)
+        if opened and opened not in self.told:
+            self.told.add(opened)
+            _log.warning("prompts end with %r: the completion begins with it for rewards and environments", opened)
 
     @cached_property
     def _added(self) -> dict[int, str]:
@@ -235,8 +235,8 @@ class Markup:
             return ()
         text = "\n".join([question, self.closing, again.rpartition(_SAID)[2]] if _SAID in answered else [question])
         text = REASONING.sub("", text)
-        found = {token for token in self._added.values() if _is_markup(token) and token in text}
-        return tuple(sorted({*found, *_WORDS.findall(text)}, key=len, reverse=True))
+        tokens = {token for token in self._added.values() if _is_markup(token) and token in text}
+        return tuple(sorted({*tokens, *_WORDS.findall(text)}, key=len, reverse=True))
 
     @cached_property
     def control(self) -> re.Pattern[str] | None:
@@ -250,22 +250,22 @@ class Markup:
 
     def plain(self, text: str) -> str:
         """The text with a zero-width space in each control token, so that it is read as text."""
-        return self.control.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text) if self.control else text
+        return self.control.sub(lambda match: f"{match[0][0]}\u200b{match[0][1:]}", text) if self.control else text
 
     def foreign_stop(self, answer: str) -> str:
         """The stop token of another family of models that ends an answer; "" for none. Not `</s>` that closes <s>."""
-        found = _STOP.search(answer)
-        if found is None or self._is_own(found[1]) or (found[1] == "</s>" and "<s>" in answer):
+        stop = _STOP.search(answer)
+        if stop is None or self._is_own(stop[1]) or (stop[1] == "</s>" and "<s>" in answer):
             return ""
-        return found[1]
+        return stop[1]
 
     def foreign_turn(self, text: str) -> str:
         """Markup of another family that begins a turn at the start of a text, or stands around it; "" for none.
 
         Two names of speakers count where the text ends with the second, or begins as no dialogue in it would.
         """
-        if found := _HEADER.match(text):
-            return "" if self._is_own(found[1]) else found[1]
+        if header := _HEADER.match(text):
+            return "" if self._is_own(header[1]) else header[1]
         held = f"\n\n{text.strip()}"
         for first, second in _SPEAKERS:
             whole = held.endswith(second) or held.startswith(_WHOLE) or text.startswith("\n\nHuman:")
@@ -275,11 +275,11 @@ class Markup:
 
     def foreign_start(self, text: str) -> str:
         """Markup that begins a first turn at the start of a ready-made text, none of it a token here; "" for none."""
-        found, added = _HEADER.match(text), {*self._added.values()}
-        if found is None or self._is_own(found[1]) or found[1] in added:
+        header, added = _HEADER.match(text), {*self._added.values()}
+        if header is None or self._is_own(header[1]) or header[1] in added:
             return ""
-        first = "<s>" if found[1] == "[INST]" else found[0].removesuffix(found[1]).strip()  # Llama 2 writes letters
-        return "" if first in added else found[1]
+        first = "<s>" if header[1] == "[INST]" else header[0].removesuffix(header[1]).strip()  # Llama 2 writes letters
+        return "" if first in added else header[1]
 
     def _is_own(self, token: str) -> bool:
         return self.control is not None and self.control.fullmatch(token) is not None
@@ -329,19 +329,19 @@ def speaker_of(text: str, *, answer: bool) -> str:
     "Assistant:", or, of a prompt, the separator "###", in a line of its own.
     """
     if answer:
-        found = _STARTS.match(text)
-        return found[1] if found and not _DIALOGUE.search(text) else ""
+        speaker = _STARTS.match(text)
+        return speaker[1] if speaker and not _DIALOGUE.search(text) else ""
     end = text.rstrip()
     if end.endswith(" Assistant:") and _DIALOGUE.match(end):
         return "Assistant:"
-    found = _ENDS.search(end[-_TAIL:])
-    return found[1] if found else ""
+    speaker = _ENDS.search(end[-_TAIL:])
+    return speaker[1] if speaker else ""
 
 
 def opened_by(text: str) -> str:
     """What the end of a text has opened of reasoning, with blanks: "<think>\\n"; "" for nothing."""
-    found = _OPENED.search(text[-4 * _TAIL :])
-    return found[0] if found else ""
+    match = _OPENED.search(text[-4 * _TAIL :])
+    return match[0] if match else ""
 
 
 def reasoned(text: str) -> tuple[list[str], list[str]]:
@@ -373,7 +373,7 @@ def closed_unopened(prompt: str, answer: str) -> bool:
     before, after = answer[max(0, tag.start() - _TAIL) : tag.start()], answer[tag.end() : tag.end() + 1]
     if re.search(r"[`'\"(]\Z", before) or (re.search(r"[^.!?\s][ \t]+\Z", before) and re.match(r"[ \t.,;:)]", after)):
         return False
-    return all(_CLOSES.match(found[0]) for found in [*REASONING.finditer(prompt)][-1:])
+    return all(_CLOSES.match(match[0]) for match in [*REASONING.finditer(prompt)][-1:])
 
 
 def mentioned_end(answer: str) -> str:
@@ -423,14 +423,14 @@ def check_template(tokenizer: Any, args: Mapping[str, Any] | None = None) -> Non
 
     Each template is rendered once in a process of its own, with limits; see `template_trial`.
     """
-    given = getattr(tokenizer, "chat_template", None)
-    for source in given.values() if isinstance(given, Mapping) else [given] if isinstance(given, str) else ():
+    texts = getattr(tokenizer, "chat_template", None)
+    for source in texts.values() if isinstance(texts, Mapping) else [texts] if isinstance(texts, str) else ():
         if source not in _tried:
             _tried[source] = _trial(source, args or {})
-        if what := _tried[source]:
-            name = "template_s" if "time" in what else "template_memory_mib"
+        if fault := _tried[source]:
+            name = "template_s" if "time" in fault else "template_memory_mib"
             place = f"model {getattr(tokenizer, 'name_or_path', '')!r}"
-            raise untrusted.too_much(place, f"its chat template {what}", name)
+            raise untrusted.too_much(place, f"its chat template {fault}", name)
 
 
 def _trial(source: str, args: Mapping[str, Any]) -> str:
@@ -477,9 +477,9 @@ def _eos_of_folder(tokenizer: Any) -> list[int]:
     for name in ("generation_config.json", "config.json") if path else ():
         try:
             file = cached_file(path, name, **quiet)
-            found = json.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
+            value = json.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
         except (OSError, ValueError, AttributeError):  # a damaged file is named where the model is loaded
-            found = None
-        if ids := [i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)]:
+            value = None
+        if ids := [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]:
             return ids
     return []

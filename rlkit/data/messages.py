@@ -37,9 +37,9 @@ def decoded(row: Row) -> Row:
 
     An answer that is JSON text is read if all its objects are messages: a role that is known, and content.
     """
-    given = {name: row[name] for name in OF_MESSAGES if isinstance(row.get(name), Mapping | str | list)}
+    columns = {name: row[name] for name in OF_MESSAGES if isinstance(row.get(name), Mapping | str | list)}
     new = {}
-    for name, value in given.items():
+    for name, value in columns.items():
         if isinstance(value, str) and name in PROMPTS:
             new[name] = turns_of_text(value, any_role=name == "messages")
         elif isinstance(value, str):
@@ -52,9 +52,9 @@ def decoded(row: Row) -> Row:
 def _answer(text: str) -> Any:
     """Messages from the JSON text of nothing else; else the text, also where it is Python's."""
     with suppress(ValueError):
-        found = turns_of_text(text)
-        if isinstance(found, list) and all("content" in turn for turn in found):
-            return found
+        messages = turns_of_text(text)
+        if isinstance(messages, list) and all("content" in turn for turn in messages):
+            return messages
     return text
 
 
@@ -71,7 +71,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `function_call`, and LLaMA-Factory and ms-swift a turn of its own whose text is the call; several in a row are one
     message. Nulls in JSON text stay.
     """
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     role = None
     for message in messages:
         new = {key: without_nulls(value) for key, value in message.items() if value is not None}
@@ -86,7 +86,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 )
             more = {key: value for key, value in new.items() if key not in ("role", "content")}
             if last in CALLS and not more:
-                found[-1]["tool_calls"] += map(_call, calls)
+                result[-1]["tool_calls"] += map(_call, calls)
                 continue
             new = {"role": "assistant", "content": "", "tool_calls": calls, **more}
         elif role == "assistant":
@@ -99,8 +99,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             both = [[call.get("function") for call in mappings([*map(_call, of)])] for of in (calls, older)]
             if older and both[0] != both[1]:
                 raise ValueError("a message has other calls in 'tool_calls' than in 'function_call': drop one of them")
-        found.append(new)
-    return found
+        result.append(new)
+    return result
 
 
 def json_of(value: Any) -> Any:
@@ -113,18 +113,18 @@ def json_of(value: Any) -> Any:
 
 def system_of(row: Row, place: str) -> str | None:
     """The system message in the row's own column `system` or `system_prompt`; ValueError where they differ."""
-    found = {name: row[name] for name in ("system", "system_prompt") if not is_empty(row.get(name))}
-    for name, value in found.items():
+    texts = {name: row[name] for name in ("system", "system_prompt") if not is_empty(row.get(name))}
+    for name, value in texts.items():
         parts = value if isinstance(value, list) and len(mappings(value)) == len(value) else []
-        found[name] = joined_parts(without_nulls(parts), f"{place}: {name}") if parts else value
-    for name, value in found.items():
+        texts[name] = joined_parts(without_nulls(parts), f"{place}: {name}") if parts else value
+    for name, value in texts.items():
         if not isinstance(value, str):
-            what = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"
-            raise column_error(place, what, row, f"; rename a column of other content with --rename {name} OTHER")
-    if len({*found.values()}) > 1:
+            fault = f"column {name!r} is the system message and must be a string, got {repr(value)[:80]}"
+            raise column_error(place, fault, row, f"; rename a column of other content with --rename {name} OTHER")
+    if len({*texts.values()}) > 1:
         fix = "; rename the one that is not meant, e.g. --rename system_prompt OTHER"
         raise column_error(place, "columns 'system' and 'system_prompt' are two system messages", row, fix)
-    return next(iter(found.values()), None)
+    return next(iter(texts.values()), None)
 
 
 def common_prompt(row: Row) -> Row:
@@ -135,8 +135,8 @@ def common_prompt(row: Row) -> Row:
     texts: list[Any] = [row.get(name) for name in ("chosen", "rejected")]
     if "prompt" in row or "messages" in row or not all(isinstance(text, str) for text in texts):
         return {}
-    found = re.match(r"(.*\S)\s", commonprefix(texts), re.DOTALL)  # noqa: RUF071, texts and not paths
-    at = found.end(1) if found else 0
+    match = re.match(r"(.*\S)\s", commonprefix(texts), re.DOTALL)  # noqa: RUF071, texts and not paths
+    at = match.end(1) if match else 0
     return {"prompt": texts[0][:at], "chosen": texts[0][at:], "rejected": texts[1][at:]} if at else {}
 
 
@@ -154,8 +154,8 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     if isinstance(tools, list | tuple) and all(isinstance(tool, str) for tool in tools):
         tools = [*map(json_of, tools)]
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
-        found = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
-        raise column_error(place, found, row, f"; rename a column of other content with --rename {name} OTHER")
+        fault = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
+        raise column_error(place, fault, row, f"; rename a column of other content with --rename {name} OTHER")
     schemas = [*map(_with_parameters, without_nulls(tools))] or None
     return [{"type": "function", "function": tool} for tool in schemas] if schemas and name == "functions" else schemas
 
@@ -182,8 +182,8 @@ def name_of(tool: Any) -> str | None:
 def parameters_of(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
     """The JSON schema of the arguments of a tool; empty where there is none."""
     tool = next((tool for tool in tools if isinstance(tool, Mapping) and name_of(tool) == name), {})
-    found = tool.get("function", tool).get("parameters")
-    return found if isinstance(found, Mapping) else {}
+    schema = tool.get("function", tool).get("parameters")
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iterator[tuple[str, str]]:
@@ -193,7 +193,7 @@ def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iter
     """
     names, last, waiting = [*map(name_of, tools)], 0, list[tuple[int, Any, str]]()
     for number, message in enumerate([*messages, {"role": "user"}]):
-        role, calls, found = message["role"], message.get("tool_calls") or (), message.get("tool_call_id")
+        role, calls, call_id = message["role"], message.get("tool_calls") or (), message.get("tool_call_id")
         last = number if role == "assistant" else last
         if role == "user" or (role == "assistant" and not calls):
             for turn, _, name in waiting:
@@ -201,17 +201,17 @@ def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iter
                     yield name, "as the tool of a call that no result answers before the assistant goes on"
             waiting = []
         elif role not in _NOT_RESULTS:
-            waiting = [call for call in waiting if found in [other[1] for other in waiting] and call[1] != found]
+            waiting = [call for call in waiting if call_id in [other[1] for other in waiting] and call[1] != call_id]
         for call in calls:
             name, arguments = call["function"]["name"], call["function"].get("arguments")
             waiting.append((number, call.get("id"), name))
             if names and None not in names and name not in names:
                 yield name, "as the tool of a call, and not among the tools that the model is given"
             schema = parameters_of(tools, name)
-            known = schema.get("properties")
+            properties = schema.get("properties")
             closed = schema.get("additionalProperties", False) is False and not {*_OPEN} & {*schema}
-            if isinstance(known, Mapping) and isinstance(arguments, Mapping) and closed:
-                for key in (key for key in arguments if key not in known):
+            if isinstance(properties, Mapping) and isinstance(arguments, Mapping) and closed:
+                for key in (key for key in arguments if key not in properties):
                     yield f"{name}({key})", "in a call, an argument that the schema of the tool does not have"
 
 
@@ -221,10 +221,10 @@ def disordered(messages: Sequence[Mapping[str, Any]]) -> str | None:
     for message in messages:
         if message["role"] == "assistant":
             ids, at = [call.get("id") for call in message.get("tool_calls") or ()], 0
-        elif (found := message.get("tool_call_id")) is not None and found in ids:
-            if ids.index(found) < at:
-                return str(found)
-            at = ids.index(found)
+        elif (call_id := message.get("tool_call_id")) is not None and call_id in ids:
+            if ids.index(call_id) < at:
+                return str(call_id)
+            at = ids.index(call_id)
     return None
 
 
@@ -234,21 +234,21 @@ def row_template_args(row: Row, place: str) -> Row:
     `chat_template_kwargs` is an object or its JSON text and wins over `enable_thinking`, which is true or false. Null
     is absent, also inside the object: Arrow tables fill absent keys with null.
     """
-    own: Any = row.get("chat_template_kwargs")
+    kwargs: Any = row.get("chat_template_kwargs")
     thinking = row.get("enable_thinking")
-    if isinstance(own, str):
+    if isinstance(kwargs, str):
         with suppress(ValueError):
-            own = json.loads(own or "{}")
+            kwargs = json.loads(kwargs or "{}")
     thinking = thinking if truth(thinking) is None else truth(thinking)
     for name, value, kind, must in (
-        ("chat_template_kwargs", own, Mapping, "an object like {'enable_thinking': False}"),
+        ("chat_template_kwargs", kwargs, Mapping, "an object like {'enable_thinking': False}"),
         ("enable_thinking", thinking, bool, "true or false"),
     ):
         if value is not None and not isinstance(value, kind):
-            found = f"column {name!r} must be {must}, got {repr(value)[:80]}"
-            raise column_error(place, found, row, "; rename a column of other content with --rename")
-    given = {"enable_thinking": thinking, **(own or {})}
-    return {name: value for name, value in given.items() if value is not None}
+            fault = f"column {name!r} must be {must}, got {repr(value)[:80]}"
+            raise column_error(place, fault, row, "; rename a column of other content with --rename")
+    args = {"enable_thinking": thinking, **(kwargs or {})}
+    return {name: value for name, value in args.items() if value is not None}
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
@@ -271,25 +271,25 @@ def object_of(arguments: Any) -> Mapping[str, Any] | None:
     return {} if arguments is None else arguments if isinstance(arguments, Mapping) else None
 
 
-def _call(given: Any) -> Any:
+def _call(call: Any) -> Any:
     """A tool call in OpenAI's form, with its arguments as an object."""
-    if not isinstance(given, Mapping):
-        return given
-    function = given.get("function", given)
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function", call)
     if not isinstance(function, Mapping) or "name" not in function:
-        return given
-    found = [(key, part[key]) for part in (function, given) for key in ARGUMENTS if part.get(key) is not None]
-    read = [(key, object_of(value)) for key, value in found]
-    for (key, arguments), (_, value) in zip(read, found, strict=True):
+        return call
+    written = [(key, part[key]) for part in (function, call) for key in ARGUMENTS if part.get(key) is not None]
+    read = [(key, object_of(value)) for key, value in written]
+    for (key, arguments), (_, value) in zip(read, written, strict=True):
         if arguments is None:
-            what = f"the {key!r} of a call of {function['name']!r} must be a JSON object like {{'city': 'Rome'}}"
-            raise ValueError(f"{what}, got {repr(value)[:80]}: write them with json.dumps, or drop the row")
+            fault = f"the {key!r} of a call of {function['name']!r} must be a JSON object like {{'city': 'Rome'}}"
+            raise ValueError(f"{fault}, got {repr(value)[:80]}: write them with json.dumps, or drop the row")
         if arguments != read[0][1]:
             raise ValueError(f"a call of {function['name']!r} has other {key!r} than {read[0][0]!r}: drop one of them")
-    flat = function is given
+    flat = function is call
     moved = (*ARGUMENTS, "name") if flat else ARGUMENTS
     inner = {key: value for key, value in function.items() if value is not None and (not flat or key in moved)}
     inner = {"arguments" if key in ARGUMENTS else key: value for key, value in inner.items()}
-    outer = {key: value for key, value in given.items() if value is not None and key not in moved}
+    outer = {key: value for key, value in call.items() if value is not None and key not in moved}
     outer |= {"type": "function"} if flat else {}
     return {**outer, "function": {**inner, "arguments": read[0][1] if read else {}}}

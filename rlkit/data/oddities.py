@@ -37,23 +37,18 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
 )
 
 
-def name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
+def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
     again = "repeat the prompt at the beginning of"
-    for forms, what, bad, why in (
-        (
-            (PAIR,),
-            "pairs",
-            lambda row: _repeats_prompt(row, *PAIRED),
-            f"{again} both responses, so that it stands twice",
-        ),
+    for forms, unit, bad, why in (
+        ((PAIR,), "pairs", lambda x: _repeats_prompt(x, *PAIRED), f"{again} both responses, so that it stands twice"),
         ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice"),
         ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
         ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
         ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents"),
     ):
-        items = [(index, row) for index, (form, row) in enumerate(found) if form in forms or not forms]
-        drop(rows, items, bad, what=what, why=why, keep=True)
+        items = [(index, row) for index, (form, row) in enumerate(read) if form in forms or not forms]
+        drop(rows, items, bad, unit=unit, why=why, keep=True)
     for number, why in enumerate(
         (
             "have a text that stands for a missing value",
@@ -66,7 +61,7 @@ def name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], 
         num = sum(bool(note) for _, note in noted)
         if number == _PYTHON and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
             continue
-        drop(rows, noted, bool, what="rows", why=why, keep=True, note=lambda found: f" ({found})")
+        drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
@@ -75,12 +70,12 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
     missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
-    odd = [what for text in texts for what in _characters(text)]
+    odd = [note for text in texts for note in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
     said = [] if answers is asked else answers
-    turns = [f"{found[1]}: ... {found[2]}:" for text in said if (found := _FURTHER.search(text))]
+    turns = [f"{match[1]}: ... {match[2]}:" for text in said if (match := _FURTHER.search(text))]
     values = [repr(text[:30]) for text in said if _is_value(text)]
-    return [", ".join(dict.fromkeys(found)) for found in (missing, odd, turns, values)]
+    return [", ".join(dict.fromkeys(notes)) for notes in (missing, odd, turns, values)]
 
 
 def _is_value(text: str) -> bool:
@@ -103,8 +98,8 @@ def _characters(text: str) -> Iterable[str]:
         yield "U+FFFD"
     if first := _UNSEEN.get(text.lstrip()[:1]):
         yield f"{first} at the start"
-    if found := _MISREAD.search(text):
-        yield repr(found[0])
+    if match := _MISREAD.search(text):
+        yield repr(match[0])
 
 
 def name_repeats(rows: Sequence[Row], turns: Sequence[Sequence[Turn]], form: Form) -> None:
@@ -123,15 +118,15 @@ def name_repeats(rows: Sequence[Row], turns: Sequence[Sequence[Turn]], form: For
         texts = "all the same text" if num == 1 else f"{num} different texts"
         _log.warning("%sthe %d rows are %s: each trains as often as it is there", source, len(turns), texts)
     elif same and len(turns) >= _SOME:
-        what = "the same chosen response" if form is PAIR and same == ["answer"] else f"the same {same[0]}"
-        _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), what)
+        repeated = "the same chosen response" if form is PAIR and same == ["answer"] else f"the same {same[0]}"
+        _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), repeated)
 
 
 def name_foreign(rows: Sequence[Row], texts: Sequence[str], markup: Markup) -> None:
     """Log the ready-made texts with markup of another model."""
-    found = [(index, markup.foreign_start(text)) for index, text in enumerate(texts)]
+    starts = [(index, markup.foreign_start(text)) for index, text in enumerate(texts)]
     why = "begin with markup of another model, of which this tokenizer has no token: it is read as letters"
-    drop(rows, found, bool, what="texts", why=why, keep=True, note=lambda start: f" ({start})")
+    drop(rows, starts, bool, unit="texts", why=why, keep=True, note=lambda start: f" ({start})")
 
 
 def _was_text(row: Converted) -> bool:
@@ -154,9 +149,9 @@ def _repeats_prompt(row: Converted, *names: str) -> bool:
 def _scored_less(row: Row) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
     whats, forms = ("score", "rating", "reward", "avg_rating"), ("{}_{}", "{}-{}", "{1}_{0}")
-    for form, what in product(forms, whats):
+    for form, score in product(forms, whats):
         with suppress(ValueError):
-            chosen, rejected = (float(str(row.get(form.format(side, what)))) for side in PAIRED)
+            chosen, rejected = (float(str(row.get(form.format(side, score)))) for side in PAIRED)
             return chosen < rejected
     with suppress(ValueError):
         return float(str(row.get("margin"))) < 0

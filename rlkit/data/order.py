@@ -34,7 +34,7 @@ class Leg(NamedTuple):
     orders: tuple[int, ...] = ()
 
 
-Rests = Mapping[int, tuple[int, int]]  # row -> the length of its rest in passes, and the pass in which it comes back
+Skips = Mapping[int, tuple[int, int]]  # row -> for how many passes it is skipped, and the pass in which it comes back
 
 
 def epoch_order(n: int, *, seed: int, epoch: int, part: int = 0) -> list[int]:
@@ -99,11 +99,11 @@ def mixed_place(position: int, *, parts: Parts, seed: int, leg: Leg = Leg()) -> 
 
 def _taken(parts: Parts, place: int) -> list[int]:
     """How many of the first `place` rows of a stream are of each part."""
-    left, found = sum(Fraction(weight) for _, weight, *_ in parts), []
+    left, counts = sum(Fraction(weight) for _, weight, *_ in parts), []
     for _, weight, *_ in parts:
-        found.append(math.floor(place * Fraction(weight) / left))
-        left, place = left - Fraction(weight), place - found[-1]
-    return found
+        counts.append(math.floor(place * Fraction(weight) / left))
+        left, place = left - Fraction(weight), place - counts[-1]
+    return counts
 
 
 def to_save(parts: Parts, leg: Leg, *, position: int) -> dict[str, Any]:
@@ -164,18 +164,18 @@ def _keys(sources: Sequence[str]) -> list[tuple[str, int]]:
     return [(number, numbers[:i].count(number)) for i, number in enumerate(numbers)]
 
 
-def rested(rests: Rests, outcomes: Iterable[tuple[int, int, bool]], *, longest: int) -> dict[int, tuple[int, int]]:
-    """The rests after `outcomes`, (row, pass, whether it taught something) of rows that were tried.
+def next_skips(skips: Skips, outcomes: Iterable[tuple[int, int, bool]], *, longest: int) -> dict[int, tuple[int, int]]:
+    """The skips after `outcomes`, (row, pass, whether it taught something) of rows that were tried.
 
-        taught:       no rest
+        taught:       no skip
         else:         length' = min(max(1, 2 length), longest)        back' = pass + 1 + length'
 
-    So a row that teaches nothing rests for 1 pass, and is tried again; it then rests for 2, 4, 8 passes, at most
-    `longest`, until it teaches something. `is_resting` tells whether a row is passed over.
+    So a row that teaches nothing is skipped for 1 pass, and tried again; it is then skipped for 2, 4, 8 passes, at most
+    `longest`, until it teaches something. `is_skipped` tells whether a row is.
     Differs: GRESO skips such a prompt at random, with a probability that grows with the number of such passes.
     Reference: arXiv:2506.02177 (GRESO)
     """
-    new = {**rests}
+    new = {**skips}
     for row, lap, taught in outcomes:
         length, _ = new.pop(row, (0, 0))
         if not taught:
@@ -184,9 +184,9 @@ def rested(rests: Rests, outcomes: Iterable[tuple[int, int, bool]], *, longest: 
     return new
 
 
-def is_resting(rests: Rests, row: int, lap: int) -> bool:
-    """Whether a row rests in a pass."""
-    return row in rests and lap < rests[row][1]
+def is_skipped(skips: Skips, row: int, lap: int) -> bool:
+    """Whether a row is skipped in a pass."""
+    return row in skips and lap < skips[row][1]
 
 
 def check_parts(n: int, parts: Parts) -> None:

@@ -87,7 +87,7 @@ def rl_prompts(
     turns = read_rows(rows, template, PROMPT, max_prompt_tokens=max_prompt_tokens)
     check_begun(rows, [turn for (turn,) in turns], continue_answer=continue_answer)
     left = drop(
-        rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, what="prompts", why="have no text"
+        rows, [(i, turn) for i, (turn,) in enumerate(turns)], lambda t: t.empty, unit="prompts", why="have no text"
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], ready_made=not apply_chat_template)
     prompts = [
@@ -98,7 +98,7 @@ def rl_prompts(
         prompts,
         lambda p: len(p.ids),
         partial(_cut, rows, template),
-        what="prompts",
+        unit="prompts",
         too_long=too_long,
         lose="the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens",
         max_prompt_tokens=max_prompt_tokens,
@@ -136,17 +136,17 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
         text, with_text = user["content"], lambda text: {column: [*head, {**user, "content": text}, *tail]}
 
     def cut(size: int) -> Prompt:
-        own = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
-        written = prompt_text(own, place_of(rows, prompt.index), template)
+        shorter = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
+        written = prompt_text(shorter, place_of(rows, prompt.index), template)
         (ids,) = encode_all(template.tokenizer, [written], ready_made=not template.apply)
-        return replace(prompt, ids=ids, row=own)
+        return replace(prompt, ids=ids, row=shorter)
 
     (whole,) = encode_all(template.tokenizer, [text])
     room = len(template.tokenizer.decode(whole[-limit:] if left else whole[:limit])) + 16  # no more characters fit
     size = bisect_right(range(1, min(len(text), room)), limit, key=lambda size: len(cut(size).ids))
-    while size and len((found := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
+    while size and len((short := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
         size -= 1
-    return found if size else None
+    return short if size else None
 
 
 def row_given(row: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +160,10 @@ def shared(held_out: Sequence[Sequence[Row]], train: Sequence[Sequence[Row]], *,
     key = (lambda row: repr(sorted(row.items()))) if whole else _asked
     seen, lines = {hash(key(row)) for rows in train for row in rows}, []
     for rows in held_out:
-        found = [i for i, row in enumerate(rows) if hash(key(row)) in seen]
-        places = ", ".join(place_of(rows, i, with_source=i == found[0]) for i in found[:_FIRST])
-        what = f"{'' if whole else 'the prompts of '}{len(found)} of {len(rows)} rows are also in --data"
-        lines.append(f"{what}: {places}{', ...' * (len(found) > _FIRST)}" if found else "")
+        common = [i for i, row in enumerate(rows) if hash(key(row)) in seen]
+        places = ", ".join(place_of(rows, i, with_source=i == common[0]) for i in common[:_FIRST])
+        fact = f"{'' if whole else 'the prompts of '}{len(common)} of {len(rows)} rows are also in --data"
+        lines.append(f"{fact}: {places}{', ...' * (len(common) > _FIRST)}" if common else "")
     return lines
 
 

@@ -47,8 +47,8 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     """
     ((name, value),) = limit.items()
     turns, odd = [], []
-    found = check_columns(rows, *forms, apply_chat_template=template.apply)
-    if not found:
+    converted = check_columns(rows, *forms, apply_chat_template=template.apply)
+    if not converted:
         raise ValueError("rows is empty: there is nothing to train on")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
@@ -56,13 +56,13 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
     if template.apply:
         markup_of(template.tokenizer).report()
         told = told and markup_of(template.tokenizer).plain(told)
-    for index, (form, row) in enumerate(found):
+    for index, (form, row) in enumerate(converted):
         assert form.read is not None
         place = place_of(rows, index)
-        own = template.of_row(row, place) if template.apply else template
-        turns.append(_with_images(form.read(row, place, own), row, rows, template, place))
+        of_row = template.of_row(row, place) if template.apply else template
+        turns.append(_with_images(form.read(row, place, of_row), row, rows, template, place))
         if all(turn.empty and turn.label is not False for turn in (turns[-1][:1] if form is PAIR else turns[-1])):
-            own.lost.pop(NO_PROMPT, None)  # the row is dropped
+            of_row.lost.pop(NO_PROMPT, None)  # the row is dropped
         told = None if told and any(told.strip() in turn.prompt for turn in turns[-1]) else told
         turns[-1] = [opened_once(turn, template) for turn in turns[-1]] if template.apply else turns[-1]
         used = _used(row, form, plain=not template.apply)
@@ -72,14 +72,14 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         used |= {*IMAGE_COLUMNS} if row.get("images") else set()
         if form is PROMPT:
             used |= {*FOR_REWARDS}
-        unused.add(index, row, used, [*asked, *results], answers, own.lost)
+        unused.add(index, row, used, [*asked, *results], answers, of_row.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")
     if told:
         _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
     unused.report(template.not_read, where=where)
-    name_oddities(rows, found, odd)
+    name_oddities(rows, converted, odd)
     name_repeats(rows, turns, form)
     if not template.apply:
         name_foreign(rows, [turn.whole or turn.prompt for turn, *_ in turns], markup_of(template.tokenizer))
@@ -96,22 +96,22 @@ def _with_images(turns: list[Turn], row: Converted, rows: Sequence[Row], templat
     reader = template.images
     if reader is None:
         column = next((name for name in IMAGE_COLUMNS if not columns.is_empty(row.own.get(name))), None)
-        found = "its messages show images" if column is None else f"column {column!r} holds images"
+        fault = "its messages show images" if column is None else f"column {column!r} holds images"
         fix = "drop the row" if column is None else f"train on its text with --rename {column} OTHER"
         fix = f"; take a model that reads images (docs/models.md), or {fix}"
-        raise column_error(place, f"{found}, and the model reads text only", row, fix)
+        raise column_error(place, f"{fault}, and the model reads text only", row, fix)
     images = reader.read(row, rows, place)
-    shown = [_placed(t, images, reader, place) for t in turns]
-    if (num := max(len(t.images) for t in shown)) < len(images):
+    placed = [_placed(t, images, reader, place) for t in turns]
+    if (num := max(len(t.images) for t in placed)) < len(images):
         raise column_error(place, f"{len(images)} images, of which the text that is read shows {num}", row)
-    return shown
+    return placed
 
 
 def _placed(turn: Turn, images: tuple[Image, ...], reader: ImageReader, place: str) -> Turn:
     """The turn with placeholders for the first of the images, and those that it shows."""
     prompt, whole = (reader.placed(text, images, place) for text in (turn.prompt, turn.whole))
-    shown = images[: (turn.whole or turn.prompt).count(PLACE)]
-    return turn._replace(prompt=prompt, whole=whole, images=shown, blocks=None if shown else turn.blocks)
+    pictures = images[: (turn.whole or turn.prompt).count(PLACE)]
+    return turn._replace(prompt=prompt, whole=whole, images=pictures, blocks=None if pictures else turn.blocks)
 
 
 def check_columns(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[tuple[Form, Converted]]:
@@ -130,9 +130,9 @@ def checked(
 ) -> Iterator[tuple[Form, Converted]]:
     """`check_columns`, row by row. `plain`: without a chat template."""
     first = ""
-    for index, given in enumerate(rows):
+    for index, raw in enumerate(rows):
         place = place_at(index)
-        row = _decoded(given, place)
+        row = _decoded(raw, place)
         row = _in_plain_text(row, forms, place) if plain else row
         if index == 0:
             forms = _of_one_file(forms, row, plain)
@@ -173,8 +173,8 @@ def _in_plain_text(row: Converted, forms: Sequence[Form], place: str) -> Convert
     if PROMPT in forms and messages and isinstance(messages, list | tuple):
         turns = prompt_messages({"messages": messages}, place=place)
         if lost := [key for turn in turns for key in ("tool_calls", *TURN_TEXTS[1:]) if turn.get(key)]:
-            found = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
-            raise column_error(place, found, row, "; write it into the content, or use a chat template")
+            fault = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
+            raise column_error(place, fault, row, "; write it into the content, or use a chat template")
         new["prompt"] = "".join(turn["content"] for turn in turns)
     if PAIR in forms:
         new |= of_row.common_prompt(row)
@@ -190,19 +190,19 @@ def check_dicts(rows: Any) -> None:
     if hasattr(rows, "columns") and hasattr(rows, "dtypes"):
         raise TypeError("rows must be a list of dicts, got a DataFrame: give rows.to_dict('records')")
     if isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
-        wrong = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
+        other = rows if isinstance(rows, str) else next(row for row in rows if not isinstance(row, Mapping))
         fix = "load_rows(path) reads a file; of strings give [{'prompt': text} for text in texts]"
-        raise TypeError(f"rows must be dicts, got {repr(wrong)[:80]}: {fix}")
+        raise TypeError(f"rows must be dicts, got {repr(other)[:80]}: {fix}")
 
 
 def _used(row: Converted, form: Form, *, plain: bool) -> set[str]:
     """The columns of the file of which a row's text is made, and its label."""
-    own, used = row.own, form.used(row.own)
+    raw, used = row.own, form.used(row.own)
     if row.source:
-        used = (used - IN_SFT if row.source.names & IN_SFT else used) | row.source.used(own)
+        used = (used - IN_SFT if row.source.names & IN_SFT else used) | row.source.used(raw)
     used -= ({*IN_SFT} if form is PAIR else {*PAIRED}) | {*LABELS}
     if form is LABELLED:
-        used |= {name for name in LABELS if columns.truth(own.get(name)) is not None}
+        used |= {name for name in LABELS if columns.truth(raw.get(name)) is not None}
     return used | ({*OF_TEMPLATE, *PROMPTS} if not plain and form is not TEXT else set())
 
 
@@ -247,25 +247,25 @@ def _without_conflict(row: Converted, form: Form, forms: Sequence[Form], place: 
             return CONVERSATION
     name = own_name(row, name)
     both = f"{own_name(row, 'messages')!r} and {name!r}"
-    found = f"columns {both} hold different texts ({CONVERSATION.title} and {form.title})"
-    raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
+    fault = f"columns {both} hold different texts ({CONVERSATION.title} and {form.title})"
+    raise column_error(place, fault, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
 
 
 def _refuse_two(row: Converted, form: Form, place: str) -> None:
     """ValueError for a row with two responses, or two labels, that differ."""
-    own = row.own
-    given = {name: own[name] for name in RESPONSES if not columns.is_empty(own.get(name))}
-    given = {**given, **decoded(given)}
+    raw = row.own
+    responses = {name: raw[name] for name in RESPONSES if not columns.is_empty(raw.get(name))}
+    responses = {**responses, **decoded(responses)}
     made = {name: row[name] for name in RESPONSES if row.get(name) is not None} if row.source else {}
-    read = [(next((name for name in own if own[name] is value), made), value) for made, value in made.items()]
-    labels = [(name, columns.truth(own.get(name))) for name in LABELS if form is LABELLED]
-    for what, values in (
-        ("texts", [(name, _answer_text(value)) for name, value in [*read, *given.items()]]),
+    read = [(next((name for name in raw if raw[name] is value), made), value) for made, value in made.items()]
+    labels = [(name, columns.truth(raw.get(name))) for name in LABELS if form is LABELLED]
+    for noun, values in (
+        ("texts", [(name, _answer_text(value)) for name, value in [*read, *responses.items()]]),
         ("labels", [(name, value) for name, value in labels if value is not None]),
     ):
         if other := next((name for name, value in values if value != values[0][1]), None):
-            found = f"columns {values[0][0]!r} and {other!r} hold different {what}"
-            raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {other} OTHER")
+            fault = f"columns {values[0][0]!r} and {other!r} hold different {noun}"
+            raise column_error(place, fault, row, f"; rename the one that is not meant, e.g. --rename {other} OTHER")
 
 
 def _answer_text(value: Any) -> str:
@@ -287,13 +287,13 @@ def _check_content(row: Converted, form: Form, first: tuple[str, Any], place: st
             raise no_answer(row, place, roles)
     for label in LABELS[::-1] if form in (CONVERSATION, RESPONSE) else ():
         if columns.truth(row.get(label)) is not None:
-            what = "a conversation with a label" if form is CONVERSATION else "a labelled response"
-            found = f"is {what} (column {label!r} is {row[label]}), and sft trains on every row"
-            raise column_error(place, found, row, f"; rlkit kto reads it, or --rename {label} OTHER trains all of them")
+            kind = "a conversation with a label" if form is CONVERSATION else "a labelled response"
+            fault = f"is {kind} (column {label!r} is {row[label]}), and sft trains on every row"
+            raise column_error(place, fault, row, f"; rlkit kto reads it, or --rename {label} OTHER trains all of them")
     for side in PAIRED if form is PAIR else ():
         if isinstance(row[side], str) and row[side] in {*row.own} - {*PAIRED}:
-            found = f"column {own_name(row, side)!r} holds {row[side]!r}, the name of another column"
-            raise column_error(place, found, row, "; write the text of that column there")
+            fault = f"column {own_name(row, side)!r} holds {row[side]!r}, the name of another column"
+            raise column_error(place, fault, row, "; write the text of that column there")
     if form is PAIR and isinstance(value, str) and not any(name in row for name in PROMPTS):
         lacks = "no column 'prompt'" if plain else "neither 'messages' nor 'prompt' is there"
         fix = (

@@ -38,10 +38,10 @@ def expand(spec: str | Path) -> list[str]:
     text, path = str(spec), Path(spec).expanduser()
     if path.exists() or not re.search(r"[*?\[]", text):
         return [text]
-    found = sorted(glob(str(path), recursive=True))
-    if not found:
+    paths = sorted(glob(str(path), recursive=True))
+    if not paths:
         raise FileNotFoundError(_separate(text) or f"{text}: no file matches (looked from {Path.cwd()})")
-    return found
+    return paths
 
 
 def identity(specs: Sequence[str | Path]) -> str:
@@ -104,11 +104,11 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
             f"give the files, or a glob such as '{path}/*{files[0].suffix}'"
         )
     chosen = _choose([key or "train" for key in splits], split, str(path), held_out=held_out)
-    found, files = files, splits[chosen if None not in splits else None]
+    every, files = files, splits[chosen if None not in splits else None]
     _check_shards(path, chosen, files)
     usual = chosen in HELD_OUT if held_out else chosen == "train"
-    if split is None and None not in splits and (len(files) < len(found) or not usual):
-        left = _listed([file for file in found if file not in files])
+    if split is None and None not in splits and (len(files) < len(every) or not usual):
+        left = _listed([file for file in every if file not in files])
         _log.warning("%s: reads the split %s: %s%s", path, chosen, _listed(files), f", and not {left}" if left else "")
     elif len(files) > 1 and not all(_SHARD.match(file.name) for file in files):
         _log.warning("%s: reads %d files: %s", path, len(files), _listed(files))
@@ -129,19 +129,19 @@ def _split_of(file: Path) -> str | None:
     if shard := _SHARD.match(file.name):
         return shard[1]
     for part in reversed(file.parts):
-        found = {_SPLITS[word] for word in re.split(r"[^a-z]+", part.lower()) if word in _SPLITS}
-        if len(found) == 1:
-            return found.pop()
+        splits = {_SPLITS[word] for word in re.split(r"[^a-z]+", part.lower()) if word in _SPLITS}
+        if len(splits) == 1:
+            return splits.pop()
     return None
 
 
 def _choose(splits: Sequence[str], split: str | None, where: str, *, held_out: bool) -> str:
     """The split asked for; else the only one, else train or, with `held_out`, the only test or validation split."""
     if split is not None:
-        known = split if split in splits else _SPLITS.get(split, split)
-        if known not in splits:
+        name = split if split in splits else _SPLITS.get(split, split)
+        if name not in splits:
             raise ValueError(f"{where}: no split {split!r}; it has {sorted(splits)}")
-        return known
+        return name
     if len(splits) == 1:
         return splits[0]
     fitting = [s for s in splits if (s in HELD_OUT if held_out else s == "train")]
@@ -196,8 +196,8 @@ def _on_hub(spec: str, name: str | None, split: str | None, path: Path, *, held_
     except Exception as error:
         raise _not_on_hub(dataset_id, path, name, split, error) from error
     if split is None:
-        given = f"{dataset_id}:{name or ''}"
-        split = _choose(names, None, given, held_out=True) if held_out else "train"
+        configuration = f"{dataset_id}:{name or ''}"
+        split = _choose(names, None, configuration, held_out=True) if held_out else "train"
 
     def rows() -> Iterator[tuple[str, Any]]:
         try:

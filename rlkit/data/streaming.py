@@ -57,9 +57,9 @@ class DiskRows:
     """
 
     def __init__(self, *parts: Sequence[str | Path], rename: Mapping[str, str] = MappingProxyType({})) -> None:
-        found = [[_opened(source.name) for source in sources_of(files)] for files in parts]
-        self.sizes = [sum(file.size for file in part) for part in found]
-        self._files = [file for part in found for file in part]
+        opened = [[_opened(source.name) for source in sources_of(files)] for files in parts]
+        self.sizes = [sum(file.size for file in part) for part in opened]
+        self._files = [file for part in opened for file in part]
         self._ends = [*accumulate(file.size for file in self._files)]
         self._rename = rename
 

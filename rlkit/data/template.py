@@ -95,18 +95,18 @@ class Template:
         if not hasattr(self.tokenizer, "decode"):
             fix = "rlkit.model.pretrained.load_tokenizer(path) loads one"
             raise TypeError(f"`tokenizer` must be a tokenizer, got {repr(self.tokenizer)[:80]}: {fix}")
-        for name, value, kinds, what in (
+        for name, value, kinds, must in (
             ("system_prompt", self.system_prompt, str, "a string"),
             ("template_args", self.args, Mapping, "a dict like {'enable_thinking': False}"),
             ("tools", self.tools, list | tuple, "a list of functions or JSON schemas"),
         ):
             if value is not None and not isinstance(value, kinds):
-                raise TypeError(f"`{name}` must be {what}, got {repr(value)[:80]}")
+                raise TypeError(f"`{name}` must be {must}, got {repr(value)[:80]}")
         options = {"system_prompt": self.system_prompt, "tools": self.tools, "template_args": self.args}
-        given = [name for name, value in options.items() if value is not None]
-        if given and not self.apply:
+        named = [name for name, value in options.items() if value is not None]
+        if named and not self.apply:
             raise ValueError(
-                f"without a chat template there is no place for {' and '.join(f'`{name}`' for name in given)}: drop "
+                f"without a chat template there is no place for {' and '.join(f'`{name}`' for name in named)}: drop "
                 "that, or use a chat template"
             )
         check_arguments(self.args, "`template_args`")
@@ -119,10 +119,10 @@ class Template:
 
     def of_row(self, row: Row, place: str) -> Template:
         """The template with the row's own arguments, which win, and its tools where none are given."""
-        own = row_template_args(row, place)
-        check_arguments(own, f"{place}: chat_template_kwargs")
+        kwargs = row_template_args(row, place)
+        check_arguments(kwargs, f"{place}: chat_template_kwargs")
         tools = row_tools(row, place) if self.tools is None else self.tools
-        args = {**(self.args or {}), **own}
+        args = {**(self.args or {}), **kwargs}
         return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost={})
 
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
@@ -159,17 +159,17 @@ class Template:
         """
         opened = self.text(messages[:-1], place, opened=True)
         try:
-            found = opened + beginning(messages[-1], opened)
+            begun = opened + beginning(messages[-1], opened)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         if "begun" not in self.seen:
             whole = self.text(messages, place, opened=False)
-            self.seen["begun"] = same = whole.startswith(found.rstrip())
-            shared = next((i for i, (a, b) in enumerate(zip(found, whole)) if a != b), len(found))
+            self.seen["begun"] = same = whole.startswith(begun.rstrip())
+            shared = next((i for i, (a, b) in enumerate(zip(begun, whole)) if a != b), len(begun))
             said = "prompts end with the beginning of the answer as it is, %r; the chat template writes a past one %r"
             if not same:
-                _log.warning(said, found[shared:][:60], whole[shared:][:60])
-        return found
+                _log.warning(said, begun[shared:][:60], whole[shared:][:60])
+        return begun
 
     def refuse_unwritten(self, messages: Sequence[Message], place: str) -> None:
         """ValueError for a content, tool call, reasoning or tools that the template does not write.
@@ -180,13 +180,13 @@ class Template:
         """
         for message in messages:
             _check_calls(message, place)
-        self.lost.update({("markup", *found): None for found in misfits(messages, self.tools or ())})
+        self.lost.update({("markup", *misfit): None for misfit in misfits(messages, self.tools or ())})
         if (first := disordered(messages)) and not self._tells_results(messages, place):
             self.lost["markup", first, _DISORDERED] = None
         for number, message in enumerate(messages):
-            what = f"{place}: the text of the {message['role']}"
+            where = f"{place}: the text of the {message['role']}"
             text = str(message.get("content") or "")
-            self.refuse_markup(text, what, role=message["role"])
+            self.refuse_markup(text, where, role=message["role"])
             if message["role"] == "user" and not text.strip():
                 self.lost[NO_PROMPT] = None
             if number and message["role"] == "assistant" and (tag := mentioned_end(text)):
@@ -214,7 +214,7 @@ class Template:
             )
         self._find_lost(messages, place)
 
-    def refuse_markup(self, text: str, what: str, *, role: str = "assistant") -> None:
+    def refuse_markup(self, text: str, where: str, *, role: str = "assistant") -> None:
         """ValueError for a text that begins with markup that the template writes; elsewhere it goes into `lost`.
 
         A response may end with the end of its turn. The text of another `role` than the policy's is plain: control
@@ -227,24 +227,24 @@ class Template:
             self.lost["markup", turn, _TURN_OF_OTHERS] = None
         elif role in _SPEAKER and (speaker := speaker_of(text, answer=not plain)):
             self.lost["markup", speaker, _SPEAKER[role]] = None
-        found = next((token for token in markup.written if text.lstrip().startswith(token)), None)
+        first = next((token for token in markup.written if text.lstrip().startswith(token)), None)
         end = markup.end_text
-        if found is not None and not (found == end and text.strip() == end):
+        if first is not None and not (first == end and text.strip() == end):
             raise ValueError(
-                f"{what} begins with {found!r}, which the chat template writes itself; ready-made prompts and "
+                f"{where} begins with {first!r}, which the chat template writes itself; ready-made prompts and "
                 "responses are strings for --no-chat-template"
             )
         said = text if plain else markup.without_stop(text)
         if (stop := text[len(said) :].strip()) and stop != end:
-            how = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
-            self.lost["markup", stop, how] = None
+            place = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
+            self.lost["markup", stop, place] = None
         inside = [match[0] for match in markup.control.finditer(said)] if markup.control else []
         # what the template has for turns of the assistant alone, such as the start of a call, is the policy's own
-        own = () if plain else [token for token in inside if token in self.source and token not in markup.written]
-        if found := next((token for token in inside if token not in own), None):
-            how = "in their text" if plain else "in the text of an answer, where it is that token"
-            how = _WRITTEN if found in markup.written else how
-            self.lost["markup", found, f"{how}; {_PLAIN}" if plain else how] = None
+        allowed = () if plain else [token for token in inside if token in self.source and token not in markup.written]
+        if first := next((token for token in inside if token not in allowed), None):
+            place = "in their text" if plain else "in the text of an answer, where it is that token"
+            place = _WRITTEN if first in markup.written else place
+            self.lost["markup", first, f"{place}; {_PLAIN}" if plain else place] = None
 
     def turn(self, messages: Sequence[Message], number: int, place: str) -> tuple[str, str]:
         """The texts up to the generation prompt of the assistant's message `number`, and with that message."""
@@ -332,10 +332,10 @@ class Template:
         named = [part for part in missing if part in outer or not (past or literal)]
         if named and f"changed {role}" not in markup.told:
             markup.told.add(f"changed {role}")
-            how = "" if past else f" but {text[:60]!r}"
-            how = "; a response is trained as it stands" if literal else how
+            note = "" if past else f" but {text[:60]!r}"
+            note = "; a response is trained as it stands" if literal else note
             line = "%s: the chat template changes texts of the %s: it does not write %r as it stands%s"
-            _log.warning(line, place, role, named[0][:60], how)
+            _log.warning(line, place, role, named[0][:60], note)
         return not missing
 
     def name_trimmed(self, message: Message, written: str, place: str) -> None:
@@ -370,20 +370,17 @@ class Template:
     def _find_lost(self, messages: Sequence[Message], place: str) -> None:
         """Collect the keys of messages, and the arguments, that the text does not depend on."""
 
-        def conversation(given: Sequence[Message]) -> Iterator[str]:
-            yield self.text(given, place, opened=False)
+        def conversation(turns: Sequence[Message]) -> Iterator[str]:
+            yield self.text(turns, place, opened=False)
 
-        def arguments(given: Mapping[str, Any]) -> Iterator[str]:
-            yield from (replace(self, args=given).text(messages, place, opened=opened) for opened in (True, False))
+        def arguments(kwargs: Mapping[str, Any]) -> Iterator[str]:
+            yield from (replace(self, args=kwargs).text(messages, place, opened=opened) for opened in (True, False))
 
         for number, message in enumerate(messages):
             for key, less in _without_each(message):
-                rest = [
-                    messages[number + 1 :],
-                    *([[]] if message["role"] == "assistant" else []),
-                ]  # now, or in the past
+                tails = [messages[number + 1 :], *[[]] * (message["role"] == "assistant")]  # now, or in the past
                 name = ("message key", key, message["role"], number == 0)
-                for after in rest:
+                for after in tails:
                     both = ([*messages[:number], item, *after] for item in (message, less))
                     self._try(name, conversation, *both)
         args = dict(self.args or {})
@@ -394,18 +391,18 @@ class Template:
                 self._try(("template argument", key), arguments, args, other)
             self.lost["template argument", key] = None
 
-    def _try(self, name: tuple[Any, ...], texts: Callable[[X], Iterator[str]], given: X, other: X) -> None:
-        """Whether one of the texts of `given` and `other` differs, in `seen` and `lost`."""
+    def _try(self, name: tuple[Any, ...], texts: Callable[[X], Iterator[str]], value: X, other: X) -> None:
+        """Whether one of the texts of `value` and `other` differs, in `seen` and `lost`."""
         self.lost[name] = None
         if 0 <= (tries := self.seen.get(name, 0)) < _TRIES:
             try:
-                differs = any(one != two for one, two in zip(texts(given), texts(other), strict=True))
+                differs = any(one != two for one, two in zip(texts(value), texts(other), strict=True))
             except ValueError:
                 differs = True
             self.seen[name] = -1 if differs else tries + 1
 
     def not_read(self, names: Sequence[tuple[Any, ...]]) -> dict[tuple[str, str], None]:
-        """Those (kind, name) of `lost` that no row shows in its text."""
+        """The (kind, name) of `lost` on which no rendered row depends."""
         return {name[:2]: None for name in names if self.seen.get(name) != -1}
 
     def _names(self, role: str) -> bool:

@@ -55,19 +55,19 @@ def read_template(path: str | Path) -> tuple[ChatTemplate, Path]:
     path = Path(path).expanduser()
     if path.is_dir():
         for file in (path / name for name in _IN_FOLDER):
-            if file.is_file() and (found := _of_file(file)):
+            if file.is_file() and (template := _of_file(file)):
                 extras = path.glob("additional_chat_templates/*.jinja")
                 more = {extra.stem: untrusted.read(extra, "template_mib").decode() for extra in extras}
-                return ({"default": found, **more} if more and isinstance(found, str) else found), file
+                return ({"default": template, **more} if more and isinstance(template, str) else template), file
         raise ValueError(f"{path}: none of {', '.join(_IN_FOLDER)} in this folder has a chat template")
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file of a chat template (looked for {path.absolute()}); without "
             "--chat-template the model's own is used"
         )
-    if not (found := _of_file(path)):
+    if not (template := _of_file(path)):
         raise ValueError(f"{path}: there is no chat template in this file")
-    return found, path
+    return template, path
 
 
 def keep_template(folder: Path, template: ChatTemplate) -> bool:
@@ -99,13 +99,13 @@ def _of_file(file: Path) -> ChatTemplate | None:
         raise
     except ValueError as error:
         raise ValueError(f"{file}: cannot be read as a chat template: {error}") from None
-    found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        found = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
-    texts = [*found.values()] if isinstance(found, dict) else [] if found is None else [found]
+    value = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(value, list):
+        value = {str(item.get("name")): item.get("template") for item in value if isinstance(item, dict)}
+    texts = [*value.values()] if isinstance(value, dict) else [] if value is None else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{file}: chat_template must be text, or a list of {{name, template}}, got {repr(found)[:80]}")
-    return found or None
+        raise ValueError(f"{file}: chat_template must be text, or a list of {{name, template}}, got {repr(value)[:80]}")
+    return value or None
 
 
 def _is_json_text(text: str) -> bool:
@@ -120,8 +120,8 @@ def _check(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     asked = _rendered(tokenizer, [user], file, opened=False)
     opened = _rendered(tokenizer, [user], file, opened=True)
     answered = _rendered(tokenizer, [user, assistant], file, opened=False)
-    for text, what, who in ((opened, _ASKED, "user"), (answered, _SAID, "assistant")):
-        if what not in text:
+    for text, mark, who in ((opened, _ASKED, "user"), (answered, _SAID, "assistant")):
+        if mark not in text:
             raise ValueError(f"{file}: the chat template does not write the content of the {who}'s message: {text!r}")
     opener = answered.rpartition(_SAID)[0]
     if asked == opened and opener.strip() != opened.strip():
@@ -146,9 +146,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Any], file: Pat
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "<template>" else line
             trace = trace.tb_next
         roles = " and an ".join(message["role"] for message in messages)
-        kind, what = type(error).__name__, " ".join(str(error).split())
+        kind, text = type(error).__name__, " ".join(str(error).split())
         raise ValueError(
-            f"{_at(file, line)}: the chat template cannot write a {roles} message: {kind}: {what}"
+            f"{_at(file, line)}: the chat template cannot write a {roles} message: {kind}: {text}"
         ) from None
 
 

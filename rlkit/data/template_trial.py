@@ -88,10 +88,10 @@ def _environment() -> Any:
 
     from datetime import datetime
 
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    found.filters["tojson"] = tojson
-    found.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return found
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return jinja
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
     row = row if isinstance(row, Converted) else Converted(row, decoded(row))
     name, value = cell(row, PROMPTS, place, form=PROMPT)
     value = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value)
-    given = numbered(row, name, value, place)
-    for at, message in given:
+    placed = numbered(row, name, value, place)
+    for at, message in placed:
         texts = {message.get(key) for key in ("content", "value") if isinstance(message.get(key), str)} - {""}
         if len(texts) > 1:
             raise ValueError(f"{at} has two texts, under 'content' and under 'value': drop one")
@@ -61,17 +61,17 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
                 "'from'"
             )
     try:
-        turns = of_row.turns([message for _, message in given])
+        turns = of_row.turns([message for _, message in placed])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    messages = [_with_text(message, at) for message, (at, _) in zip(turns, given)]
-    own, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in SYSTEM else {}
-    if own is not None and first and first["content"] != own:
-        name = "system" if row.get("system") == own else "system_prompt"
-        found = f"the messages begin with another system message than that of column {name!r}"
-        raise column_error(place, found, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
-    if not first and (system_prompt if own is None else own) is not None:
-        return [{"role": "system", "content": system_prompt if own is None else own}, *messages]
+    messages = [_with_text(message, at) for message, (at, _) in zip(turns, placed)]
+    system, first = of_row.system_of(row, place), messages[0] if messages[0]["role"] in SYSTEM else {}
+    if system is not None and first and first["content"] != system:
+        name = "system" if row.get("system") == system else "system_prompt"
+        fault = f"the messages begin with another system message than that of column {name!r}"
+        raise column_error(place, fault, row, f"; rename the one that is not meant, e.g. --rename {name} OTHER")
+    if not first and (system_prompt if system is None else system) is not None:
+        return [{"role": "system", "content": system_prompt if system is None else system}, *messages]
     return messages
 
 
@@ -321,9 +321,9 @@ def _before(
         if response[0]["role"] == "user" and prompt[-1]["role"] in ("assistant", *SYSTEM) and said[0] not in asked:
             return prompt
         name, column = own_name(row, name), own_name(row, column)
-        found = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
+        fault = f"{column!r} begins with a {response[0]['role']} message, and column {name!r} is not part of it"
         fix = f"; --rename {name} system for a system prompt, --rename {name} OTHER to leave it out, or write it into "
-        raise column_error(place, found, row, f"{fix}{column!r}")
+        raise column_error(place, fault, row, f"{fix}{column!r}")
     if prompt[-1]["role"] != "assistant" or response[0]["role"] != "assistant":
         return prompt
     if continue_answer and len(response) == 1:

@@ -39,5 +39,5 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _ids_of(item: Any) -> Iterator[Sequence[int]]:
     for name in _IDS:
-        if isinstance(found := getattr(item, name, None), list):
-            yield found
+        if isinstance(ids := getattr(item, name, None), list):
+            yield ids

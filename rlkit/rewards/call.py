@@ -160,17 +160,17 @@ async def _results(
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
     if not samples:
         return []
-    known = [{"index": sample.index, **sample.extra} for sample in samples]
-    leading, names = check_signature(function, set(known[0]).intersection(*known))
+    offered = [{"index": sample.index, **sample.extra} for sample in samples]
+    leading, names = check_signature(function, set(offered[0]).intersection(*offered))
     batched = leading == "completions"
     absent, here = set[str](), os.getcwd()
     rows = [Watched(sample.row, absent, sample.read) for sample in samples]
     if batched:
-        extra = {name: own_copy([sample[name] for sample in known]) for name in names}
+        extra = {name: own_copy([sample[name] for sample in offered]) for name in names}
         calls = [partial(function, [s.completion for s in samples], rows, **extra)]
     else:
-        given = [{name: own_copy(sample[name]) for name in names} for sample in known]
-        calls = [partial(function, s.completion, row, **extra) for s, row, extra in zip(samples, rows, given)]
+        arguments = [{name: own_copy(sample[name]) for name in names} for sample in offered]
+        calls = [partial(function, s.completion, row, **extra) for s, row, extra in zip(samples, rows, arguments)]
     if is_async(function):
         values = await run_async(calls, timeout_s, go_on=go_on, on_block=partial(_warn_of_block, function))
     else:
@@ -208,8 +208,8 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     if inspect.isclass(function):
         raise TypeError(_of_class(function, parameters))
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    if wrong := _not_ours(getattr(unwrapped(function), "__name__", "NAME"), leading, parameters):
-        raise TypeError(f"{name_of(function)} {wrong}")
+    if fault := _not_ours(getattr(unwrapped(function), "__name__", "NAME"), leading, parameters):
+        raise TypeError(f"{name_of(function)} {fault}")
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""
     if available is None:
@@ -232,8 +232,8 @@ def check_ours(function: Callable[..., Any]) -> None:
     try:
         check_signature(function)
     except TypeError as error:
-        how = "rlkit.compat.rewards.adapted(function) takes one of TRL, verl, OpenRLHF, slime or RL2"
-        raise TypeError(f"{error}; {how}") from None
+        fix = "rlkit.compat.rewards.adapted(function) takes one of TRL, verl, OpenRLHF, slime or RL2"
+        raise TypeError(f"{error}; {fix}") from None
 
 
 def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[inspect.Parameter]) -> str:
@@ -245,8 +245,8 @@ def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[insp
     if ordinary and all(p.default is not p.empty for p in ordinary):
         hint = f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"
     if len(leading) < 2 and not variable:
-        shown = inspect.Signature(parameters)  # with the `*` of keyword-only ones
-        return f"must take (completion, row) or (completions, rows), got {shown}{'; ' * bool(hint)}{hint}"
+        signature = inspect.Signature(parameters)  # with the `*` of keyword-only ones
+        return f"must take (completion, row) or (completions, rows), got {signature}{'; ' * bool(hint)}{hint}"
     typed = len(leading) == 2 and all(_is_typed(p, kinds) for p, kinds in zip(leading, (_TEXTS, _DICTS)))
     meant = all(_means(p.name, words, typed) for p, words in zip(leading, (_COMPLETION, _ROW)))
     optional = len(leading) == 2 and leading[1].default is not inspect.Parameter.empty and "row" not in names[1]
@@ -267,11 +267,11 @@ def _other_letters(names: list[str]) -> bool:
 
 def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
     """What to write in place of a class."""
-    given = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in _VARIABLE)
+    arguments = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in _VARIABLE)
     name, call = kind.__name__, inspect.getattr_static(kind, "__call__", None)
     methods = [key for key, value in vars(kind).items() if inspect.isfunction(value) and not key.startswith("_")]
     file = name_of(kind).rpartition(":")[0] or "FILE.py"
-    made = f"{name}({given})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")
+    made = f"{name}({arguments})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")
     return f"{name_of(kind)} is a class: write `reward = {made}` in the file, and give --reward {file}:reward"
 
 
@@ -281,8 +281,8 @@ _TEXTS, _DICTS = ("str",), ("dict", "Dict", "Mapping", "MutableMapping")
 
 def _is_typed(parameter: inspect.Parameter, kinds: Sequence[str]) -> bool:
     """Whether the annotation, a type or its text, is one of these kinds."""
-    given = parameter.annotation
-    name = given if isinstance(given, str) else getattr(given, "__name__", str(given))
+    annotation = parameter.annotation
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return name.partition("[")[0].rpartition(".")[2] in kinds
 
 
@@ -290,10 +290,10 @@ def _means(name: str, words: set[str], typed: bool) -> bool:
     """Whether the name of a parameter means what the words mean, or, with a fitting type, nothing else."""
     if len(name.strip("_")) <= 1:
         return True
-    found = {*name.lower().strip("_").split("_")}
+    parts = {*name.lower().strip("_").split("_")}
     plural = name.endswith("s") and name[:-1] in words and name not in words  # a list, where one text is given
-    refused = _NEITHER - {"answer"} if len(found) > 1 else _NEITHER  # answer_text is a text, answer says not whose
-    return not plural and not found & refused and (typed or bool(found & words))
+    refused = _NEITHER - {"answer"} if len(parts) > 1 else _NEITHER  # answer_text is a text, answer says not whose
+    return not plural and not parts & refused and (typed or bool(parts & words))
 
 
 def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
@@ -324,9 +324,9 @@ def _failed(function: Callable[..., Any], error: BaseException, sample: Sample |
     else:
         cause = f"{type(error).__name__}: {error}{place_in(function, error)}"
         hint = getattr(function, "hint", None)  # of an adapter
-        own = fix_of(function, error, None if sample is None else sample.row)
+        advice = fix_of(function, error, None if sample is None else sample.row)
         ours = isinstance(error, ValueError) and str(unwrapped(function).__module__).startswith("rlkit.")
-        fix = (hint and hint(error)) or own or (_CORRECT if ours else f"{_HANDLE}; {_ALLOW}")
+        fix = (hint and hint(error)) or advice or (_CORRECT if ours else f"{_HANDLE}; {_ALLOW}")
     fix = lost_processes(function, error) or fix
     failed = _error(function, cause, fix, sample)
     failed.__cause__ = error
@@ -344,8 +344,8 @@ def _reward(function: Callable[..., Any], value: Any, sample: Sample, missing: f
         return _failed(function, value, sample)
     if missing is not None and (value is None or (isinstance(value, dict) and value.get("reward", 0) is None)):
         others = {k: v for k, v in (value or {}).items() if v is not None}
-        found = _reward(function, {**others, "reward": 0.0}, sample, None)
-        return replace(found, reward=missing) if isinstance(found, Reward) else found
+        result = _reward(function, {**others, "reward": 0.0}, sample, None)
+        return replace(result, reward=missing) if isinstance(result, Reward) else result
     try:
         if isinstance(value, Reward):  # of `rlkit.rewards.combine`, which has checked all but the number that trains
             return replace(value, reward=_number(function, value.reward, sample, ""))
@@ -392,6 +392,6 @@ def _error(function: Callable[..., Any], cause: str, fix: str, sample: Sample | 
     lines = [f"reward function {name_of(function)} failed on {where}: {cause}", f"  fix: {fix}"]
     if sample is not None:
         text = sample.completion
-        shown = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
-        lines.insert(1, f"  completion ({len(text)} characters): {shown}")
+        excerpt = repr(text) if len(text) <= 240 else f"{text[:120]!r} ... {text[-120:]!r}"
+        lines.insert(1, f"  completion ({len(text)} characters): {excerpt}")
     return RewardError("\n".join(lines), index=None if sample is None else sample.index, cause=cause, fix=fix)

@@ -136,13 +136,13 @@ async def assert_tests(
     or reading the calling frame pass every test.
     """
     tests = _sources(row, column)
-    own, asked = _names(row, column, tests, packages)
+    imports, asked = _names(row, column, tests, packages)
     source = last_code_block(completion)
     if source is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
     limits = replace(limits, wall_s=min(limits.wall_s, max(time_left_s(), 0.01)))
     async with off_the_clock():
-        reasons = await sandbox.run_tests(source, tests, own=own, asked=asked, limits=limits, packages=packages)
+        reasons = await sandbox.run_tests(source, tests, imports=imports, asked=asked, limits=limits, packages=packages)
     return _verdict(reasons, len(tests), all_or_nothing)
 
 
@@ -225,14 +225,14 @@ def _sources(row: dict[str, Any], column: str) -> list[str]:
 def _names(
     row: dict[str, Any], column: str, tests: list[str], packages: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Resolve the names that tests use and do not define: their `own` modules and functions, and names `asked` of the
+    """Resolve the names that tests use and do not define: `imports`, modules and functions, and `asked`, names of the
     solution.
     """
     used, called, stars = _free_names(tests)
     entry_point = row.get("entry_point")
     if entry_point and "check" in used:
         raise ValueError(f"the row has an entry_point, and row[{column!r}] does not define `check`")
-    own, asked = {}, {_ENTRY_POINT: entry_point} if entry_point else {}
+    imports, asked = {}, {_ENTRY_POINT: entry_point} if entry_point else {}
     helps = bool(entry_point or called & used - set(_USUAL))  # something else is tested
     for name in used - {_ENTRY_POINT}:
         usual = _USUAL.get(name, name)
@@ -242,10 +242,10 @@ def _names(
         if theirs or not (there or name in _USUAL):
             asked[name] = name
         elif there:
-            own[name] = usual
+            imports[name] = usual
         else:
             raise ValueError(f"row[{column!r}] uses {name}: import it in the tests, and add {package!r} to `packages`")
-    return own, asked
+    return imports, asked
 
 
 def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
@@ -269,9 +269,9 @@ def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
 
 def _column(row: dict[str, Any], column: str) -> Any:
     """`row[column]`, else `ground_truth`, else `reward_model.ground_truth`."""
-    found = row.get(column)
-    if found is None:
-        found = gold_answer({name: row.get(name) for name in ("ground_truth", "reward_model")})
-    if found is None:
+    value = row.get(column)
+    if value is None:
+        value = gold_answer({name: row.get(name) for name in ("ground_truth", "reward_model")})
+    if value is None:
         raise ValueError(f"the row has no {column!r}, nor reward_model.ground_truth; columns found: {sorted(row)}")
-    return found
+    return value

@@ -122,11 +122,8 @@ def _combined(
             for (i, result), parts, value, plain in zip(good, table, values.tolist(), scores):
                 absent = [name for name, part in zip(functions, parts) if math.isnan(part)]
                 lost = math.isnan(value) and absent
-                results[i] = (
-                    _no_reward(absent, index[i])
-                    if lost
-                    else replace(result, reward=value, score=plain if result.score is None else result.score)
-                )
+                plain = plain if result.score is None else result.score
+                results[i] = _no_reward(absent, index[i]) if lost else replace(result, reward=value, score=plain)
         return results
 
     return reward

@@ -38,7 +38,7 @@ def named(env: Env, foreign: Any, kind: str = "environment") -> Env:
         try:
             return pieces_of(await env(prompt, sampled))
         except Exception as error:
-            if any(found in sampling for found in (error, error.__cause__, error.__context__)):
+            if any(one in sampling for one in (error, error.__cause__, error.__context__)):
                 raise
             raise _failed(f"{kind} {name_of(foreign)}", foreign, error, prompt) from error
 

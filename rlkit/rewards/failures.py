@@ -80,8 +80,8 @@ def _users_frame(function: Callable[..., Any], error: BaseException) -> tracebac
     libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(_PACKAGE), "<frozen")
     in_file = [frame for frame in frames if frame.filename == file]
     others = [frame for frame in frames if not frame.filename.startswith(str(_PACKAGE))]
-    own = in_file or [frame for frame in frames if not frame.filename.startswith(libraries)] or others
-    return own[-1] if own else None
+    of_user = in_file or [frame for frame in frames if not frame.filename.startswith(libraries)] or others
+    return of_user[-1] if of_user else None
 
 
 def fix_of(function: Callable[..., Any], error: BaseException, row: Mapping[str, Any] | None) -> str:
@@ -127,12 +127,12 @@ def _no_key(key: str, row: Mapping[str, Any] | None, line: str) -> str:
     before, end = (line[: literal.start()], r"\W*(get\W*)?$") if literal else (line, "")
     objects = [name for name, value in row.items() if isinstance(value, dict)]
     inner = next((name for name in objects if re.search(rf"\b{re.escape(name)}\b{end}", before)), None)
-    found = row if inner is None else row[inner]
-    if key in found:
+    fields = row if inner is None else row[inner]
+    if key in fields:
         return f"{key!r} is a column of the data: read row[{key!r}]" if inner is None else ""
     if inner is not None:
-        return f"the row's {inner} has no key {key!r}; keys found: {sorted(map(str, found))}"
-    return f"the row has no column {key!r}; columns found: {sorted(map(str, found))}; rename one with --rename"
+        return f"the row's {inner} has no key {key!r}; keys found: {sorted(map(str, fields))}"
+    return f"the row has no column {key!r}; columns found: {sorted(map(str, fields))}; rename one with --rename"
 
 
 def lost_processes(function: Callable[..., Any], error: BaseException) -> str:

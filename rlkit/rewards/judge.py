@@ -44,10 +44,10 @@ def score_line(text: str) -> float:
     >>> score_line("It is right, but long.  Score: 8")
     0.8
     """
-    found = re.findall(r"score\W{0,6}(\d+(?:\.\d+)?)(?:\s*/\s*10)?\b", text, re.IGNORECASE)
-    if not found:
+    numbers = re.findall(r"score\W{0,6}(\d+(?:\.\d+)?)(?:\s*/\s*10)?\b", text, re.IGNORECASE)
+    if not numbers:
         raise ValueError(f"the judge gives no score: {text[-200:]!r}")
-    value = float(found[-1])
+    value = float(numbers[-1])
     if value > 10:
         raise ValueError(f"the judge gives {value:g} of 10")
     return value / 10

@@ -61,16 +61,16 @@ def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., 
         call: Any = ast.parse(f"f({text})", mode="eval").body
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, SyntaxError, AttributeError):
         raise ValueError(
             f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
         ) from None
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if unknown := [x for x in given if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:
+    if unknown := [x for x in arguments if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:
         raise ValueError(f"{spec}: there is no argument {unknown[0]!r}; the function has {', '.join(names)}")
-    return partial(function, **given)
+    return partial(function, **arguments)
 
 
 def _hint(spec: str) -> str:
@@ -92,8 +92,8 @@ def _hint(spec: str) -> str:
 
 def _functions(path: Path) -> list[str]:
     """The functions that a file defines at its top level, or assigns as the result of a call."""
-    found = re.findall(r"^(?:(?:async )?def (\w+)\(|(\w+) = [\w.]+\()", path.read_text(errors="replace"), re.MULTILINE)
-    return [defined or assigned for defined, assigned in found]
+    names = re.findall(r"^(?:(?:async )?def (\w+)\(|(\w+) = [\w.]+\()", path.read_text(errors="replace"), re.MULTILINE)
+    return [defined or assigned for defined, assigned in names]
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -83,8 +83,8 @@ async def answer_tag(
     The gold answer is found as by `boxed`. A box inside the tag is opened. See `rlkit.rewards.text.think_answer_tags`
     for a reward for the form alone.
     """
-    found = last_tag(completion, tag="answer")
-    answer = found if found is None else last_boxed(found) or found
+    tagged = last_tag(completion, tag="answer")
+    answer = tagged if tagged is None else last_boxed(tagged) or tagged
     return await _judged(answer, row, column, timeout_s, "no <answer></answer>")
 
 
@@ -119,9 +119,9 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
     if not search and gold and gold == answer:
         return Verdict(True, True, "")
     if _WHEN.fullmatch(gold):
-        found = [text.lstrip("0") for text in _WHEN.findall(_bare(answer)) if (":" in text) == (":" in gold)]
-        if found or ":" not in gold:
-            same = found[-1:] == [gold.lstrip("0")]
+        times = [text.lstrip("0") for text in _WHEN.findall(_bare(answer)) if (":" in text) == (":" in gold)]
+        if times or ":" not in gold:
+            same = times[-1:] == [gold.lstrip("0")]
             return Verdict(same, True, "" if same else "a wrong answer")
     if (size := len(gold) + len(answer)) > _MAX_CHARACTERS:
         return Verdict(False, True, f"too long to compare: {size} characters")
@@ -227,8 +227,8 @@ async def _compare_in(pool: Any, question: tuple[Any, ...], timeout_s: float) ->
             await asyncio.wait([future], timeout=1.0)
             if not future.done() and not pool.active:  # it lost the question when it broke
                 raise BrokenProcessPool
-        found: tuple[bool, bool, bool] = future.result()
-        return found
+        verdict: tuple[bool, bool, bool] = future.result()
+        return verdict
     finally:
         future.cancel()
 
@@ -268,8 +268,8 @@ def _compare(gold: str, answer: str | None, search: bool, alarm_s: float) -> tup
 
     def parse(text: str) -> list[Any]:
         config = [math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()]
-        found: list[Any] = math_verify.parse(text, config, parsing_timeout=None)
-        return found
+        parsed: list[Any] = math_verify.parse(text, config, parsing_timeout=None)
+        return parsed
 
     def read(text: str) -> list[Any]:
         numbers = [*_SCIENTIFIC.finditer(text)]

@@ -43,9 +43,9 @@ def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
     bound = function.keywords if isinstance(function, partial) else ()
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in _VARIABLE][2:]
     named = {p.name for p in parameters if p.name not in bound} | names_of_kwargs(function)
-    if found := sorted((named & columns) - {*ONE_TURN, "messages"}):
-        fix = f"read row[{found[0]!r}]" if len(found) == 1 else f"read row[{found[0]!r}], row[{found[1]!r}], ..."
-        raise TypeError(f"{name_of(function)} asks for {', '.join(found)}, and columns of the data are in `row`: {fix}")
+    if asked := sorted((named & columns) - {*ONE_TURN, "messages"}):
+        fix = f"read row[{asked[0]!r}]" if len(asked) == 1 else f"read row[{asked[0]!r}], row[{asked[1]!r}], ..."
+        raise TypeError(f"{name_of(function)} asks for {', '.join(asked)}, and columns of the data are in `row`: {fix}")
 
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
@@ -54,12 +54,12 @@ def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -
     for index, row in enumerate(rows):
         for need in needs:
             names = (need,) if isinstance(need, str) else need
-            found = [first_value(row, name) for name in names if name in row]
-            if found if isinstance(need, str) else not all(is_blank(x) if ours else x is None for x in found):
+            values = [first_value(row, name) for name in names if name in row]
+            if values if isinstance(need, str) else not all(is_blank(x) if ours else x is None for x in values):
                 continue
             problem = f"{name_of(function)} needs the column {' or '.join(map(repr, names))}"
             if empty := [f"{name}.ground_truth" if name == "reward_model" else name for name in names if name in row]:
-                how = "null" if all(x is None for x in found) else "empty"
-                problem += f" with a value ({' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} {how})"
+                kind = "null" if all(x is None for x in values) else "empty"
+                problem += f" with a value ({' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} {kind})"
             fix = "; drop such rows, or rename another column with --rename" if empty else "; rename one with --rename"
             raise column_error(place_of(rows, index), problem, row, fix)

@@ -44,8 +44,8 @@ def scorer(
     `info["error"]` (see `agent_env`) has failed already: the function does not see it.
     """
     if not callable(function):
-        what = f"function must be a reward function of (completion, row), got {show(function)}"
-        raise TypeError(f"{what}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
+        fault = f"function must be a reward function of (completion, row), got {show(function)}"
+        raise TypeError(f"{fault}; rlkit.rewards.load.load_function reads one from FILE.py:FUNCTION")
     if not callable(getattr(tokenizer, "decode", None)):
         fix = "AutoTokenizer.from_pretrained(PATH) of transformers loads one"
         raise TypeError(f"tokenizer must be the model's tokenizer, got {show(tokenizer)}: {fix}")
@@ -82,12 +82,12 @@ def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:
 
     if _has_failed(trajectory):
         return _failed(trajectory, prompt)
-    if wrong := wrong_reward(trajectory):
-        what = f"the environment's {wrong}"
+    if fault := wrong_reward(trajectory):
+        cause = f"the environment's {fault}"
         fix = "fix: give a finite number, and decide in the environment what such an episode is worth"
-        return RewardError(f"{what} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=what)
-    known = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
-    return Reward(trajectory.reward, trajectory.score, **known)
+        return RewardError(f"{cause} on row {prompt.index + 1}\n  {fix}", index=prompt.index, cause=cause)
+    logged = {name: trajectory.info.get(name, {}) for name in ("metrics", "notes")}
+    return Reward(trajectory.reward, trajectory.score, **logged)
 
 
 def _has_failed(trajectory: Trajectory) -> bool:
@@ -132,8 +132,8 @@ def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward |
 
 
 def _rewarded(trajectory: Trajectory, reward: Reward) -> Trajectory:
-    given = (("metrics", reward.metrics), ("notes", reward.notes))
-    logged = {name: {**trajectory.info.get(name, {}), **value} for name, value in given if value}
+    fields = (("metrics", reward.metrics), ("notes", reward.notes))
+    logged = {name: {**trajectory.info.get(name, {}), **value} for name, value in fields if value}
     return replace(trajectory, reward=reward.reward, score=reward.score, info={**trajectory.info, **logged})
 
 

@@ -23,8 +23,8 @@ def code_of(function: Any) -> Any:
 
 def constants(code: Any) -> list[Any]:
     """The constants of a function's code and of the comprehensions and functions within; none without code."""
-    found = [*getattr(code, "co_consts", ())]
-    return found + [value for constant in found if isinstance(constant, CodeType) for value in constants(constant)]
+    values = [*getattr(code, "co_consts", ())]
+    return values + [value for constant in values if isinstance(constant, CodeType) for value in constants(constant)]
 
 
 def names_in(code: Any) -> list[str]:
@@ -38,11 +38,11 @@ def chat_header(function: Any) -> str:
     doc, places = getattr(inner, "__doc__", None), getattr(inner, "__globals__", {})
     named = [places.get(name) for name in names_in(code)]
     helpers = [(x, getattr(x, "__code__", None)) for x in named]
-    found = [*constants(code), *named]
+    values = [*constants(code), *named]
     for helper, of in helpers:
         if getattr(of, "co_filename", "") == code.co_filename:
-            found += [text for text in constants(of) if text != helper.__doc__]
-    texts = [text for text in found if isinstance(text, str) and text != doc]
+            values += [text for text in constants(of) if text != helper.__doc__]
+    texts = [text for text in values if isinstance(text, str) and text != doc]
     return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
 
 
@@ -85,18 +85,18 @@ def names_of_kwargs(function: Callable[..., Any]) -> set[str]:
     if code is None:
         return set()
     tree, _ = _tree(function)
-    own = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
+    names = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
     arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own = {name for name in own - stored if arguments.count(name) == 1}
+    names = {name for name in names - stored if arguments.count(name) == 1}
     read, added = set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.Call(ast.Attribute(ast.Name(of), "get" | "pop"), [ast.Constant(str() as name), *_]) if of in own:
+            case ast.Call(ast.Attribute(ast.Name(of), "get" | "pop"), [ast.Constant(str() as name), *_]) if of in names:
                 read.add(name)
-            case ast.Subscript(ast.Name(of), ast.Constant(str() as name)) if of in own:
+            case ast.Subscript(ast.Name(of), ast.Constant(str() as name)) if of in names:
                 (read if isinstance(node.ctx, ast.Load) else added).add(name)
-            case ast.Compare(ast.Constant(str() as name), [ast.In() | ast.NotIn()], [ast.Name(of)]) if of in own:
+            case ast.Compare(ast.Constant(str() as name), [ast.In() | ast.NotIn()], [ast.Name(of)]) if of in names:
                 read.add(name)
     return read - added
 
@@ -140,44 +140,44 @@ def _loops(tree: ast.AST) -> Iterator[ast.For | ast.comprehension]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension))
 
 
-def _items_of(tree: ast.AST, known: str = "completions") -> Callable[[ast.expr], bool]:
+def _items_of(tree: ast.AST, batch: str = "completions") -> Callable[[ast.expr], bool]:
     """Whether an expression is one completion: a name that loops over `completions` alone give, or `completions[i]`."""
-    lists, wrong = {known}, set[str]()
+    lists, rebound = {batch}, set[str]()
     mine = [*_loops(tree)]
     ones = set[str]().union(*(_elements(node.target, node.iter, lists) for node in mine))
     for node in mine:
         there = {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
-        wrong |= there - _elements(node.target, node.iter, lists)
+        rebound |= there - _elements(node.target, node.iter, lists)
     looped = {id(name) for node in mine for name in ast.walk(node.target)}
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in looped]
-    wrong |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-    wrong |= {argument.arg for node in ast.walk(tree) if isinstance(node, ast.Lambda) for argument in node.args.args}
+    rebound |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    rebound |= {argument.arg for node in ast.walk(tree) if isinstance(node, ast.Lambda) for argument in node.args.args}
 
     def is_one(node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice):
-            return known not in wrong and _is_list(node.value, lists)
-        return isinstance(node, ast.Name) and node.id in ones - wrong
+            return batch not in rebound and _is_list(node.value, lists)
+        return isinstance(node, ast.Name) and node.id in ones - rebound
 
-    return is_one if known not in wrong else lambda _: False
+    return is_one if batch not in rebound else lambda _: False
 
 
-def _is_list(node: ast.expr, known: set[str]) -> bool:
+def _is_list(node: ast.expr, lists: set[str]) -> bool:
     """Whether an expression is a known list: by its name, or `kwargs["NAME"]`."""
     match node:
         case ast.Name(of):
-            return of in known
+            return of in lists
         case ast.Subscript(value=ast.Name(), slice=ast.Constant(of)):
-            return of in known
+            return of in lists
     return False
 
 
-def _elements(target: ast.expr, source: ast.expr, known: set[str]) -> set[str]:
+def _elements(target: ast.expr, source: ast.expr, lists: set[str]) -> set[str]:
     """The names that a loop gives to elements of what is known: directly, or by zip or enumerate."""
     match target, source:
-        case ast.Name(name), _ if _is_list(source, known):
+        case ast.Name(name), _ if _is_list(source, lists):
             return {name}
         case ast.Tuple([_, inner]), ast.Call(ast.Name("enumerate"), [of]):
-            return _elements(inner, of, known)
+            return _elements(inner, of, lists)
         case ast.Tuple(inners), ast.Call(ast.Name("zip"), sources):
-            return {name for inner, of in zip(inners, sources) for name in _elements(inner, of, known)}
+            return {name for inner, of in zip(inners, sources) for name in _elements(inner, of, lists)}
     return set()

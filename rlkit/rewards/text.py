@@ -52,10 +52,10 @@ def last_boxed(text: str) -> str | None:
         if text[start : start + 1] == "{":
             if start in closing:
                 return text[start + 1 : closing[start]].strip()
-        elif found := _UNBRACED.match(text, start):
-            if match.group().endswith(("d", "x")) and found.group()[0].isalpha():
+        elif bare := _UNBRACED.match(text, start):
+            if match.group().endswith(("d", "x")) and bare.group()[0].isalpha():
                 continue  # \boxedx is another command
-            return found.group()
+            return bare.group()
     return None
 
 
@@ -63,11 +63,11 @@ def _closing_braces(text: str) -> dict[int, int]:
     """The position of the closing brace, by the position of the opening one."""
     opened: list[int] = []
     closing = {}
-    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if found.group() == "{":
-            opened.append(found.start())
-        elif found.group() == "}" and opened:
-            closing[opened.pop()] = found.start()
+    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            closing[opened.pop()] = brace.start()
     return closing
 
 
@@ -77,8 +77,8 @@ def last_tag(text: str, *, tag: str = "answer") -> str | None:
     >>> last_tag("<answer>1</answer> wait <answer> 2 </answer>")
     '2'
     """
-    found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[-1].strip() if found else None
+    contents = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return contents[-1].strip() if contents else None
 
 
 def last_number(text: str) -> str | None:
@@ -87,8 +87,8 @@ def last_number(text: str) -> str | None:
     >>> last_number("so it is $1,234.50.")
     '1234.50'
     """
-    found = re.findall(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?", text)
-    return found[-1].replace(",", "") if found else None
+    numbers = re.findall(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?", text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def final_answer(text: str) -> str | None:
@@ -97,8 +97,8 @@ def final_answer(text: str) -> str | None:
     >>> final_answer("It is 4.") == final_answer("<answer>4</answer>")
     True
     """
-    found = last_boxed(text) or last_tag(text) or last_number(text) or text.strip().rpartition("\n")[2]
-    return "".join(found.split()) or None
+    answer = last_boxed(text) or last_tag(text) or last_number(text) or text.strip().rpartition("\n")[2]
+    return "".join(answer.split()) or None
 
 
 def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", "python3")) -> str | None:
@@ -107,7 +107,7 @@ def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", 
     A fence is three or more backticks or tildes; a block ends at a fence that is at least as long.
     """
     fences = [(fence.group(1), fence.group(2).strip(), fence) for fence in _FENCE.finditer(text)]
-    found, position, unclosed = None, 0, set()
+    block, position, unclosed = None, 0, set()
     while position < len(fences):
         mark, info, opening = fences[position]
         position += 1
@@ -117,9 +117,9 @@ def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", 
             unclosed.add(mark)
             continue
         if (info.split() or [""])[0].lower() in languages:
-            found = text[opening.end() + 1 : fences[end][2].start()]
+            block = text[opening.end() + 1 : fences[end][2].start()]
         position = end + 1
-    return found
+    return block
 
 
 _TAGS = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
@@ -134,8 +134,8 @@ def think_answer_tags(completion: str, _row: dict[str, Any]) -> float:
     Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
     Reference: https://arxiv.org/abs/2501.12948, table 1
     """
-    found = _TAGS.fullmatch(completion)
-    return float(found is not None and all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
+    match = _TAGS.fullmatch(completion)
+    return float(match is not None and all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
 
 
 def think_tags(completion: str, _row: dict[str, Any]) -> float:
@@ -145,9 +145,9 @@ def think_tags(completion: str, _row: dict[str, Any]) -> float:
 
     Differs: TRL's `think_format_reward` also accepts a completion that ends with `</think>`.
     """
-    found = _THINK.fullmatch(completion)
+    match = _THINK.fullmatch(completion)
     once = completion.count("<think>") == 1 and completion.count("</think>") == 1
-    return float(found is not None and once and bool(found.group(2).strip()))
+    return float(match is not None and once and bool(match.group(2).strip()))
 
 
 def tag_count(completion: str, _row: dict[str, Any], *, tags: tuple[str, ...] = ("think", "answer")) -> float:
@@ -339,8 +339,8 @@ def _values(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[Any]:
 
 def no_gold_answer(row: Mapping[str, Any], column: str | None = None) -> ValueError:
     """The error for a row without a value in `column`, or without a gold answer."""
-    what = repr(column) if column else f"gold answer ({', '.join(GOLD)}.ground_truth)"
-    return ValueError(f"the row has no {what}; columns found: {sorted(row)}")
+    missing = repr(column) if column else f"gold answer ({', '.join(GOLD)}.ground_truth)"
+    return ValueError(f"the row has no {missing}; columns found: {sorted(row)}")
 
 
 def _ground_truth(reward_model: Any) -> Any | None:
@@ -367,7 +367,7 @@ def _normalizer(reference: str) -> Callable[[str], str]:
     articles stay, else punctuation, too.
     """
     if _NUMBER.fullmatch(reference.strip()):
-        return lambda text: squad_normalize(_MEANT.sub(lambda found: found.group().translate(_KEPT), text))
+        return lambda text: squad_normalize(_MEANT.sub(lambda match: match.group().translate(_KEPT), text))
 
     def words(text: str) -> str:
         return " ".join(text.lower().translate(_PUNCTUATION).split())
@@ -480,8 +480,8 @@ def _script(name: str) -> str:
     letters = [unicodedata.name(char, "") for char in map(chr, range(0x20000)) if char.isalpha()]
     if not any(letter.startswith(f"{wanted} ") for letter in letters):
         near = get_close_matches(wanted, sorted({letter.partition(" ")[0] for letter in letters}), cutoff=0.75)
-        known = f"did you mean {' or '.join(near)}?" if near else "e.g. LATIN, CYRILLIC, GREEK, ARABIC, CJK, HIRAGANA"
-        raise ValueError(f"scripts: no letter in Unicode has a name that begins with {name!r} ({known})")
+        hint = f"did you mean {' or '.join(near)}?" if near else "e.g. LATIN, CYRILLIC, GREEK, ARABIC, CJK, HIRAGANA"
+        raise ValueError(f"scripts: no letter in Unicode has a name that begins with {name!r} ({hint})")
     return wanted
 
 

@@ -74,10 +74,10 @@ async def off_the_clock() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def turn(what: str, num: int) -> AsyncIterator[None]:
-    """Let at most `num` tasks of this event loop do `what` at a time. The wait is off the clock."""
+async def turn(task: str, num: int) -> AsyncIterator[None]:
+    """Let at most `num` tasks of this event loop do `task` at a time. The wait is off the clock."""
     turns = _turns.setdefault(asyncio.get_running_loop(), {})
-    free = turns.setdefault((what, num), asyncio.Semaphore(num))
+    free = turns.setdefault((task, num), asyncio.Semaphore(num))
     async with off_the_clock():
         await free.acquire()
     try:

@@ -46,7 +46,7 @@ class Trial:
     @property
     def failures(self) -> list[tuple[str, RewardError]]:
         """What the function failed on, in words, and the error."""
-        return [(what, result) for _, what, result in self.tried if isinstance(result, RewardError)]
+        return [(label, result) for _, label, result in self.tried if isinstance(result, RewardError)]
 
 
 async def try_reward(
@@ -75,42 +75,42 @@ async def try_reward(
     row, seen, values = row_given(rows[index]), set[str](), set[float]()
     gold, other = _text(gold_answer(row)) or None, _other(rows, index)
 
-    async def call(given: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
-        given = [text[:1] + text[1:] for text in given]  # another object than the row's: `is` is no comparison
-        samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in given]
+    async def call(batch: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
+        batch = [text[:1] + text[1:] for text in batch]  # another object than the row's: `is` is no comparison
+        samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in batch]
         missing = None if alone else math.nan
-        found = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
-        values.update(map(_number, found))
-        return found
+        scored = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
+        values.update(map(_number, scored))
+        return scored
 
-    known = {"index", *_extra(row, "", one_turn=one_turn)}
+    available = {"index", *_extra(row, "", one_turn=one_turn)}
     try:
-        batched = check_signature(function, known)[0] == "completions"
+        batched = check_signature(function, available)[0] == "completions"
     except TypeError:
         if one_turn:
             raise
         return None
     results = await call([*(texts := _texts(gold, other))], stop=stop)
-    tried = [(text, what, result) for (text, what), result in zip(texts.items(), results)]
-    found, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, known)
-    if blind and found.failures:
+    tried = [(text, label, result) for (text, label), result in zip(texts.items(), results)]
+    trial, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, available)
+    if blind and trial.failures:
         return None
-    if not found.failures and not is_ours(function):
-        found = replace(found, note=await _random(function, partial(call, [*texts]), tried))
-    steady = not (found.failures or found.note)
+    if not trial.failures and not is_ours(function):
+        trial = replace(trial, note=await _random(function, partial(call, [*texts]), tried))
+    steady = not (trial.failures or trial.note)
     if batched and steady and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
-        return replace(found, note=f"{name_of(function)} {moved}")
-    if gold is None or found.failures:
-        return found
+        return replace(trial, note=f"{name_of(function)} {moved}")
+    if gold is None or trial.failures:
+        return trial
     numbers = {text: _number(result) for text, _, result in tried}
     if numbers.pop(gold) > max(numbers.values(), default=-math.inf):
-        return found
+        return trial
     if written := await _written(call, gold, other, numbers[""]):
-        return replace(found, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
+        return replace(trial, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
     if blind:
-        return found
+        return trial
     same, reads = alone and not is_ours(function) and len(values) == 1, _reads_gold(function, seen)
-    return replace(found, note=_note(function, row, tried, reads)) if same or reads else found
+    return replace(trial, note=_note(function, row, tried, reads)) if same or reads else trial
 
 
 async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: Sequence[tuple[str, str, Any]]) -> str:
@@ -120,14 +120,14 @@ async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: 
     """
     runs = [[_number(result) for *_, result in tried], [*map(_number, await call())]]
     size = 1e-3 * max((abs(x) for x in runs[0] if not math.isnan(x)), default=0.0)
-    found = [i for i, (a, b) in enumerate(zip(*runs)) if abs(a - b) > size]
-    if not found and _one_way(runs):
+    places = [i for i, (a, b) in enumerate(zip(*runs)) if abs(a - b) > size]
+    if not places and _one_way(runs):
         runs += [[*map(_number, await call())] for _ in range(2)]
-        found = [0] * _one_way(runs)
-    if not found:
+        places = [0] * _one_way(runs)
+    if not places:
         return ""
-    what = f"{runs[0][found[0]]:.8g} and {runs[-1][found[0]]:.8g} to {tried[found[0]][1]}"
-    return f"{name_of(function)} gives {what} in two calls: is it random, or does it remember earlier calls?"
+    change = f"{runs[0][places[0]]:.8g} and {runs[-1][places[0]]:.8g} to {tried[places[0]][1]}"
+    return f"{name_of(function)} gives {change} in two calls: is it random, or does it remember earlier calls?"
 
 
 def _one_way(runs: Sequence[Sequence[float]]) -> bool:
@@ -141,27 +141,27 @@ async def _moved(call: Callable[..., Any], texts: Mapping[str, str], first: Sequ
 
     Where all `texts` have one reward, they are tried with the gold answer in other forms.
     """
-    given = [*texts]
+    batch = [*texts]
     if len({*first}) == 1 and gold is not None and len(gold) < _LONGEST:
-        given = [*dict.fromkeys([*given, *(form.format(gold) for form in _FORMS)])]
-        first = [*map(_number, await call(given))]
+        batch = [*dict.fromkeys([*batch, *(form.format(gold) for form in _FORMS)])]
+        first = [*map(_number, await call(batch))]
     if len({*first}) == 1:
         return ""
-    order = [*range(1, len(given)), 0]
+    order = [*range(1, len(batch)), 0]
 
     async def turned() -> list[float]:
-        return [*map(_number, (last := await call([given[i] for i in order]))[-1:] + last[:-1])]
+        return [*map(_number, (last := await call([batch[i] for i in order]))[-1:] + last[:-1])]
 
     second = await turned()
     size = 0.01 * max(map(abs, first))
     moved = [i for i, (x, y) in enumerate(zip(first, second)) if abs(x - y) > size]
     for _ in range(2 if moved else 0):  # a judge at random seldom repeats both
-        if [*map(_number, await call(given))] != first or await turned() != second:
+        if [*map(_number, await call(batch))] != first or await turned() != second:
             return ""
     if not moved:
         return ""
-    what = f"{first[moved[0]]:g} and {second[moved[0]]:g} to {_shown(given[moved[0]])}"
-    return f"gives {what} in two orders of the same batch: are its rewards in the order of the completions?"
+    change = f"{first[moved[0]]:g} and {second[moved[0]]:g} to {_shown(batch[moved[0]])}"
+    return f"gives {change} in two orders of the same batch: are its rewards in the order of the completions?"
 
 
 def _texts(gold: str | None, other: str | None) -> dict[str, str]:
@@ -179,7 +179,7 @@ async def _written(call: Callable[..., Any], gold: str, other: str | None, nothi
     answers = dict.fromkeys([gold, marked, marked.replace(",", ""), final_answer(gold) or gold, gold.strip().lower()])
     forms = [(form, text) for text in answers if len(text) < _LONGEST for form in _FORMS][1:]
     results = [*zip(forms, await call([form.format(text) for form, text in forms]))]
-    better = [(given, result) for given, result in results if isinstance(result, Reward) and result.reward > nothing]
+    better = [(form, result) for form, result in results if isinstance(result, Reward) and result.reward > nothing]
     if not better:
         return None
     (form, text), best = max(better, key=lambda one: one[1].reward)
@@ -195,11 +195,11 @@ def _note(
     """The line about a function that gives the gold answer no more than other texts, and perhaps never `reads` it."""
     (_, gold, best), *others = tried
     gold = gold.replace("its gold", "the row's own")
-    given = " and ".join(f"{_number(result):g} to {what}" for _, what, result in others)
+    to_others = " and ".join(f"{_number(result):g} to {label}" for _, label, result in others)
     kind = type(gold_answer(row)).__name__
     why = "" if kind == "str" else f"; the row's answer is {_article(kind)} and a completion is a text"
     return (
-        f"{name_of(function)} gives {_number(best):g} to {gold}, {given}{why}: "
+        f"{name_of(function)} gives {_number(best):g} to {gold}, {to_others}{why}: "
         f"{'' if reads else 'right if it judges the form alone; else '}"
         "compare how the function reads an answer with how the data writes it"
     )
@@ -215,11 +215,11 @@ def _reads_gold(function: Callable[..., Any], seen: set[str]) -> bool:
     return bool((seen | named | {*inspect.signature(unwrapped(function)).parameters}) & {*GOLD})
 
 
-def _has_more(function: Callable[..., Any], known: set[str]) -> bool:
+def _has_more(function: Callable[..., Any], available: set[str]) -> bool:
     """Whether the function has a parameter after the first two that is neither known nor an option of the user's."""
     bound = function.keywords if isinstance(function, partial) else ()
     further = [*inspect.signature(function).parameters.values()][2:]
-    return any(p.name not in (*known, *bound) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
+    return any(p.name not in (*available, *bound) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in further)
 
 
 def _extra(row: dict[str, Any], text: str, *, one_turn: bool) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def _text(gold: Any) -> str | None:
 
 def _other(rows: Sequence[dict[str, Any]], index: int) -> str | None:
     """The gold answer of the first row that has another one."""
-    own = _text(gold_answer(rows[index]))
-    return next((text for row in rows if (text := _text(first_value(row, *GOLD))) not in (None, own, "")), None)
+    gold = _text(gold_answer(rows[index]))
+    return next((text for row in rows if (text := _text(first_value(row, *GOLD))) not in (None, gold, "")), None)
 
 
 def _shown(text: str) -> str:

@@ -64,8 +64,8 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
     cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
     pair = ("eval/loss", "eval/accuracy") if "eval/loss" in metrics else ("eval/sampled", "eval/greedy")
     evals = [metrics.get(key) for key in pair]
-    shown = "/".join("-" if x is None else f"{x:z.3f}" for x in evals) if any(x is not None for x in evals) else ""
-    return f"{step:>6}{cells}  {shown}".rstrip()
+    scores = "/".join("-" if x is None else f"{x:z.3f}" for x in evals) if any(x is not None for x in evals) else ""
+    return f"{step:>6}{cells}  {scores}".rstrip()
 
 
 def reward_parts(metrics: Mapping[str, Any]) -> list[str]:
@@ -75,14 +75,14 @@ def reward_parts(metrics: Mapping[str, Any]) -> list[str]:
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     """The columns whose header fits into `width` characters; the least important are dropped first."""
-    kept = list(columns)
+    fitted = list(columns)
     parts = [c.title for c in columns if c not in COLUMNS]
     sampled = any(c.title == "reward" for c in columns)  # then the loss does not measure progress
     first = [c.title for c in sorted(columns, key=lambda c: c.drop) if c.drop]
     for title in (*["loss"] * sampled, *first, *reversed(parts)):
-        if len(header(kept)) > width:
-            kept = [c for c in kept if c.title != title]
-    return kept
+        if len(header(fitted)) > width:
+            fitted = [c for c in fitted if c.title != title]
+    return fitted
 
 
 def say(text: str, *, whole: bool = False) -> None:
@@ -124,8 +124,8 @@ def _filled(line: str, width: int) -> str:
         return line
     before = re.match(r" +\S+(?: \S+)*  +(?=\S)| *", line)
     indent = len(before[0]) if before and len(before[0]) <= width // 2 else 2
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, **how)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, **options)
 
 
 def with_command(text: str, command: str, stream: Any) -> str:
@@ -205,7 +205,7 @@ def data_progress(*, after_s: float = 2.0) -> Iterator[None]:
     if logger.handlers or not is_first():
         yield
         return
-    handler, kept = _Progress(after_s), (logger.level, logger.propagate)
+    handler, before = _Progress(after_s), (logger.level, logger.propagate)
     logger.addHandler(handler)
     data.addFilter(handler.erase)
     logger.setLevel(logging.INFO)
@@ -216,8 +216,8 @@ def data_progress(*, after_s: float = 2.0) -> Iterator[None]:
         handler.erase()
         logger.removeHandler(handler)
         data.removeFilter(handler.erase)
-        logger.setLevel(kept[0])
-        logger.propagate = kept[1]
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 @contextmanager
@@ -239,10 +239,10 @@ def line_width() -> int:
 
 
 def _cell(column: Column, metrics: Mapping[str, Any]) -> str:
-    found = [metrics[key] for key in column.keys if key in metrics]
-    if not found:
+    values = [metrics[key] for key in column.keys if key in metrics]
+    if not values:
         return "-"
-    value = sum(found) * column.scale
+    value = sum(values) * column.scale
     texts = [format(value, f"z{form}") for form in (column.format, ".1f", ".0f", ".1e", ".0e")]
     return next((text for text in texts if len(text) <= column.width), texts[-1])
 
@@ -309,8 +309,8 @@ class RunDisplay:
         self._parts = list(dict.fromkeys([*self._parts, *reward_parts(metrics)]))
         parts = [Column(name := key.removeprefix("reward/"), (key,), max(7, len(name)), ".3f") for key in self._parts]
         after = 1 + next(i for i, c in enumerate(COLUMNS) if c.title == "reward")
-        known = (*COLUMNS[:after], *parts, *COLUMNS[after:])
-        self._seen = [c for c in known if c in self._seen or any(key in metrics for key in c.keys)]
+        candidates = (*COLUMNS[:after], *parts, *COLUMNS[after:])
+        self._seen = [c for c in candidates if c in self._seen or any(key in metrics for key in c.keys)]
         evaluated = any(key.startswith("eval/") for key in metrics)
         if evaluated or step % self._print_steps == 0 or step == self._steps:
             pair = "loss/accuracy" if "eval/loss" in metrics else "sampled/greedy"

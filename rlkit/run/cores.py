@@ -26,7 +26,7 @@ class Usage(NamedTuple):
 
     clock: float
     everyone: float
-    own: float
+    process: float
 
 
 def usage() -> Usage:
@@ -53,14 +53,14 @@ def num_cores() -> int:
 def busy_cores(since: Usage, now: Usage) -> float:
     """Cores that other processes used on average between two moments."""
     elapsed = now.clock - since.clock
-    others = (now.everyone - since.everyone) - (now.own - since.own)
+    others = (now.everyone - since.everyone) - (now.process - since.process)
     return max(0.0, others / elapsed) if elapsed > 0 else 0.0
 
 
-def choose_threads(*, kept: int | None = None) -> tuple[int, str]:
+def choose_threads(*, num_threads: int | None = None) -> tuple[int, str]:
     """Set torch's number of threads to the number of idle cores; returns it with a line for the screen, or "".
 
-    `kept` is the number of a run that is resumed, whose sums must round as before. OMP_NUM_THREADS and
+    `num_threads` is the number of a run that is resumed, whose sums must round as before. OMP_NUM_THREADS and
     MKL_NUM_THREADS, and torchrun's ranks, keep what they have. Cores count as idle by their use since the process
     began.
     """
@@ -69,8 +69,8 @@ def choose_threads(*, kept: int | None = None) -> tuple[int, str]:
     threads = torch.get_num_threads()
     if launched() or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return threads, ""
-    if kept is not None:
-        torch.set_num_threads(min(kept, num_cores()))
+    if num_threads is not None:
+        torch.set_num_threads(min(num_threads, num_cores()))
         return torch.get_num_threads(), ""
     busy = busy_cores(_STARTED, usage())
     idle = max(1, int(num_cores() - busy + 0.5))

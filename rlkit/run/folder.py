@@ -179,8 +179,8 @@ def keep_args(
         return
     path, old = folder / "args.json", read_args(folder) if resume else {}
     run = old.get("run") if resume else secrets.token_hex(4)  # each checkpoint names the run that wrote it
-    kept = {"format": FORMAT, "script": script, "run": run, **masked(dict(args))}
-    text = json.dumps(kept, indent=1, default=str) + "\n"
+    content = {"format": FORMAT, "script": script, "run": run, **masked(dict(args))}
+    text = json.dumps(content, indent=1, default=str) + "\n"
     with explain_full_disk(path.name, folder, needed=len(text), fix=_FULL_FIX):
         hold(folder)
         _resumed.pop(folder.resolve(), None)
@@ -221,12 +221,12 @@ def read_args(folder: Path | str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = json.loads(untrusted.read(path, "json_mib"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds no JSON object: {str(found)[:40]!r}")
+        flags: dict[str, Any] = json.loads(untrusted.read(path, "json_mib"))
+        if not isinstance(flags, dict):
+            raise ValueError(f"it holds no JSON object: {str(flags)[:40]!r}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
-    return {name: masked(value) for name, value in found.items()}
+    return {name: masked(value) for name, value in flags.items()}
 
 
 def holds_run(folder: Path | str) -> bool:
@@ -241,11 +241,11 @@ def check_folder(folder: Path | str, *, resume: bool) -> None:
         if path.is_file():
             raise NotADirectoryError(errno.ENOTDIR, "this is a file: --output is the folder of a run", str(path))
     if resume and not holds_run(folder):
-        what = "there is no run to resume in this folder: leave out --resume to start one, or give the folder of a run"
-        raise FileNotFoundError(errno.ENOENT, what, str(folder))
+        fault = "there is no run to resume in this folder: leave out --resume to start one, or give the folder of a run"
+        raise FileNotFoundError(errno.ENOENT, fault, str(folder))
     if not resume and any((folder / name).exists() for name in _RUN):
-        what = "this folder already holds a run: resume it (--resume), delete it or take another folder"
-        raise FileExistsError(errno.EEXIST, what, str(folder))
+        fault = "this folder already holds a run: resume it (--resume), delete it or take another folder"
+        raise FileExistsError(errno.EEXIST, fault, str(folder))
 
 
 def hold(folder: Path | str) -> None:
@@ -268,8 +268,8 @@ def hold(folder: Path | str) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.close()
-            what = "another process writes to this run folder; wait for it or take another folder"
-            raise BlockingIOError(errno.EAGAIN, what, str(folder)) from None
+            fault = "another process writes to this run folder; wait for it or take another folder"
+            raise BlockingIOError(errno.EAGAIN, fault, str(folder)) from None
         # other errors: a filesystem without locks; train anyway
     _held[folder.resolve()] = file
 
@@ -321,8 +321,8 @@ def open_run(
 def _append_start(path: Path, step: int) -> None:
     """Append this start of the run; it replaces starts whose steps are all deleted."""
     if path.exists():
-        kept = takewhile(lambda line: _step_of(line) < step, untrusted.read(path, "metrics_mib").splitlines(True))
-        os.truncate(path, sum(map(len, kept)))
+        lines = takewhile(lambda line: _step_of(line) < step, untrusted.read(path, "metrics_mib").splitlines(True))
+        os.truncate(path, sum(map(len, lines)))
     row = start_row(step) | {"args": read_args(path.parent)}
     append_file(path, (json.dumps(row) + "\n").encode())
 
@@ -333,14 +333,14 @@ def drop_after(folder: Path | str, step: int) -> None:
     path = folder / "metrics.jsonl"
     if path.exists():
         lines = untrusted.read(path, "metrics_mib").splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        last = max(map(_step_of, kept), default=-1)
+        left = [line for line in lines if _step_of(line) <= step]
+        last = max(map(_step_of, left), default=-1)
         if last < step and step > 0:
             say(f"{path} has no lines of steps {max(1, last + 1):.0f} to {step}, which were trained: they are lost")
-        if kept == lines[: len(kept)]:
-            os.truncate(path, sum(map(len, kept)))  # needs no space on a full disk
+        if left == lines[: len(left)]:
+            os.truncate(path, sum(map(len, left)))  # needs no space on a full disk
         else:
-            replace_file(path, b"".join(kept))
+            replace_file(path, b"".join(left))
     for dump in (folder / "trajectories").glob("*.jsonl"):
         match = re.fullmatch(r"\w+_(\d+)", dump.stem)
         if match and int(match[1]) > step:
@@ -353,8 +353,8 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     if Path(folder).is_file():
         raise NotADirectoryError(f"{folder} is a file: give its folder, {Path(folder).parent}")
     if not path.exists():
-        what = "no finished step yet" if holds_run(folder) else "no metrics.jsonl: give the folder of a run"
-        raise FileNotFoundError(f"{folder} holds {what}")
+        fault = "no finished step yet" if holds_run(folder) else "no metrics.jsonl: give the folder of a run"
+        raise FileNotFoundError(f"{folder} holds {fault}")
     return read_lines(path, fits=_is_metrics)
 
 

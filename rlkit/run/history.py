@@ -35,22 +35,22 @@ def _is_start(row: Row) -> bool:
 
 
 def seen(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> dict[str, float]:
-    """How much a run has trained on: `prompts` and `samples`, or `examples`; `tokens`; `passes` over its data.
+    """How much a run has trained on: `num` and `samples`, or `examples`; `tokens`; `passes` over its data.
 
     Each step counts with the arguments of its start. What is not known is left out.
     """
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for row in (row for row in rows if row["step"] > 0):
-        own = next((s["args"] for s in reversed(starts) if s["step"] < row["step"] and s.get("args")), args)
-        prompts, size = own.get("prompts_per_step"), own.get("group_size")
-        counts = {"prompts": prompts, "samples": prompts and size and prompts * size, "examples": own.get("batch_size")}
+        flags = next((s["args"] for s in reversed(starts) if s["step"] < row["step"] and s.get("args")), args)
+        num, size = flags.get("prompts_per_step"), flags.get("group_size")
+        counts = {"prompts": num, "samples": num and size and num * size, "examples": flags.get("batch_size")}
         counts["tokens"] = round(row.get("time/tokens_per_s", 0) * row.get("time/step", 0))
         for name, count in counts.items():
             if isinstance(count, int):
-                found[name] = found.get(name, 0) + count
+                amounts[name] = amounts.get(name, 0) + count
     size = next((start["rows"] for start in reversed(starts) if start.get("rows")), 0)
-    taken = found.get("prompts", found.get("examples"))
-    return found | ({"passes": taken / size} if size and taken else {})
+    taken = amounts.get("prompts", amounts.get("examples"))
+    return amounts | ({"passes": taken / size} if size and taken else {})
 
 
 def seen_text(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> str:
@@ -69,10 +69,10 @@ def best(args: Row, rows: Sequence[Row]) -> tuple[str, float, int] | None:
     The metric is that of `keep_best`, else the first of `SCORES`. The highest is best, and of a loss the lowest.
     """
     for key in map(str, filter(None, (args.get("keep_best"), *SCORES))):
-        found = [(row[key], row["step"]) for row in rows if isinstance(row.get(key), int | float)]
-        if len(found) > 1:
+        values = [(row[key], row["step"]) for row in rows if isinstance(row.get(key), int | float)]
+        if len(values) > 1:
             sign = -1 if key.endswith("loss") else 1
-            value, step = max(found, key=lambda x: (sign * x[0], -x[1]))
+            value, step = max(values, key=lambda x: (sign * x[0], -x[1]))
             return key, value, step
     return None
 
@@ -117,17 +117,17 @@ class Compared(NamedTuple):
 
 def compare_answers(folder: Path, *, most: int) -> Compared | None:
     """The answers to the first `most` held-out prompts, greedy where there are greedy ones; None without two steps."""
-    found: dict[str, dict[int, Path]] = {}
+    files: dict[str, dict[int, Path]] = {}
     for path in (folder / "trajectories").glob("eval_*.jsonl"):
         kind, _, step = path.stem.rpartition("_")
         if step.isdigit():
-            found.setdefault(kind, {})[int(step)] = path
-    several = sorted((kind for kind, steps in found.items() if len(steps) > 1), key=lambda x: ("greedy" not in x, x))
+            files.setdefault(kind, {})[int(step)] = path
+    several = sorted((kind for kind, steps in files.items() if len(steps) > 1), key=lambda x: ("greedy" not in x, x))
     if not several:
         return None
     kind = several[0]
-    first, last = min(found[kind]), max(found[kind])
-    groups = [{group.row: group for group in read_file(found[kind][step], step, MAX_READ)} for step in (first, last)]
+    first, last = min(files[kind]), max(files[kind])
+    groups = [{group.row: group for group in read_file(files[kind][step], step, MAX_READ)} for step in (first, last)]
     pairs = [(before, groups[1][row]) for row, before in sorted(groups[0].items()) if row in groups[1]]
     changes = [_mean(after) - _mean(before) for before, after in pairs]
     answers = [Answers(before.rows[0].get("prompt", ""), before.rows[0].get("gold"), _end(before), _end(after))

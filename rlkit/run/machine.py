@@ -42,13 +42,13 @@ def start_row(step: int) -> dict[str, Any]:
 
 def _machine() -> dict[str, Any]:
     """The hardware of this node; GPUs only where this process uses CUDA."""
-    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": num_cores()}
+    facts: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu(), "cores": num_cores()}
     with suppress(ValueError, OSError, AttributeError):
-        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return found
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return facts
 
 
 def _cpu() -> str:
@@ -60,9 +60,9 @@ def _cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"rlkit": import_module("rlkit").__version__, "python": sys.version.partition(" ")[0]}
+    versions = {"rlkit": import_module("rlkit").__version__, "python": sys.version.partition(" ")[0]}
     for name in _PACKAGES:
         if name in sys.modules:
             with suppress(PackageNotFoundError):
-                found[name] = version(name)
-    return found
+                versions[name] = version(name)
+    return versions

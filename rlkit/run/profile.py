@@ -77,14 +77,14 @@ class _Phase(NamedTuple):
 
 def table(events: Iterable[Any]) -> str:
     """Seconds of each phase, its longest operators and its longest kernels, by where they start."""
-    found = sorted(events, key=lambda event: event.time_range.start)
-    marks = [event for event in found if event.name.startswith(_MARK) and event.device_type == DeviceType.CPU]
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    marks = [event for event in ordered if event.name.startswith(_MARK) and event.device_type == DeviceType.CPU]
     ends, names = [mark.time_range.start for mark in marks], [mark.name.removeprefix(_MARK) for mark in marks]
     wall: dict[str, float] = defaultdict(float)
-    for name, begin, end in zip(names, [found[0].time_range.start if found else 0.0, *ends], ends):
+    for name, begin, end in zip(names, [ordered[0].time_range.start if ordered else 0.0, *ends], ends):
         wall[name] += end - begin
     phases = {name: _Phase(us, defaultdict(float), defaultdict(float)) for name, us in wall.items()}
-    for event in found:
+    for event in ordered:
         at = bisect_left(ends, event.time_range.start)
         if at == len(ends) or event.name.startswith(_MARK):
             continue

@@ -91,14 +91,14 @@ class Samples:
         self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], *, step: int
     ) -> Iterator[Known]:
         """The value gets what the block learns of the groups; they are written when it ends, also by an error."""
-        known = Known()
+        record = Known()
         try:
-            yield known
+            yield record
         finally:
-            self.trained(prompts, groups, known, step=step)
+            self.trained(prompts, groups, record, step=step)
 
     def trained(
-        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], known: Known, *, step: int
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], record: Known, *, step: int
     ) -> None:
         """Write the groups that train in `step` to `train_{step}.jsonl`, and show one group if a table is due.
 
@@ -107,8 +107,8 @@ class Samples:
         if not self._run.active:
             return
         rows = [self._rows(*of, step=step) for of in zip(prompts, groups, strict=True)]
-        advantages = dict(zip(known.places, known.advantages))
-        tokens = {known.places[i]: streams for i, streams in known.tokens.items()}
+        advantages = dict(zip(record.places, record.advantages))
+        tokens = {record.places[i]: streams for i, streams in record.tokens.items()}
         samples = zip([row for group in rows for row in group], [t for group in groups for t in group], strict=True)
         for place, (row, t) in enumerate(samples):
             row["advantage"] = advantages.get(place)
@@ -116,20 +116,20 @@ class Samples:
                 row["tokens"] = token_row(t.ids, tokens[place], decode=self._decode)
         self._run.trajectories(step, [row for group in rows for row in group])
         if rows and self._print_steps and (step == 1 or step % self._print_steps == 0):
-            shown = max(range(len(rows)), key=lambda i: _spread(rows[i]))
-            prompt = prompts[shown]
+            index = max(range(len(rows)), key=lambda i: _spread(rows[i]))
+            prompt = prompts[index]
             told = {"question": self._question(prompt), "begun": getattr(prompt, "begun", "")}
-            for line in table(rows[shown], **told, width=line_width()):
+            for line in table(rows[index], **told, width=line_width()):
                 self._run.say(line, whole=True)
 
     def _rows(self, prompt: Prompt, group: Sequence[Trajectory], *, step: int) -> list[dict[str, Any]]:
-        known = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
+        common = {"step": step, "group": prompt.index, "gold": gold_answer(prompt.row)}
         text = self._decode(prompt.ids)  # once: most samples of a group have the same prompt
 
         def decode(ids: Sequence[int]) -> str:
             return text if list(ids) == list(prompt.ids) else self._decode(ids)
 
-        return [known | trajectory_row(t, decode=decode) for t in group]
+        return [common | trajectory_row(t, decode=decode) for t in group]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -173,11 +173,11 @@ def token_row(ids: Sequence[int], streams: Mapping[str, Any], *, decode: Decode)
     Numbers have four significant digits, and a stream of one number throughout is that number. The pieces joined are
     the completion: the ids of one character that needs several have their text at the last of them.
     """
-    found: dict[str, Any] = {"text": pieces(ids, decode=decode)}
+    row: dict[str, Any] = {"text": pieces(ids, decode=decode)}
     for name, values in streams.items():
         short = values and [x if isinstance(x, int) else float(f"{x:.4g}") for x in values]
-        found[name] = short[0] if short and short.count(short[0]) == len(short) else short
-    return found
+        row[name] = short[0] if short and short.count(short[0]) == len(short) else short
+    return row
 
 
 def pieces(ids: Sequence[int], *, decode: Decode) -> list[str]:
@@ -205,8 +205,8 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int, begun
     Texts are quoted as JSON, so that a line stays one line and no control character reaches the terminal.
     """
     order = sorted((row for row in rows if "continues" not in row), key=lambda row: row["reward"], reverse=True)
-    shown = order if len(order) <= _NUM_SHOWN else [order[0], order[len(order) // 2], order[-1]]
-    first = shown[0]
+    chosen = order if len(order) <= _NUM_SHOWN else [order[0], order[len(order) // 2], order[-1]]
+    first = chosen[0]
     shown_gold = _quoted(first["gold"], width // 3)
     if isinstance(first["gold"], int | float):  # which no text equals
         shown_gold = f"{first['gold']} (a number)"
@@ -216,13 +216,13 @@ def table(rows: Sequence[Mapping[str, Any]], *, question: str, width: int, begun
     parts = [name for name in first["rewards"] if "/" not in name]
     columns = ["reward", "advantage", *parts]
     cells = []
-    for row in shown:
+    for row in chosen:
         numbers = [f"{row['reward']:z.3f}", "-" if row["advantage"] is None else f"{row['advantage']:+z.3f}"]
         cells.append(numbers + [f"{x:z.3f}" if (x := row["rewards"].get(name)) is not None else "-" for name in parts])
     widths = [max(9, *(len(text) + 1 for text in column)) for column in zip(columns, *cells, strict=True)]
     lines = [title + _quoted(question, width - len(title) - len(gold)) + gold]
     lines.append("".join(f"{name:>{w}}" for name, w in zip(columns, widths)) + "  answer")
-    for row, texts in zip(shown, cells, strict=True):
+    for row, texts in zip(chosen, cells, strict=True):
         line = "".join(f"{text:>{w}}" for text, w in zip(texts, widths))
         lines.append(line + "  " + _quoted(row["completion"], width - len(line) - 2))
     return lines

@@ -91,8 +91,8 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[Job]:
             BackgroundSaver(run.checkpoints, keep=schedule.keep) as saver,
         ):
             if start >= steps > 0:
-                what = f"the newest checkpoint is of step {start}, and steps is {steps}"
-                run.say(f"nothing to train: {what}; args.json stays as it was")
+                cause = f"the newest checkpoint is of step {start}, and steps is {steps}"
+                run.say(f"nothing to train: {cause}; args.json stays as it was")
             started = True
             with tracking(run, schedule), _profiled(run, schedule, start=max(start, 0)):
                 yield Job(run, stop, saver, schedule, start)
@@ -179,19 +179,19 @@ def check_finite(model: Any, *, when: str = "") -> None:
     """Explained where weights that train have become NaN or infinite: what was saved before stays."""
     if broken := broken_weights(model):
         fix = "try a lower learning rate, or --dtype fp32"
-        what = f"{when}weights are NaN or infinite: {broken}"
-        raise Explained(f"{what}; they are not saved, and earlier checkpoints and exports stay: {fix}")
+        fault = f"{when}weights are NaN or infinite: {broken}"
+        raise Explained(f"{fault}; they are not saved, and earlier checkpoints and exports stay: {fix}")
 
 
 @contextmanager
-def _reported(run: Run, *, fatal: bool, what: str = "no checkpoint") -> Iterator[None]:
+def _reported(run: Run, *, fatal: bool, event: str = "no checkpoint") -> Iterator[None]:
     """Report an OSError of the block, or raise it if `fatal`."""
     try:
         yield
     except OSError as error:
         if fatal:
             raise
-        run.say(f"{what}, training goes on: {error}")
+        run.say(f"{event}, training goes on: {error}")
 
 
 def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, reference: Any = None) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def keep_best(job: Job, step: int, *, model: Any, tokenizer: Any) -> None:
     if metric is None or not any(on_all_ranks(lambda: run.active and _is_best(run.folder, step, metric))):
         return
     run.status("saving the best model")
-    with _reported(run, fatal=False, what="no best model"):
+    with _reported(run, fatal=False, event="no best model"):
         folder = export_hf(model, tokenizer, run.folder / "best", dtype=dtype_of(job.schedule))
         _write_card(run, folder, step=step)
 

@@ -70,26 +70,26 @@ def _track(
     system: System | None = None,
 ) -> int:  # fmt: skip
     note, config, count = folder / f".track_{to}.json", read_args(folder), 0
-    kept: Row = {"id": None, "step": -1} | (object_of(untrusted.read(note, "json_mib")) or {} if note.exists() else {})
-    kept["project"] = project or kept.get("project") or config.get("track_project") or "rlkit"
-    kept["model"] = with_model or kept.get("model", bool(config.get("track_model")))
-    with TRACKERS[to](folder, kept["project"], kept["id"], config) as tracker:
-        kept["id"] = tracker.id
-        replace_file(note, json.dumps(kept).encode())
+    state: Row = {"id": None, "step": -1} | (object_of(untrusted.read(note, "json_mib")) or {} if note.exists() else {})
+    state["project"] = project or state.get("project") or config.get("track_project") or "rlkit"
+    state["model"] = with_model or state.get("model", bool(config.get("track_model")))
+    with TRACKERS[to](folder, state["project"], state["id"], config) as tracker:
+        state["id"] = tracker.id
+        replace_file(note, json.dumps(state).encode())
         while True:
-            for step, numbers in _new_steps(folder, after=kept["step"]):
+            for step, numbers in _new_steps(folder, after=state["step"]):
                 if system is not None:
                     numbers |= system.means()
                 _send_samples(tracker, folder, step, every=config.get("print_samples_steps") or 25)
                 tracker.numbers(step, numbers)
-                kept["step"] = step
+                state["step"] = step
                 count += 1
             if tracker.sure:
-                replace_file(note, json.dumps(kept).encode())
+                replace_file(note, json.dumps(state).encode())
             if not again():
                 break
-        _send_files(tracker, folder, kept)
-    replace_file(note, json.dumps(kept).encode())
+        _send_files(tracker, folder, state)
+    replace_file(note, json.dumps(state).encode())
     return count
 
 
@@ -121,10 +121,10 @@ def _sample(row: Row, step: int) -> Row:
     return {"step": step, "row": row.get("group"), **texts, **numbers, "end": row.get("finish_reason")}
 
 
-def _send_files(tracker: Tracker, folder: Path, kept: Row) -> None:
+def _send_files(tracker: Tracker, folder: Path, state: Row) -> None:
     """The picture and the model, where they are newer than what was sent."""
-    sent: dict[str, int] = kept.setdefault("sent", {})
-    model = tracker.model if kept["model"] else None
+    sent: dict[str, int] = state.setdefault("sent", {})
+    model = tracker.model if state["model"] else None
     for path, send in ((folder / CURVES, tracker.picture), (folder / "model", model)):
         if send is not None and path.exists() and sent.get(path.name) != path.stat().st_mtime_ns:
             send(path)
@@ -138,25 +138,24 @@ class System:
         self._before, self._readings = usage(), list[dict[str, float]]()
 
     def read(self) -> None:
-        """Take a reading; nothing of what this machine does not tell."""
-        now, found = usage(), dict[str, float]()
+        """Sample the use of CPU, memory and GPUs; omit what this machine does not report."""
+        now, reading = usage(), dict[str, float]()
         if now.everyone and now.clock > self._before.clock:
-            found["system/cpu"] = (
-                (now.everyone - self._before.everyone) / (now.clock - self._before.clock) / num_cores()
-            )
+            used = now.everyone - self._before.everyone
+            reading["system/cpu"] = used / (now.clock - self._before.clock) / num_cores()
         with suppress(OSError, KeyError, ValueError):
             memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             total, free = (int(memory[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-            found["system/memory"] = (total - free) / 2**20
+            reading["system/memory"] = (total - free) / 2**20
         self._before = now
-        self._readings.append(found | _gpus())
+        self._readings.append(reading | _gpus())
 
     def means(self) -> dict[str, float]:
         """The mean of each number since the last call."""
         taken, self._readings = self._readings, []
         names = dict.fromkeys(name for reading in taken for name in reading)
         return {
-            name: math.fsum(found) / len(found) for name in names if (found := [r[name] for r in taken if name in r])
+            name: math.fsum(values) / len(values) for name in names if (values := [r[name] for r in taken if name in r])
         }
 
 
@@ -165,12 +164,12 @@ def _gpus() -> dict[str, float]:
     if not (tool := shutil.which("nvidia-smi")):
         return {}
     query = [tool, "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-    found = dict[str, float]()
+    gpus = dict[str, float]()
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         for line in subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines():
             index, used, memory = (part.strip() for part in line.split(","))
-            found |= {f"system/gpu{index}": int(used) / 100, f"system/gpu{index}_memory": int(memory) / 1024}
-    return found
+            gpus |= {f"system/gpu{index}": int(used) / 100, f"system/gpu{index}_memory": int(memory) / 1024}
+    return gpus
 
 
 def check_trackers(names: Sequence[str]) -> None:

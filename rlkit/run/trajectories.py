@@ -47,15 +47,15 @@ def read_trajectories(folder: Path, *, parts: int = 1) -> Trajectories:
 
     Errors: ValueError for another line that is not JSON.
     """
-    found = [(int(match[2]), path) for path in (folder / "trajectories").glob("*.jsonl")
+    by_step = [(int(match[2]), path) for path in (folder / "trajectories").glob("*.jsonl")
              if (match := _NAME.fullmatch(path.name))]  # fmt: skip
-    found.sort(key=lambda x: (x[0], x[1].name))
-    sizes = {path: path.stat().st_size for _, path in found}
+    by_step.sort(key=lambda x: (x[0], x[1].name))
+    sizes = {path: path.stat().st_size for _, path in by_step}
     total = sum(sizes.values())
-    steps = sorted({step for step, _ in found})
+    steps = sorted({step for step, _ in by_step})
     every = -(-total * parts // MAX_READ) or 1
-    kept = {*steps[::every], *steps[-1:]}
-    files = [(step, path) for step, path in found if step in kept]
+    chosen = {*steps[::every], *steps[-1:]}
+    files = [(step, path) for step, path in by_step if step in chosen]
     limit = MAX_READ // parts // max(1, len(files)) if every > 1 else None  # one step may be above it alone
     read = sum(min(sizes[path], limit or total) for _, path in files)
     num_lines = sum(_count_lines(path, limit) for _, path in files)

@@ -1,4 +1,4 @@
-"""What every training script does before it trains: checks, the run folder, the device, the tokenizer, the models.
+"""Set up a run: checks, the run folder, the device, the tokenizer, the models.
 
 brought = bring(args, ...)              `rlkit.scripts.task` or `offline`: what the user gave, checked without torch
 place = open_place(args, brought)       the run folder, and what the flags leave to this machine and to the model
@@ -87,8 +87,8 @@ class Place:
 
     def loading(self) -> dict[str, Any]:
         """Arguments of `rlkit.model.launch.load_policy`, `load_critic` and `load_judge`."""
-        given = {"args": self.model.parallel, "device": self.model.device, "dtype": self.optim.dtype}
-        return given | ({"min_rows": vocabulary_size(self.tokenizer)} if self.model.resize_embeddings else {})
+        options = {"args": self.model.parallel, "device": self.model.device, "dtype": self.optim.dtype}
+        return options | ({"min_rows": vocabulary_size(self.tokenizer)} if self.model.resize_embeddings else {})
 
 
 def open_place(args: Flags, brought: Brought) -> Place:
@@ -166,8 +166,8 @@ def keep_flags(args: Flags, brought: Brought, model: Model, optim: Optim) -> Non
     if model.device == "cpu" and model.parallel.offload:
         log.warning("--parallel.offload has no effect on the CPU: it moves parameters there from a GPU")
     if model.device == "cpu":
-        kept = read_args(folder) if resume else {}
-        flags["threads"], line = choose_threads(kept=kept.get("threads"))
+        saved = read_args(folder) if resume else {}
+        flags["threads"], line = choose_threads(num_threads=saved.get("threads"))
         if line:
             say(line)
     again = render(replace(used, model=brought.model))  # on a machine without this device, too
@@ -191,17 +191,17 @@ def within_memory(place: Place, total: int, *, samples: bool) -> Place:
     shape = shape_of(place.config)
     room = USABLE * total - samples * engine_bytes(shape, engine_tp=1)
     asked = Layout(1, tokens=optim.max_tokens, checkpointing=parallel.activation_checkpointing)
-    found = fitted(shape, replace(asked, offload=parallel.offload), room=room)
+    fit = fitted(shape, replace(asked, offload=parallel.offload), room=room)
     size = f"{shape.parameters / 1e9:.1f} B parameters on {total / 2**30:.0f} GiB"
-    if found is None:
+    if fit is None:
         fixes = "`lora_rank` 32 (its base in 8 or 4 bits: `lora_base`), `parallel.offload`, or several GPUs by torchrun"
         raise ValueError(f"training all weights of {size} does not fit: give {fixes}; `rlkit plan` counts what fits")
-    changed = ["activation checkpointing is on"] * (found.checkpointing > asked.checkpointing)
-    changed += [f"--max-tokens is {found.tokens} instead of {asked.tokens}"] * (found.tokens < asked.tokens)
+    changed = ["activation checkpointing is on"] * (fit.checkpointing > asked.checkpointing)
+    changed += [f"--max-tokens is {fit.tokens} instead of {asked.tokens}"] * (fit.tokens < asked.tokens)
     if changed:
         say(f"memory: {size}: {', '.join(changed)}")
-    fitting = replace(parallel, activation_checkpointing=found.checkpointing)
-    optim = replace(optim, max_tokens=found.tokens)
+    fitting = replace(parallel, activation_checkpointing=fit.checkpointing)
+    optim = replace(optim, max_tokens=fit.tokens)
     return replace(place, model=replace(place.model, parallel=fitting), optim=optim)
 
 
@@ -220,18 +220,18 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
     refuse_if(model.adapter and path != model.adapter, f"`model` {path} is an adapter too: give one, or its base model")
     refuse_if(not find_spec("peft"), lacks("peft", "lora", f"the adapter {path} needs"))
     base = base_of(path) if path == model.model else model.model
-    file, what = read_adapter(path), f"the adapter {path} has"
+    file, subject = read_adapter(path), f"the adapter {path} has"
     if lora.lora_rank != 0:
         fix = "drop the flag to train the adapter on, or give `lora_rank` 0 to merge it and train all weights"
-        for name, given, own in (("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha)):
-            refuse_if(given not in (None, own), f"`lora_{name}` {given}: {what} {name} {own:g}: {fix}")
+        for name, asked, stored in (("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha)):
+            refuse_if(asked not in (None, stored), f"`lora_{name}` {asked}: {subject} {name} {stored:g}: {fix}")
         same = {*lora.lora_targets} in (set(), file.last_names)
-        refuse_if(not same, f"`lora_targets`: {what} {', '.join(sorted(file.last_names))}: {fix}")
+        refuse_if(not same, f"`lora_targets`: {subject} {', '.join(sorted(file.last_names))}: {fix}")
         lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
         if file.dropout and not lora.lora_dropout:
             fix = f"--lora-rank {file.rank} --lora-dropout {file.dropout:g} keeps it in training on fixed data"
             log.warning(
-                "%s lora_dropout %g, and trains on without dropout, as its export says: %s", what, file.dropout, fix
+                "%s lora_dropout %g, and trains on without dropout, as its export says: %s", subject, file.dropout, fix
             )
     return replace(model, model=base, adapter=path), lora
 
@@ -243,10 +243,10 @@ def check_device(device: str | None) -> None:
     if not device:
         return
     try:
-        found = torch.get_device_module(torch.device(device).type).is_available()
+        available = torch.get_device_module(torch.device(device).type).is_available()
     except (RuntimeError, AttributeError):
-        found = False
-    if not found:
+        available = False
+    if not available:
         raise ValueError(f"`device` {device}: torch {torch.__version__} finds no such device; use --device cpu")
 
 
@@ -257,12 +257,12 @@ def check_ranks(parallel: ParallelArgs) -> None:
     names = [name for name in ("replicate", "shard", "cp", "tp", "pp", "ep") if getattr(parallel, name) > 1]
     if not names or launched():
         return
-    given = " ".join(f"--parallel.{name} {getattr(parallel, name)}" for name in names)
+    sizes = " ".join(f"--parallel.{name} {getattr(parallel, name)}" for name in names)
     ranks = math.prod(getattr(parallel, name) for name in names if name != "ep")
     ranks = ranks if ranks > 1 else parallel.ep  # taken out of the others
     program = re.sub(r"^rlkit ", "-m rlkit.scripts.", sys.argv[0])
     start = f"torchrun --nproc-per-node {ranks} {program} ..."
-    raise ValueError(f"{given} takes {ranks} processes, and this is one: start them with {start}")
+    raise ValueError(f"{sizes} takes {ranks} processes, and this is one: start them with {start}")
 
 
 def check_flags(args: Flags) -> tuple[Model, Lora]:
@@ -339,11 +339,11 @@ def template_file(data: Data, schedule: Schedule) -> Path | None:
     """The file of --chat-template, or the copy in the folder of a resumed run where that file is gone."""
     from rlkit.data.template_files import KEPT
 
-    given, kept = data.chat_template, schedule.output / KEPT
-    if isinstance(given, bool):
+    file, copy = data.chat_template, schedule.output / KEPT
+    if isinstance(file, bool):
         return None
-    gone = schedule.resume and kept.exists() and not Path(given).expanduser().exists()
-    return kept if gone else Path(given)
+    gone = schedule.resume and copy.exists() and not Path(file).expanduser().exists()
+    return copy if gone else Path(file)
 
 
 def load_policies(place: Place, *, has_reference: bool, reference: str | None = None) -> tuple[Any, Any]:
@@ -369,8 +369,8 @@ def load_trained(place: Place, load: Callable[..., Any]) -> Any:
     model = load(place.model.model, adapter=adapter, **place.lora.options())
     report_model(model, dtype=str(place.optim.dtype))
     if adapter and is_first():
-        what = "trains on" if rank else "is merged into the weights, which all train"
-        say(f"adapter: {adapter} {what}; a reference is the model with the adapter as it is now")
+        effect = "trains on" if rank else "is merged into the weights, which all train"
+        say(f"adapter: {adapter} {effect}; a reference is the model with the adapter as it is now")
     return model
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rlkit.rewards")
 _SLOW_S = 10.0
-OfTokenizer = Callable[[Any], Any]  # what a run needs of the user's code, once there is a tokenizer
+OfTokenizer = Callable[[Any], Any]  # built from the user's code and a tokenizer
 
 
 def function_of(flag: str, spec: str) -> Any:
@@ -65,7 +65,7 @@ def trial_of(choose: Callable[[Any], Any], **options: Any) -> Callable[[Any], ob
 
 def tried(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the user's that the loops do not try again: to them it is one of rlkit."""
-    return lambda *given, **options: function(*given, **options)
+    return lambda *args, **options: function(*args, **options)
 
 
 def own_loss(spec: str, trial: Callable[[Any], object]) -> Any:
@@ -73,7 +73,7 @@ def own_loss(spec: str, trial: Callable[[Any], object]) -> Any:
     return _checked_loss(f"--loss {spec}", spec, tried_function("loss", spec, trial)) if ":" in spec else None
 
 
-def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked_loss(flag: str, spec: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The loss function; LossError, with the user's line, where it raises or returns no loss per element."""
     calls = 0
 
@@ -83,24 +83,24 @@ def _checked_loss(given: str, spec: str, function: Callable[..., Any]) -> Callab
         import torch
 
         try:
-            found = function(x, *args, **options)
+            loss = function(x, *args, **options)
         except Exception as error:
             file = str(Path(spec.rpartition(":")[0]).expanduser().absolute())
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
             where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
-            raise LossError(f"{given} failed: {type(error).__name__}: {error}{where}") from error
+            raise LossError(f"{flag} failed: {type(error).__name__}: {error}{where}") from error
         expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
-        if not isinstance(found, torch.Tensor):
-            raise LossError(f"{given} must return {expected}, got {type(found).__name__} {found!r:.80}")
-        if found.shape != x.shape:
-            raise LossError(f"{given} must return {expected}, got shape {list(found.shape)}: do not average it")
-        if x.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"{flag} must return {expected}, got {type(loss).__name__} {loss!r:.80}")
+        if loss.shape != x.shape:
+            raise LossError(f"{flag} must return {expected}, got shape {list(loss.shape)}: do not average it")
+        if x.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
             fix = "compute it with torch, without .detach(), .item() or no_grad"
-            raise LossError(f"{given} must return {expected}, and it has no gradient with respect to that: {fix}")
+            raise LossError(f"{flag} must return {expected}, and it has no gradient with respect to that: {fix}")
         calls += 1
-        if calls == 1 and found.numel() and bool(found.isnan().all()):
-            raise LossError(f"{given} must return {expected}, and all of it is NaN at the first call")
-        return found
+        if calls == 1 and loss.numel() and bool(loss.isnan().all()):
+            raise LossError(f"{flag} must return {expected}, and all of it is NaN at the first call")
+        return loss
 
     return checked
 
@@ -117,8 +117,8 @@ def own_optimizer(spec: str) -> Any:
     try:
         check_optimizer(make([{"params": [torch.nn.Parameter(torch.zeros(2, 2))], "weight_decay": 0.0}]))
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--optimizer {spec} failed on a parameter group: {what}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--optimizer {spec} failed on a parameter group: {reason}") from error
     return make
 
 
@@ -131,7 +131,7 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
     if text is None or (critic and text == "gae"):
         return None
     name, values = text.partition("(")[0], critic is not None
-    own = ":" in name
+    of_user = ":" in name
 
     def trial(function: Any) -> None:
         from rlkit.loops.trial import lacking, try_advantage
@@ -139,22 +139,22 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
         lacks = lacking(args.rollouts, args.penalties, critic=values, scored=values, estimator=True)
         try_advantage(function, values=values, lacks=lacks, weighs=args.correction.correction != "none")
 
-    given = text if own else f"rlkit.loops.estimators:{text}"
-    function = tried_function("advantage", given, trial if own or "(" in text else callable)
+    spec = text if of_user else f"rlkit.loops.estimators:{text}"
+    function = tried_function("advantage", spec, trial if of_user or "(" in text else callable)
     refuse_if(
         name in OF_VALUES and not values,
         f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
     )
     refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
     if critic is None:
-        return tried(function) if own else function
+        return tried(function) if of_user else function
     bound, parameters = getattr(function, "keywords", {}), inspect.signature(function).parameters
     numbers = {key: getattr(critic, key) for key in ("gamma", "lam_policy", "lam_value")}
     for key in (key for key in numbers if not is_default(critic, key)):
         refuse_if(key in bound, f"`{key}` and `advantage` {text} both give {key}: drop one of them")
         refuse_if(key not in parameters, f"`advantage` {text} has no argument `{key}`, so it would not be used")
     taken = partial(function, **{key: x for key, x in numbers.items() if key in parameters and key not in bound})
-    return tried(taken) if own else taken
+    return tried(taken) if of_user else taken
 
 
 def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss") -> Any:
@@ -177,12 +177,12 @@ def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss
     return kl_term(penalties, function, default=place).estimator
 
 
-def own_rewards(how: Evaluation, episodes: Episodes, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
+def own_rewards(evaluation: Evaluation, episodes: Episodes, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
     """`read_reward` of each held-out set that has a reward of its own."""
-    given = {name: specs for name in held_out if (specs := how.reward_of(name))}
+    specs_of = {name: specs for name in held_out if (specs := evaluation.reward_of(name))}
     return {
-        name: read_reward(replace(episodes, reward=specs), held_out[name], flag="eval_reward", trial=how.trial)
-        for name, specs in given.items()
+        name: read_reward(replace(episodes, reward=specs), held_out[name], flag="eval_reward", trial=evaluation.trial)
+        for name, specs in specs_of.items()
     }
 
 
@@ -193,9 +193,9 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bo
     ValueError for a function that does not exist, that cannot be called with what a sample has, that needs a column
     which a row lacks, or that fails. Does not import torch.
     """
-    found = reward_functions(episodes, *parts, flag=flag)
+    functions = reward_functions(episodes, *parts, flag=flag)
     if trial:
-        try_rewards(found, episodes, *parts, flag=flag)
+        try_rewards(functions, episodes, *parts, flag=flag)
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.agents.command import scored
@@ -204,16 +204,16 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bo
 
         done = scored if episodes.agent else lambda score: score
         limits = {"timeout_s": episodes.reward_timeout, "max_failed": episodes.max_failed}
-        if not found:
+        if not functions:
             return done(env_rewards(max_failed=episodes.max_failed))
         weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
-        reward, *_ = found.values()
+        reward, *_ = functions.values()
         if [*weights.values()] != [None]:
             each = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
-            reward = weighted(found, weights=each, timeout_s=episodes.reward_timeout)
+            reward = weighted(functions, weights=each, timeout_s=episodes.reward_timeout)
             if episodes.combine != "sum":
-                how = combining(episodes)
-                reward = scalarized(found, weights=each, scalarize=how, timeout_s=episodes.reward_timeout)
+                scalarize = combining(episodes)
+                reward = scalarized(functions, weights=each, scalarize=scalarize, timeout_s=episodes.reward_timeout)
         return done(scorer(reward, tokenizer=tokenizer, **limits))
 
     return of_tokenizer
@@ -244,21 +244,21 @@ def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, An
     from rlkit.rewards.rows import check_rows
     from rlkit.rewards.text import gold_answer
 
-    found = {}
+    functions = {}
     for name, (spec, _) in episodes.rewards().items():
         function = function_of(flag, spec)
         try:
-            found[name] = function = adapted(function)
+            functions[name] = function = adapted(function)
             check_signature(function, set(ONE_TURN) if episodes.one_turn else None)
             check_rows(function, *parts)
         except (TypeError, ValueError) as error:
             raise ValueError(f"`{flag}` {spec}: {error}") from None
-    for rows in parts if found else ():
+    for rows in parts if functions else ():
         golds = [(index, gold_answer(row)) for index, row in enumerate(rows)]
         if any(gold is not None for _, gold in golds):
             why = "have no gold answer (missing, null or empty)"
-            drop(rows, golds, lambda gold: gold is None, what="rows", why=why, keep=True)
-    return found
+            drop(rows, golds, lambda gold: gold is None, unit="rows", why=why, keep=True)
+    return functions
 
 
 def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, flag: str) -> None:
@@ -270,9 +270,9 @@ def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, f
     for spec, function, trial in reward_trials(functions, episodes, *parts) if is_first() else ():
         from rlkit.rewards.failures import name_of
 
-        for what, error in trial.failures:
-            what = f"a batch of {len(trial.tried)} completions" if error.index is None else what
-            said = f"{name_of(function)} failed on {trial.place} with {what}: {error.cause}; {error.fix}"
+        for label, error in trial.failures:
+            label = f"a batch of {len(trial.tried)} completions" if error.index is None else label
+            said = f"{name_of(function)} failed on {trial.place} with {label}: {error.cause}; {error.fix}"
             if not episodes.max_failed or len(trial.failures) == len(trial.tried):
                 raise ValueError(f"`{flag}` {spec}: {said}; --no-trial skips this call")
             _log.warning("%s", said)
@@ -280,14 +280,14 @@ def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, f
             _log.warning("%s: %s", trial.place, trial.note)
 
 
-def try_env(how: Episodes, tokenizer: Any, env: Any, prompts: Sequence[Any], *, ends: Sequence[int]) -> None:
+def try_env(episodes: Episodes, tokenizer: Any, env: Any, prompts: Sequence[Any], *, ends: Sequence[int]) -> None:
     """Play one step of an episode of `env` or `tools` on the first prompt, with its gold answer and one of the tokens
     `ends` as the policy's turn.
 
     ValueError for an environment that fails; one that has not come that far after `reward_timeout` is logged. An
     `agent` is not run.
     """
-    if not is_first() or not prompts or (how.env is None and not how.tools):
+    if not is_first() or not prompts or (episodes.env is None and not episodes.tools):
         return
     from rlkit.rewards.episodes import any_reward
     from rlkit.rewards.episodes import try_env as play
@@ -295,20 +295,20 @@ def try_env(how: Episodes, tokenizer: Any, env: Any, prompts: Sequence[Any], *, 
     from rlkit.rewards.text import gold_answer
     from rlkit.run.sync import run_sync
 
-    flag, given = ("tools", how.tools) if how.env is None else ("env", how.env)
-    spec = given if isinstance(given, str) else " ".join(given)
+    flag, value = ("tools", episodes.tools) if episodes.env is None else ("env", episodes.env)
+    spec = value if isinstance(value, str) else " ".join(value)
     ids = [*tokenizer.encode(str(gold_answer(prompts[0].row) or "1"), add_special_tokens=False), *ends[:1]]
-    score = any_reward if how.reward else env_rewards()
+    score = any_reward if episodes.reward else env_rewards()
     try:
-        came = run_sync(play(env, prompts[0], ids=ids, score=score, timeout_s=how.reward_timeout))
+        came = run_sync(play(env, prompts[0], ids=ids, score=score, timeout_s=episodes.reward_timeout))
     except MissingExtra:
         raise
     except Exception as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"`{flag}` {spec}: {what}; --no-trial skips this step") from error
+        text = " ".join(str(error).split())
+        raise ValueError(f"`{flag}` {spec}: {text}; --no-trial skips this step") from error
     if not came:
         said = "--%s %s: the first step of an episode takes more than %g s (--reward-timeout), and the run goes on"
-        _log.warning(said, flag, spec, how.reward_timeout)
+        _log.warning(said, flag, spec, episodes.reward_timeout)
 
 
 def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -343,12 +343,12 @@ def _told_if_slow(spec: str) -> Iterator[None]:
 
 def trial_lines(trial: Any) -> Sequence[str]:
     """The reward of each text, for `rlkit data`."""
-    width = max(len(what) for _, what, _ in trial.tried)
-    shown = [
-        (what, getattr(result, "reward", None), getattr(result, "cause", ""), getattr(result, "fix", ""))
-        for _, what, result in trial.tried
+    width = max(len(label) for _, label, _ in trial.tried)
+    rows = [
+        (label, getattr(result, "reward", None), getattr(result, "cause", ""), getattr(result, "fix", ""))
+        for _, label, result in trial.tried
     ]
     return [
-        f"  {what:{width}}  {f'{cause}; {fix}' if reward is None else f'{reward:g}'}"
-        for what, reward, cause, fix in shown
+        f"  {label:{width}}  {f'{cause}; {fix}' if reward is None else f'{reward:g}'}"
+        for label, reward, cause, fix in rows
     ]

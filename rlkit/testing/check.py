@@ -78,7 +78,7 @@ def check_loss(
     compile: bool = False,
     max_examples: int = 60,
     out: TextIO | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Report:
     """Check a loss per token (or per pair of responses), print the results to `out` (stdout) and return them.
 
@@ -94,7 +94,7 @@ def check_loss(
               compile: also check `torch.compile(fullgraph=True)` (a few seconds).
               how: arguments of `rlkit.testing.subject`: `options`, `streams`, `statistics`, `name`.
     """
-    s = subject(fn, **how)
+    s = subject(fn, **options)
     wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
     if any(name.startswith("chosen_") for name in s.streams):
         wanted.append(preference.prefers_chosen)
@@ -117,7 +117,7 @@ def check_estimator(
     compile: bool = False,
     max_examples: int = 60,
     out: TextIO | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Report:
     """Check an advantage estimator, print the results to `out` (stdout) and return them.
 
@@ -129,7 +129,7 @@ def check_estimator(
               law checks the formula, e.g. detects a wrong factor.
               Others as in `check_loss`.
     """
-    s = subject(fn, **how)
+    s = subject(fn, **options)
     grouped = s.takes("group_ids") and not s.takes("mask")
     wanted = [*(GROUP_BASELINE if grouped else ESTIMATOR), *([] if loop is None else [estimators.equals_loop(loop)])]
     return _check("check_estimator", s, [*wanted, *laws], skip, compile, max_examples, out)
@@ -145,7 +145,7 @@ def check_kl(
     compile: bool = False,
     max_examples: int = 60,
     out: TextIO | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Report:
     """Check a KL estimator of sampled tokens, print the results to `out` (stdout) and return them.
 
@@ -155,7 +155,7 @@ def check_kl(
               expectations must equal: `laws.forward` (KL(policy || ref)), `laws.backward`, `laws.nothing` (0).
               Others as in `check_loss`; skip "non_negative" for an estimator that may be negative.
     """
-    s = subject(fn, **how)
+    s = subject(fn, **options)
     wanted = [*LOSS, structure.all_count, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
     return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
 
@@ -168,7 +168,7 @@ def check_weights(
     compile: bool = False,
     max_examples: int = 60,
     out: TextIO | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Report:
     """Check loss weights (a correction, an aggregation, a filter), print the results and return them.
 
@@ -178,7 +178,7 @@ def check_weights(
 
     Args:     as in `check_loss`; for an aggregation add `laws.sums_to_one`.
     """
-    return _check("check_weights", subject(fn, **how), [*WEIGHT, *laws], skip, compile, max_examples, out)
+    return _check("check_weights", subject(fn, **options), [*WEIGHT, *laws], skip, compile, max_examples, out)
 
 
 def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 60) -> Report:
@@ -197,11 +197,11 @@ def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = Non
         else:
             if x.draw not in drawn:
                 drawn[x.draw] = sample(x.cases(s), max_examples)
-            found = next((c for c in (x.broken_by(s, case) for case in drawn[x.draw]) if c is not None), None)
-            if found is not None:
-                found = x.search(s, max_examples=max_examples) or found
-            note = "" if found is None else report(s, found)
-            results.append(Result(x.name, "holds" if found is None else "fails", note, x.statement))
+            counterexample = next((c for c in (x.broken_by(s, case) for case in drawn[x.draw]) if c is not None), None)
+            if counterexample is not None:
+                counterexample = x.search(s, max_examples=max_examples) or counterexample
+            note = "" if counterexample is None else report(s, counterexample)
+            results.append(Result(x.name, "holds" if counterexample is None else "fails", note, x.statement))
     return Report(results)
 
 

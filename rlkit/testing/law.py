@@ -43,12 +43,12 @@ class Law:
     needs: tuple[str, ...] = ()
     draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
 
-    def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **how: Any) -> None:
-        """Raise AssertionError with the smallest counterexample. `how`: arguments of `subject`."""
-        s = subject(fn, **how) if callable(fn) else fn
-        found = self.search(s, max_examples=max_examples)
-        if found is not None:
-            raise AssertionError(f"{s.name} breaks {self.name}: {self.statement}\n{report(s, found)}")
+    def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **options: Any) -> None:
+        """Raise AssertionError with the smallest counterexample. `options`: arguments of `subject`."""
+        s = subject(fn, **options) if callable(fn) else fn
+        counterexample = self.search(s, max_examples=max_examples)
+        if counterexample is not None:
+            raise AssertionError(f"{s.name} breaks {self.name}: {self.statement}\n{report(s, counterexample)}")
 
     def why_not(self, s: Any) -> str | None:
         """Why the law does not apply to this function; None if it applies."""
@@ -57,29 +57,29 @@ class Law:
 
     def search(self, s: Any, *, max_examples: int = 25, shrink: bool = True) -> Counterexample | None:
         """The smallest counterexample found (without `shrink` the first), or None. Deterministic."""
-        found: list[Counterexample] = []
+        failures: list[Counterexample] = []
 
         @_settings(max_examples, [Phase.generate, Phase.shrink] if shrink else [Phase.generate])
         @given(self.cases(s))
         def attempt(case: Any) -> None:
             broken = self.broken_by(s, case)
             if broken is not None:
-                found.append(broken)
+                failures.append(broken)
                 raise AssertionError(broken.problem)
 
         try:
             attempt()
         except (AssertionError, HypothesisException):
-            return self.minimized(s, found[-1]) if shrink else found[-1]
+            return self.minimized(s, failures[-1]) if shrink else failures[-1]
         return None
 
-    def minimized(self, s: Any, found: Counterexample) -> Counterexample:
+    def minimized(self, s: Any, counterexample: Counterexample) -> Counterexample:
         """The counterexample without unnecessary sequences and tokens, of which Hypothesis leaves some."""
-        for case in smaller(found.case):
+        for case in smaller(counterexample.case):
             broken = self.broken_by(s, case)
             if broken is not None:
                 return self.minimized(s, broken)
-        return found
+        return counterexample
 
     def broken_by(self, s: Any, case: Any) -> Counterexample | None:
         """The counterexample if the case breaks the law, by any exception; otherwise None."""
@@ -122,26 +122,26 @@ def sample(strategy: SearchStrategy, num: int) -> list[Any]:
     return out
 
 
-def report(s: Any, found: Counterexample) -> str:
+def report(s: Any, counterexample: Counterexample) -> str:
     """The problem and the case, line by line."""
-    return f"  {found.problem}\n  smallest counterexample:\n{describe(found.case, hide=s.hidden)}"
+    return f"  {counterexample.problem}\n  smallest counterexample:\n{describe(counterexample.case, hide=s.hidden)}"
 
 
-def same(got: Tensor, want: Tensor, what: str, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+def same(got: Tensor, want: Tensor, label: str, *, rtol: float = 0.0, atol: float = 0.0) -> None:
     """`got` equals `want`, by default bit for bit, with NaN equal to NaN; the error names the first difference."""
     if got.shape != want.shape:
-        raise AssertionError(f"{what} has shape {list(got.shape)}, expected {list(want.shape)}")
+        raise AssertionError(f"{label} has shape {list(got.shape)}, expected {list(want.shape)}")
     a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
     equal = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
     if not equal.all():
         index = (~equal).nonzero()[0].tolist()
         at = f" at [{', '.join(map(str, index))}]" if index else ""
-        raise AssertionError(f"{what} is {short(a[tuple(index)])}{at}, expected {short(b[tuple(index)])}")
+        raise AssertionError(f"{label} is {short(a[tuple(index)])}{at}, expected {short(b[tuple(index)])}")
 
 
-def near(got: Tensor, want: Tensor, what: str, *, tolerance: float = 1e-9) -> None:
+def near(got: Tensor, want: Tensor, label: str, *, tolerance: float = 1e-9) -> None:
     """`got` equals `want` up to `tolerance`, relative or absolute; the default allows for the rounding of fp64 sums."""
-    same(got, want, what, rtol=tolerance, atol=tolerance)
+    same(got, want, label, rtol=tolerance, atol=tolerance)
 
 
 def _settings(max_examples: int, phases: list[Phase]) -> settings:

@@ -29,8 +29,8 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
         """The vectorised function equals its definition, a loop over one sequence or group in Python floats."""
         got = tensors(s(case))
         want = [torch.zeros_like(x, dtype=torch.float64) for x in got]
-        for index, given in _units(s, case):
-            result = loop(**given, **s.options)
+        for index, arguments in _units(s, case):
+            result = loop(**arguments, **s.options)
             lists = result if isinstance(result, tuple) else (result,)
             for out, values in zip(want, lists, strict=True):
                 out[index] = torch.tensor(values, dtype=torch.float64)
@@ -40,14 +40,14 @@ def equals_loop(loop: Callable[..., Any]) -> Law:
     return equals_loop
 
 
-def limit(other: Callable[[Case], Any], *, note: str, **given: Any) -> Law:
-    """The law that, with the arguments `given`, the function equals `other(case)`.
+def limit(other: Callable[[Case], Any], *, note: str, **arguments: Any) -> Law:
+    """The law that, with `arguments`, the function equals `other(case)`.
 
-    Each of `given` is a constant or a function of the case: `limit(.., lam=1.0, log_ratio=lambda case: ..)`.
+    Each of `arguments` is a constant or a function of the case: `limit(.., lam=1.0, log_ratio=lambda case: ..)`.
     """
 
     def check(s: Subject, case: Case) -> None:
-        fixed = {k: x(case) if callable(x) else x for k, x in given.items()}
+        fixed = {k: x(case) if callable(x) else x for k, x in arguments.items()}
         streams = {k: stream for k, stream in s.streams.items() if k not in fixed}
         special = replace(s, options={**s.options, **fixed}, streams=streams)
         rest = case._replace(
@@ -112,9 +112,9 @@ def stated_scale(s: Subject, case: Case) -> None:
     near(scaled, got, f"the result is not {factor:g} times as large; with rewards times {factor:g} it", tolerance=1e-2)
     for group in case.group_ids.unique():
         mine = got[case.group_ids == group]
-        found = [x.std(correction=k).item() for x in (mine, got) for k in (0, 1) if len(x) > k]
-        if mine.any() and not any(abs(x - 1) < 1e-2 for x in found):
-            raise AssertionError(f"the standard deviation of group {int(group)} is {found[0]:.6g}, expected 1")
+        stds = [x.std(correction=k).item() for x in (mine, got) for k in (0, 1) if len(x) > k]
+        if mine.any() and not any(abs(x - 1) < 1e-2 for x in stds):
+            raise AssertionError(f"the standard deviation of group {int(group)} is {stds[0]:.6g}, expected 1")
 
 
 @law(needs=("group_ids",))
@@ -132,8 +132,8 @@ def _units(s: Subject, case: Case) -> list[tuple[Tensor, dict[str, Any]]]:
         for i in range(case.num_seqs):
             index = tokens_of(case, torch.tensor([i]))
             index = index[case.mask[index]] if s.takes("mask") else index
-            given = {k: x[index].tolist() for k, x in case.tokens.items()}
-            out.append((index, given | {k: x[i].item() for k, x in case.seqs.items()}))
+            values = {k: x[index].tolist() for k, x in case.tokens.items()}
+            out.append((index, values | {k: x[i].item() for k, x in case.seqs.items()}))
         return out
     if not s.takes("group_ids"):
         index = case.mask.nonzero().squeeze(1) if s.takes("mask") else torch.arange(case.num_tokens)

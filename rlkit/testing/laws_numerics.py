@@ -32,13 +32,13 @@ def dtypes(s: Subject, case: Case) -> None:
     """bf16 and fp16 are computed and returned in fp32, fp64 stays fp64; int32 and int64 cu_seqlens are equivalent."""
     has_floats = any(x.is_floating_point() for x in case.streams.values())
     case = _off_the_grid(s, case)  # on it, sums and differences are exact in bf16
-    for given in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        want = torch.float64 if given == torch.float64 else torch.float32
-        low, wide = cast(case, given), cast(cast(case, given), want)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        want = torch.float64 if dtype == torch.float64 else torch.float32
+        low, wide = cast(case, dtype), cast(cast(case, dtype), want)
         for x, y in zip(tensors(s(low)), tensors(s(wide)), strict=True):
             if has_floats and s.axis != "metrics" and x.is_floating_point() and x.dtype != want:
-                raise AssertionError(f"{_name(given)} inputs give a {_name(x.dtype)} result, expected {_name(want)}")
-            same(x, y, f"the result for {_name(given)} inputs")
+                raise AssertionError(f"{_name(dtype)} inputs give a {_name(x.dtype)} result, expected {_name(want)}")
+            same(x, y, f"the result for {_name(dtype)} inputs")
     other = torch.int32 if case.cu_seqlens.dtype == torch.int64 else torch.int64
     for x, y in zip(tensors(s(case._replace(cu_seqlens=case.cu_seqlens.to(other)))), tensors(s(case)), strict=True):
         same(x, y, f"the result for {_name(other)} cu_seqlens")
@@ -87,8 +87,8 @@ def gradcheck(s: Subject, case: Case) -> None:
         direction = torch.rand(g.shape, generator=random, dtype=torch.float64) - 0.5
         step = 1e-6
         high, low = (_weighted_sum(s, case, name, direction * h) for h in (step, -step))
-        slope, found = (high - low) / (2 * step), (g * direction).sum()
-        same(found, slope, f"the derivative along {name}", rtol=1e-5, atol=1e-6 + noise)
+        slope, derivative = (high - low) / (2 * step), (g * direction).sum()
+        same(derivative, slope, f"the derivative along {name}", rtol=1e-5, atol=1e-6 + noise)
 
 
 @law()

@@ -78,8 +78,8 @@ def descends(s: Subject, case: Case) -> None:
     """No token is pushed against its advantage: the gradient w.r.t. logp has the sign of -A, or is 0."""
     case, g = _gradient(s, case)
     a = case.tokens["advantages"]
-    wrong = _trainable(s, case) & (g * a > 0)
-    for t in wrong.nonzero().squeeze(1).tolist()[:1]:
+    ascending = _trainable(s, case) & (g * a > 0)
+    for t in ascending.nonzero().squeeze(1).tolist()[:1]:
         raise AssertionError(f"the gradient at token {t} is {g[t]:.6g}, which has the sign of A = {a[t]:.6g}")
 
 
@@ -90,7 +90,7 @@ def no_advantage_no_gradient(s: Subject, case: Case) -> None:
     near(run(s, case).grads[s.trained], torch.zeros(case.num_tokens).double(), "the gradient without advantages")
 
 
-def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], what: str) -> None:
+def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], condition: str) -> None:
     weights = torch.rand(case.num_tokens, generator=case.random(), dtype=torch.float64) + 0.5
     if s.axis != "T":  # one number, already summed
         weights = torch.ones_like(weights)
@@ -98,7 +98,7 @@ def _gradient_is(s: Subject, case: Case, c: Callable[[Case], Tensor], what: str)
         weights = constant_in_seqs(weights, case)
     case, got = _gradient(s, case, weights)
     want = -c(case) * case.tokens["advantages"] * weights
-    near(got, torch.where(_trainable(s, case), want, 0), f"the gradient w.r.t. {s.trained} {what}")
+    near(got, torch.where(_trainable(s, case), want, 0), f"the gradient w.r.t. {s.trained} {condition}")
 
 
 def _gradient(s: Subject, case: Case, weights: Tensor | None = None) -> tuple[Case, Tensor]:

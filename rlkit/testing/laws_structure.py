@@ -146,8 +146,8 @@ def additive(s: Subject, case: Case) -> None:
             pairs.append((g, want, f"the gradient w.r.t. {name} of a micro-batch"))
     for total, x, g in zip(totals, whole.outputs, upstream):
         near(total, _total(x, g), "the weighted sum over micro-batches")
-    for got, want, what in pairs:
-        near(got, want, what)
+    for got, want, label in pairs:
+        near(got, want, label)
 
 
 @law()
@@ -205,8 +205,8 @@ def nan_shows(s: Subject, case: Case) -> None:
         steps = [stream.low + share * (stream.high - stream.low) for share in (0.0, 0.3, 0.6, 1.0)]
         results = [tensors(s(_with_value(case, name, where, value))) for value in steps]
         if any(not torch.equal(x, y) for other in results for x, y in zip(other, results[0], strict=True)):
-            shown = ", ".join(short(x) for x in outputs)
-            raise AssertionError(f"with NaN in {name} at {row.item()} the result is {shown}, expected NaN")
+            text = ", ".join(short(x) for x in outputs)
+            raise AssertionError(f"with NaN in {name} at {row.item()} the result is {text}, expected NaN")
 
 
 @law(needs=("mask",))
@@ -222,12 +222,12 @@ def singleton_is_zero(s: Subject, case: Case) -> None:
     alone = case._replace(group_ids=torch.arange(case.num_seqs))
     rewards = case.streams["rewards"]
     first = torch.stack([(case.group_ids == g).int().argmax() for g in case.group_ids])
-    for given, what in ((alone, "a singleton group"), (replaced(case, rewards=rewards[first]), "a group of equals")):
-        for x in tensors(s(given)):
-            same(x, torch.zeros_like(x), f"the advantage of {what}")
+    for equals, label in ((alone, "a singleton group"), (replaced(case, rewards=rewards[first]), "a group of equals")):
+        for x in tensors(s(equals)):
+            same(x, torch.zeros_like(x), f"the advantage of {label}")
 
 
-def _isolated(s: Subject, case: Case, mine: Tensor, what: str) -> None:
+def _isolated(s: Subject, case: Case, mine: Tensor, condition: str) -> None:
     """Check that the results of sequences `mine` are unchanged if all unconstrained values of the others are NaN."""
     on_tokens = mine[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
     free = [name for name, stream in s.streams.items() if stream.hard_low != 0]
@@ -236,14 +236,14 @@ def _isolated(s: Subject, case: Case, mine: Tensor, what: str) -> None:
     if where is None:
         return
     for x, y in zip(tensors(s(dirty, whole=case)), tensors(s(case)), strict=True):
-        near(x[where], y[where], f"the result {what}")
+        near(x[where], y[where], f"the result {condition}")
 
 
-def _same_outcome(got: Outcome, want: Outcome, what: str) -> None:
+def _same_outcome(got: Outcome, want: Outcome, condition: str) -> None:
     for x, y in zip(got.outputs, want.outputs, strict=True):
-        same(x, y, f"the result {what}")
+        same(x, y, f"the result {condition}")
     for name, g in want.grads.items():
-        same(got.grads[name], g, f"the gradient w.r.t. {name} {what}")
+        same(got.grads[name], g, f"the gradient w.r.t. {name} {condition}")
 
 
 def _trainable_rows(s: Subject, case: Case, name: str) -> Tensor:

@@ -116,27 +116,27 @@ def subject(
         return fn
     signature = _signature(fn)
     fixed = {*(options or {}), *(statistics or {}), *LAYOUT}
-    given = dict(streams or {})
+    by_name = dict(streams or {})
     params = {k: p for k, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     per_seq = "group_ids" in params and "mask" not in params
     for key, param in params.items():
-        if key in fixed or key in given:
+        if key in fixed or key in by_name:
             continue
         stream = recognised(key, param.annotation, default_axis="N" if per_seq or key == "bootstrap" else "T")
         if stream is not None and (param.default is param.empty or param.default is None or _axes(param.annotation)):
-            given[key] = stream
+            by_name[key] = stream
         elif param.default is param.empty:
             raise TypeError(
                 f"argument {key} is not recognised: pass a value, options={{'{key}': 0.1}}, or for a tensor its range, "
                 f"streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)"
             )
-    kept = {key: s for key, s in given.items() if s is not None}
-    default_axis = "N" if {s.axis for s in kept.values()} == {"N"} and "mask" not in params else "T"
+    used = {key: s for key, s in by_name.items() if s is not None}
+    default_axis = "N" if {s.axis for s in used.values()} == {"N"} and "mask" not in params else "T"
     return Subject(
         fn=fn,
         name=name or str(getattr(fn, "__name__", "function")),
         params=tuple(params),
-        streams=kept,
+        streams=used,
         options=options or {},
         statistics=statistics or {},
         axis=_output_axis(signature.return_annotation, default_axis) if axis is None else axis,

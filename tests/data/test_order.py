@@ -8,10 +8,10 @@ from rlkit.data.order import (
     batch_indices,
     batches,
     epoch_order,
-    is_resting,
+    is_skipped,
     mixed_index,
     mixed_place,
-    rested,
+    next_skips,
     resumed,
     to_save,
 )
@@ -92,12 +92,12 @@ def test_parts_that_are_not_those_of_the_rows_are_refused():
 
 def tried(teaches, *, longest, passes, parts=((4, 1.0), (2, 3.0))):
     """row -> the passes in which it is tried, if all rows that do not rest are tried in the order of the stream."""
-    found, rests = {}, {}
+    found, skips = {}, {}
     for position in range(passes * 8):  # the second part is passed over 3 times as often, and is half as large
         row, lap = mixed_place(position, parts=parts, seed=0)
-        if not is_resting(rests, row, lap):
+        if not is_skipped(skips, row, lap):
             found.setdefault(row, []).append(lap)
-            rests = rested(rests, [(row, lap, teaches(row, lap))], longest=longest)
+            skips = next_skips(skips, [(row, lap, teaches(row, lap))], longest=longest)
     return found
 
 

@@ -118,7 +118,7 @@ async def test_a_lone_surrogate_in_a_source_is_a_failed_run(surrogate):
 async def test_every_test_has_a_reason_where_one_ends_them_all():
     tests = ["assert f(1) == 2", "while True: pass", "assert f(2) == 3", "assert f(3) == 4"]
     found = await sandbox.run_tests(
-        "def f(x):\n    return x + 1", tests, own={}, asked={"f": "f"}, limits=Limits(wall_s=2.0)
+        "def f(x):\n    return x + 1", tests, imports={}, asked={"f": "f"}, limits=Limits(wall_s=2.0)
     )
     assert found[0] == ""
     assert len(found) == len(tests)

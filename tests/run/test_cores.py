@@ -35,7 +35,7 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def test_busy_cores_are_those_that_other_processes_use():
-    since = cores.Usage(clock=10.0, everyone=100.0, own=3.0)
+    since = cores.Usage(clock=10.0, everyone=100.0, process=3.0)
     assert cores.busy_cores(since, cores.Usage(12.0, 105.0, 4.0)) == 2.0
     assert cores.busy_cores(since, cores.Usage(12.0, 101.5, 4.0)) == 0.25
     assert cores.busy_cores(since, cores.Usage(12.0, 100.9, 4.0)) == 0.0  # clocks of different resolution
@@ -48,7 +48,7 @@ def test_usage_counts_this_process_and_others():
         while cores.usage().everyone < before.everyone + 0.5:
             pass
     after = cores.usage()
-    assert 0 < after.own - before.own < after.everyone - before.everyone
+    assert 0 < after.process - before.process < after.everyone - before.everyone
 
 
 def grpo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -113,17 +113,17 @@ async def run_tests(
     source: str,
     tests: Sequence[str],
     *,
-    own: dict[str, str],
+    imports: dict[str, str],
     asked: dict[str, str],
     limits: Limits,
     packages: Sequence[str] = (),
 ) -> list[str]:
     """Run a solution, and tests that call it, in two sandboxes joined by a socket. A reason per test, empty if passed.
 
-    `own` maps names that the tests use to modules or functions (`"math:isclose"`), `asked` to names in the solution.
+    `imports` maps names of the tests to modules or functions (`"math:isclose"`), `asked` to names in the solution.
     Values are copied between the two; any other object is a handle whose public attributes the tests can use.
     """
-    task = {"tests": tests, "own": own, "asked": asked}
+    task = {"tests": tests, "own": imports, "asked": asked}
     solution = Child("solution", ["", -1, -1, source], limits, packages)
     testing = Child("tests", ["", None, None, json.dumps(task)], limits, packages)
 
@@ -385,8 +385,8 @@ def _ways_out() -> str:
 
 async def _run_remotely(url: str, source: str, stdin: str, limits: Limits) -> Execution:
     """Have a SandboxFusion server run a program: https://bytedance.github.io/SandboxFusion, `POST /run_code`."""
-    sent, given = (text.encode("utf-8", "replace").decode() for text in (source, stdin))  # JSON has no lone surrogates
-    request = {"language": "python", "code": sent, "stdin": given, "compile_timeout": 10, "run_timeout": limits.wall_s}
+    sent, typed = (text.encode("utf-8", "replace").decode() for text in (source, stdin))  # JSON has no lone surrogates
+    request = {"language": "python", "code": sent, "stdin": typed, "compile_timeout": 10, "run_timeout": limits.wall_s}
     request |= {"memory_limit_MB": max(1, limits.memory_bytes >> 20), "files": {}, "fetch_files": []}
     try:
         url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"

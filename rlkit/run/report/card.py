@@ -46,8 +46,8 @@ def card(run: Path, *, step: int | None = None, curves: bool = False) -> str:
     script = str(args.get("script", "")).removesuffix(".py")
     last = max((row["step"] for row in rows), default=0)
     base, data = masked(str(args.get("model", "a model"))), _names(args.get("data"))
-    what = _NAMES.get(script, "a loop of its own")
-    trained = f"{_code(base)}, trained for {last:,} steps of {what} with [rlkit](https://pypi.org/project/rlkit-lm/)"
+    method = _NAMES.get(script, "a loop of its own")
+    trained = f"{_code(base)}, trained for {last:,} steps of {method} with [rlkit](https://pypi.org/project/rlkit-lm/)"
     parts = [_front(args, script), f"# {_line(run.resolve().name)}", trained + (f" on {data}." if data else ".")]
     if script == "reward_model":
         loads = "`AutoModelForSequenceClassification` of transformers loads it, of most vision models only rlkit"
@@ -71,9 +71,9 @@ def _front(args: Row, script: str) -> str:
     task = "text-classification" if script == "reward_model" else "text-generation"
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "tags": ["rlkit", script or "rl"]}
     front |= {"base_model": base} if base in here and _HUB.fullmatch(base) else {}
-    known = _of_base(str(base)) if base else {}
-    front |= {name: value for name, value in known.items() if name not in front}
-    front |= {"datasets": found} if (found := [name for name in sets if name in here]) else {}
+    of_base = _of_base(str(base)) if base else {}
+    front |= {name: value for name, value in of_base.items() if name not in front}
+    front |= {"datasets": datasets} if (datasets := [name for name in sets if name in here]) else {}
     lines = [f"{name}: {json.dumps(value)}" for name, value in front.items()]  # JSON is YAML
     return "\n".join(["---", *lines, "---"])
 
@@ -92,12 +92,12 @@ def _of_base(base: str) -> dict[str, str]:
     lines = re.findall(
         rf"^({'|'.join(_FROM_BASE)}):\s+(?:- )?[\"']?([^\n\"']+)", front[1] if front else "", re.MULTILINE
     )
-    found = {name: _line(value)[:200] for name, value in lines}
+    fields = {name: _line(value)[:200] for name, value in lines}
     if cached_as := re.search(r"models--([\w.-]+)--([\w.-]+)/snapshots/", str(folder.resolve())):
-        found["base_model"] = f"{cached_as[1]}/{cached_as[2]}"
-    if not _HUB.fullmatch(found.get("base_model", "a/b")):
-        del found["base_model"]
-    return found
+        fields["base_model"] = f"{cached_as[1]}/{cached_as[2]}"
+    if not _HUB.fullmatch(fields.get("base_model", "a/b")):
+        del fields["base_model"]
+    return fields
 
 
 def _scores(rows: Sequence[Row]) -> str:
@@ -106,32 +106,32 @@ def _scores(rows: Sequence[Row]) -> str:
     if not held_out:
         return ""
     last = held_out[-1]
-    shown = [last] if len(held_out) == 1 else [held_out[0], last]
+    columns = [last] if len(held_out) == 1 else [held_out[0], last]
     names = [name for name in last if name.startswith("eval/") and not name.endswith("_se")]
-    head = " | ".join(f"step {row['step']}" for row in shown)
+    head = " | ".join(f"step {row['step']}" for row in columns)
     sets = {set_of(name) for name in names} - {""}
     title = "| set | held-out data |" if sets else "| held-out data |"
-    lines = [f"{title} {head} |", "|---|" + "---|" * (len(shown) + bool(sets))]
+    lines = [f"{title} {head} |", "|---|" + "---|" * (len(columns) + bool(sets))]
     for name in sorted(names, key=set_of):
-        unit = found.unit if (found := meaning_of(name)) and found.unit != "as above" else ""
-        own = f"| {_code(set_of(name)) if set_of(name) else 'all'} " * bool(sets)
+        unit = meaning.unit if (meaning := meaning_of(name)) and meaning.unit != "as above" else ""
+        cell = f"| {_code(set_of(name)) if set_of(name) else 'all'} " * bool(sets)
         short = name.replace(f"eval/{set_of(name)}/", "eval/", 1) if set_of(name) else name
-        numbers = " | ".join(_number(row, name) for row in shown)
-        lines.append(f"{own}| `{short}`{f' ({unit})' if unit else ''} | {numbers} |")
+        numbers = " | ".join(_number(row, name) for row in columns)
+        lines.append(f"{cell}| `{short}`{f' ({unit})' if unit else ''} | {numbers} |")
     return "\n".join(lines)
 
 
 def _answers(run: Path, last: int) -> Iterator[str]:
     """Held-out prompts with their answers before and after, if the last evaluation is of the model's step."""
-    found = compare_answers(run, most=_ANSWERS)
-    if found is None or found.steps[1] != last:
+    tally = compare_answers(run, most=_ANSWERS)
+    if tally is None or tally.steps[1] != last:
         return
-    how = "greedy" if "greedy" in found.kind else "sampled"
+    way = "greedy" if "greedy" in tally.kind else "sampled"
     yield (
-        f"Of the held-out prompts, {found.better:,} have a higher reward after the training ({how}), {found.worse:,} a "
-        f"lower one, {found.equal:,} the same."
+        f"Of the held-out prompts, {tally.better:,} have a higher reward after the training ({way}), {tally.worse:,} a "
+        f"lower one, {tally.equal:,} the same."
     )
-    for pair in found.answers:
+    for pair in tally.answers:
         both = [("before", pair.before), ("after", pair.after)]
         said = [f"{name}, reward {row.get('reward')}: {_short(row.get('completion'))}" for name, row in both]
         yield _block("\n".join([f"prompt: {_short(pair.prompt)}", *said]))
@@ -145,9 +145,9 @@ def _short(text: Any) -> str:
 
 def _data(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> Iterator[str]:
     """How many rows there were, what was seen of them, the best step, and the memory that it took."""
-    found, top = seen_text(args, rows, starts), best(args, rows)
+    amounts, top = seen_text(args, rows, starts), best(args, rows)
     size = next((f"{start['rows']:,} rows. " for start in reversed(starts) if start.get("rows")), "")
-    parts = [f"{size}Seen: {found}." if found else size.rstrip()]
+    parts = [f"{size}Seen: {amounts}." if amounts else size.rstrip()]
     parts += [f"Best `{top[0]}`: {top[1]:.4g}, after step {top[2]}." if top else ""]
     parts += [f"Peak memory: {memory}." if (memory := peak_memory(rows, starts)) else ""]
     if text := " ".join(filter(None, parts)):
@@ -176,11 +176,11 @@ def _algorithm(args: Row, script: str) -> Iterator[str]:
     loss = str(args.get("loss", ""))
     if ":" in loss:
         yield f"The loss is a function of the user, {_code(loss)}."
-    own = {"apo_zero": "kto", "cpo": "dpo"}.get(loss, loss) if script == "dpo" else loss
+    term = {"apo_zero": "kto", "cpo": "dpo"}.get(loss, loss) if script == "dpo" else loss
     named = {
-        "grpo": ((advantages, str(args.get("baseline"))), (losses, own)), "ppo": ((advantages, "gae"), (losses, own)),
-        "dpo": ((losses, own),), "kto": ((losses, "kto_unpaired"),), "reward_model": ((losses, "bradley_terry"),),
-        "distill": ((losses, own),),
+        "grpo": ((advantages, str(args.get("baseline"))), (losses, term)), "ppo": ((advantages, "gae"), (losses, term)),
+        "dpo": ((losses, term),), "kto": ((losses, "kto_unpaired"),), "reward_model": ((losses, "bradley_terry"),),
+        "distill": ((losses, term),),
     }.get(script, ())  # fmt: skip
     for module, name in named:
         text = inspect.getdoc(getattr(module, name, None)) or ""
@@ -198,13 +198,13 @@ def _algorithm(args: Row, script: str) -> Iterator[str]:
 
 
 def _settings(args: Row) -> str:
-    given = [f"`{name}` {args[name]}" for name in _SETTINGS if args.get(name) not in (None, False, 0, "")]
-    return ", ".join(given) + "." if given else ""
+    settings = [f"`{name}` {args[name]}" for name in _SETTINGS if args.get(name) not in (None, False, 0, "")]
+    return ", ".join(settings) + "." if settings else ""
 
 
 def _commands(starts: Sequence[Row]) -> list[str]:
-    found = [str(start.get("command") or "") for start in starts]
-    return [*dict.fromkeys(printable(command) for command in found if command)] or [
+    commands = [str(start.get("command") or "") for start in starts]
+    return [*dict.fromkeys(printable(command) for command in commands if command)] or [
         "(of a notebook, or of several nodes)"
     ]
 
@@ -217,8 +217,8 @@ def _machine(start: Row) -> str:
     return _line(f"On {where}{ranks}, with " + ", ".join(f"{name} {x}" for name, x in versions.items()) + ".")
 
 
-def _names(given: Any) -> str:
-    return ", ".join(_code(name) for name in ([given] if isinstance(given, str) else given or []))
+def _names(names: Any) -> str:
+    return ", ".join(_code(name) for name in ([names] if isinstance(names, str) else names or []))
 
 
 def _code(text: Any) -> str:

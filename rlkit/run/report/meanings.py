@@ -34,8 +34,8 @@ KEYS = tuple(_BY_KEY)
 
 def set_of(key: str) -> str:
     """The name of the held-out set that a metric `eval/NAME/...` is of; "" for one of all of them."""
-    found = re.match(r"eval/([^/]+)/", key)
-    return "" if found is None or found[0] + "NAME" in _BY_KEY or key in _BY_KEY else found[1]
+    match = re.match(r"eval/([^/]+)/", key)
+    return "" if match is None or match[0] + "NAME" in _BY_KEY or key in _BY_KEY else match[1]
 
 
 def meaning_of(key: str) -> Meaning | None:
@@ -43,6 +43,6 @@ def meaning_of(key: str) -> Meaning | None:
 
     A metric of a named held-out set, `eval/NAME/...`, has the row of `eval/...`; `eval/pass@8` that of `eval/pass@K`.
     """
-    known = re.sub(r"pass@\d+", "pass@K", key)
-    plain = known.replace(f"eval/{set_of(known)}/", "eval/", 1) if set_of(known) else known
-    return _BY_KEY.get(known) or _BY_KEY.get(plain) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)
+    general = re.sub(r"pass@\d+", "pass@K", key)
+    plain = general.replace(f"eval/{set_of(general)}/", "eval/", 1) if set_of(general) else general
+    return _BY_KEY.get(general) or _BY_KEY.get(plain) or (_BY_KEY["reward/NAME"] if key.startswith("reward/") else None)

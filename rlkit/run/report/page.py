@@ -49,13 +49,13 @@ def write_report(*folders: Path | str, out: Path | str | None = None, force: boo
 
     Errors: FileExistsError for such a file, FileNotFoundError if the folder of `out` is missing; those of `page`.
     """
-    own = out is None and len(folders) == 1
-    target = Path(folders[0]) / "report.html" if own else Path(out or "report.html")
-    if not (own or target.parent.is_dir()):
+    in_folder = out is None and len(folders) == 1
+    target = Path(folders[0]) / "report.html" if in_folder else Path(out or "report.html")
+    if not (in_folder or target.parent.is_dir()):
         raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
     if target.is_dir():
         raise IsADirectoryError(f"`out` {target} is a folder: give a file, such as {target / 'report.html'}")
-    if target.exists() and not force and not (own and _MARK in target.read_text("utf-8", "replace")[:2000]):
+    if target.exists() and not force and not (in_folder and _MARK in target.read_text("utf-8", "replace")[:2000]):
         raise FileExistsError(f"`out` {target} is there already: give another file, or --force to replace it")
     replace_file(target, page(*folders).encode())
     return target
@@ -114,14 +114,14 @@ def data(*folders: Path | str, live: bool = False) -> list[str]:
 
 
 def _run(
-    folder: Path, name: str, args: dict[str, Any], rows: list[dict[str, Any]], found: Trajectories, panels: list[Panel]
+    folder: Path, name: str, args: dict[str, Any], rows: list[dict[str, Any]], texts: Trajectories, panels: list[Panel]
 ) -> dict[str, Any]:
     """What the page shows of one run beside its samples."""
     keys = [curve.key for panel in panels for curve in panel.curves]
     starts = read_starts(folder)
-    num_samples, notes = sum(len(group.rows) for group in found.groups), []
-    if not found.whole:
-        size = f"{found.num_bytes / 1e9:.1f} GB" if found.num_bytes > 1e9 else f"{found.num_bytes / 1e6:.0f} MB"
+    num_samples, notes = sum(len(group.rows) for group in texts.groups), []
+    if not texts.whole:
+        size = f"{texts.num_bytes / 1e9:.1f} GB" if texts.num_bytes > 1e9 else f"{texts.num_bytes / 1e6:.0f} MB"
         notes.append(f"{name} wrote {size} of samples; this page has {num_samples:,} of them, in whole groups")
     series = {key: _series(rows, key) for key in dict.fromkeys([*keys, *(f"{key}_se" for key in keys)])}
     return {
@@ -159,11 +159,9 @@ def _facts(
 
 def _machine(start: dict[str, Any]) -> str:
     machine, gpus = start.get("machine", {}), start.get("machine", {}).get("gpus", [])
-    ranks = (
-        f"{start['ranks']} ranks on {start['nodes']} node{'s' * (start['nodes'] > 1)}"
-        if start.get("ranks", 1) > 1
-        else ""
-    )
+    ranks = ""
+    if start.get("ranks", 1) > 1:
+        ranks = f"{start['ranks']} ranks on {start['nodes']} node{'s' * (start['nodes'] > 1)}"
     memory = f"{machine['memory_gib']:g} GiB" if "memory_gib" in machine else ""
     cores = f"{machine['cores']} cores of {machine['cpu']}" if machine else ""
     gpu = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
@@ -198,42 +196,42 @@ def _start(start: dict[str, Any]) -> dict[str, Any]:
 
 def _answers(folder: Path) -> dict[str, Any] | None:
     """A few held-out prompts with their answers at the first and the last evaluation."""
-    found = compare_answers(folder, most=SHOWN_ANSWERS)
-    if found is None:
+    compared = compare_answers(folder, most=SHOWN_ANSWERS)
+    if compared is None:
         return None
-    start, end = _common({pair.prompt for pair in found.answers})
-    shared = found.answers[0].prompt
+    start, end = _common({pair.prompt for pair in compared.answers})
+    shared = compared.answers[0].prompt
     start = max(map(shared[:start].rfind, "\n>]")) + 1  # whole markup of the template, no letter of a question
     last = shared[len(shared) - end :]
     end = len(last) - min(at if (at := last.find(mark)) >= 0 else len(last) for mark in "\n<[")
-    titles = [" ".join(pair.prompt[start : len(pair.prompt) - end].split())[:400] for pair in found.answers]
+    titles = [" ".join(pair.prompt[start : len(pair.prompt) - end].split())[:400] for pair in compared.answers]
     ends = [
         [[row.get("reward"), str(row.get("completion", ""))[:2000]] for row in (pair.before, pair.after)]
-        for pair in found.answers
+        for pair in compared.answers
     ]
-    golds = [pair.gold for pair in found.answers]
+    golds = [pair.gold for pair in compared.answers]
     pairs = [{"prompt": x, "gold": gold, "ends": two} for x, gold, two in zip(titles, golds, ends, strict=True)]
-    return found._asdict() | {"answers": pairs}
+    return compared._asdict() | {"answers": pairs}
 
 
 def _changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first and the last value of the numbers that matter most, with their steps and standard errors."""
-    found = []
+    changes = []
     sampled = any("reward/mean" in row for row in rows)  # then the loss does not measure progress
     for key in (name for name in _SHOWN if not (sampled and name == "loss")):
         ends = [row for row in rows if _finite(row.get(key))]
         if len(ends) > 1:
             pairs = [[row["step"], row[key], _plain(row.get(f"{key}_se"))] for row in (ends[0], ends[-1])]
-            found.append({"key": key, "ends": pairs})
-    return found
+            changes.append({"key": key, "ends": pairs})
+    return changes
 
 
 def _series(rows: list[dict[str, Any]], key: str) -> list[list[Any]]:
     """Steps and values of a metric, at most `MAX_POINTS`; NaN and infinities are null."""
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    every = -(-len(found) // MAX_POINTS) or 1
-    found = [*found[:-1:every], *found[-1:]]
-    return [[step for step, _ in found], [float(f"{x:.6g}") if _finite(x) else None for _, x in found]]
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    every = -(-len(points) // MAX_POINTS) or 1
+    points = [*points[:-1:every], *points[-1:]]
+    return [[step for step, _ in points], [float(f"{x:.6g}") if _finite(x) else None for _, x in points]]
 
 
 def _groups(sampled: Sequence[Trajectories]) -> tuple[list[list[Any]], list[str]]:
@@ -241,9 +239,9 @@ def _groups(sampled: Sequence[Trajectories]) -> tuple[list[list[Any]], list[str]
     index: list[list[Any]] = []
     chunks: list[list[str]] = []
     size = 0  # of the last chunk
-    for i, found in enumerate(sampled):
-        start, end = _common({_prompt(group) for group in found.groups})
-        for group in found.groups:
+    for i, trajectories in enumerate(sampled):
+        start, end = _common({_prompt(group) for group in trajectories.groups})
+        for group in trajectories.groups:
             prompt, rows = _prompt(group), group.rows
             if not chunks or size > CHUNK:
                 chunks.append([])
@@ -291,8 +289,8 @@ def _same(a: str, b: str) -> int:
 def _checked_args(folder: Path) -> dict[str, Any]:
     args = read_args(folder)
     if args and args.get("format", FORMAT) != FORMAT:
-        what = f"format {args['format']}, and this version reads format {FORMAT}"
-        raise ValueError(f"{folder} was written in {what}: use the version that wrote it")
+        fault = f"format {args['format']}, and this version reads format {FORMAT}"
+        raise ValueError(f"{folder} was written in {fault}: use the version that wrote it")
     return args
 
 
@@ -314,22 +312,22 @@ def _refuse_different(
 ) -> None:
     """ValueError for runs that do not measure the same: of GRPO and DPO, say. All that sample can be compared."""
     kinds = ["sampled" if any("reward/mean" in row for row in rows) else _script(a) for a, rows in zip(args, metrics)]
-    for name, kind, own in zip(names, kinds, args):
+    for name, kind, flags in zip(names, kinds, args):
         if kind != kinds[0] and kind and kinds[0]:
             raise ValueError(
-                f"{names[0]} is a run of {_script(args[0])} and {name} of {_script(own)}, which measure different "
+                f"{names[0]} is a run of {_script(args[0])} and {name} of {_script(flags)}, which measure different "
                 "things: give runs of one command"
             )
 
 
 def _differences(args: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """The arguments that all runs have and in which they differ, each with its value in every run."""
-    found = {}
+    differences = {}
     for name in (name for name in args[0] if name not in OWN and all(name in a for a in args)):
         values = [_text(a[name]) for a in args]
         if len(set(values)) > 1:
-            found[name] = values
-    return found
+            differences[name] = values
+    return differences
 
 
 def _script(args: dict[str, Any]) -> str:

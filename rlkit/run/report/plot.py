@@ -284,8 +284,8 @@ def _front(folder: Path) -> dict[str, Any] | None:
     """The front that a run with several rewards left (`rlkit.loops.pareto`)."""
     path = folder / PARETO
     try:
-        found = json.loads(untrusted.read(path, "json_mib")) if path.exists() else None
-        return found and {**found, "front": sorted(entry["point"] + [entry["step"]] for entry in found["front"])}
+        front = json.loads(untrusted.read(path, "json_mib")) if path.exists() else None
+        return front and {**front, "front": sorted(entry["point"] + [entry["step"]] for entry in front["front"])}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): delete it, and the front is not drawn") from None
 
@@ -336,8 +336,8 @@ def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
 
 
 def _series(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    x, y = zip(*found, strict=True) if found else ((), ())
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    x, y = zip(*points, strict=True) if points else ((), ())
     return np.asarray(x, dtype=float), np.asarray(y, dtype=float)
 
 

@@ -75,5 +75,5 @@ def _state(folders: tuple[Path, ...]) -> str:
     files = [
         path for folder in folders for path in (folder / "metrics.jsonl", folder / "args.json", folder / "trajectories")
     ]
-    found = [path.stat() for path in files if path.exists()]
-    return " ".join(["state", *(f"{x.st_size}:{x.st_mtime_ns}" for x in found)])
+    stats = [path.stat() for path in files if path.exists()]
+    return " ".join(["state", *(f"{x.st_size}:{x.st_mtime_ns}" for x in stats)])

@@ -88,9 +88,9 @@ def decode(data: Any, resolve: Resolve) -> Any:
     if tag == "numpy":
         return _array(*rest)
     if tag == "shared":
-        found = getattr(sys.modules.get(rest[0]), rest[1], None)
-        if _is_shared(found):
-            return found
+        value = getattr(sys.modules.get(rest[0]), rest[1], None)
+        if _is_shared(value):
+            return value
     raise ValueError(f"cannot decode {tag!r}")
 
 

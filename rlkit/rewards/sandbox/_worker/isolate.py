@@ -47,10 +47,10 @@ _SCRATCH_FILES = 4096
 _server_lives, _held = os.pipe()  # only the server keeps the write end open
 
 
-def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[str, Any], shown: Sequence[str]) -> int:
+def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[str, Any], extra: Sequence[str]) -> int:
     """The pid of a new isolated process that runs `child` with `fds` as its fds 0, 1, 2, ... and nothing else open.
 
-    It may read the paths `shown`. It reports on `control` that it is isolated, and runs `child`; or why it is not.
+    It may read the paths `extra`. It reports on `control` that it is isolated, and runs `child`; or why it is not.
     """
     ready, go = os.pipe()
     ctypes.pythonapi.PyOS_BeforeFork()
@@ -67,7 +67,7 @@ def enter(child: Callable[[], None], fds: list[int], control: int, limits: dict[
         try:
             ctypes.pythonapi.PyOS_AfterFork_Child()
             _keep_only([*fds, control, ready, _server_lives])
-            _isolate(len(fds) + 1, limits, shown)
+            _isolate(len(fds) + 1, limits, extra)
             _tell(len(fds), began=True)
         except BaseException as error:
             _tell(len(fds), error=f"{NOT_ISOLATED}: {error}")
@@ -112,13 +112,13 @@ def _map_ids(pid: int) -> None:
     raise refused
 
 
-def _isolate(ready: int, limits: dict[str, Any], shown: Sequence[str]) -> None:
+def _isolate(ready: int, limits: dict[str, Any], extra: Sequence[str]) -> None:
     _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "asking to die with the server")
     if os.read(ready, 1) != b"1":
         raise OSError("the server could not map user ids")
     os.close(ready)
     os.setsid()
-    paths = (*_LIBRARY, *shown, *_DEVICES)
+    paths = (*_LIBRARY, *extra, *_DEVICES)
     sources = [(path, os.open(path, os.O_PATH)) for path in paths]  # while this is still root, which may read /root
     _become(_INSIDE)
     if select.select([ready + 1], [], [], 0)[0]:  # before PR_SET_PDEATHSIG was set
@@ -219,10 +219,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), text), f"mounting {kind or source or target} ({flags:#x})")
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call: str) -> None:
     if result != 0:
-        raise _error(what, ctypes.get_errno())
+        raise _error(call, ctypes.get_errno())
 
 
-def _error(what: str, number: int) -> OSError:
-    return OSError(number, f"{what}: {errno.errorcode.get(number, number)} {os.strerror(number)}")
+def _error(call: str, number: int) -> OSError:
+    return OSError(number, f"{call}: {errno.errorcode.get(number, number)} {os.strerror(number)}")

@@ -141,12 +141,12 @@ class Peer:
             return ["raised", None, type(error).__name__, []]
 
     def _rebuilt(self, kind: Any, name: str, arguments: list[Any]) -> BaseException:
-        found = self.decode(kind)
-        if isinstance(found, type) and issubclass(found, Exception):
+        cls = self.decode(kind)
+        if isinstance(cls, type) and issubclass(cls, Exception):
             try:
-                return found(*arguments)
+                return cls(*arguments)
             except Exception:
-                return found()
+                return cls()
         return Remote(name, *arguments)
 
 

@@ -64,8 +64,8 @@ def execute(source: bytes, module: types.ModuleType) -> tuple[int, str]:
         sys.stderr.write(f"{stop.code}\n")
         return 1, str(stop.code)
     except BaseException as error:
-        shown = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(type(error), error, shown)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, trace)
         return 1, traceback.format_exception_only(error)[-1].strip()
     return 0, ""
 

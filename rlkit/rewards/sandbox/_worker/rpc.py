@@ -48,9 +48,9 @@ def run_tests() -> None:
     end = peer.Peer(4, _may)
     module = sys.modules["__main__"] = program.fresh_module(_NAME)  # where `unittest.main` looks
     problem = _take_names(end, module, task["asked"])
-    for name, own in task["own"].items():
+    for name, target in task["own"].items():
         with suppress(ImportError, AttributeError):
-            setattr(module, name, pkgutil.resolve_name(own))
+            setattr(module, name, pkgutil.resolve_name(target))
     sys.addaudithook(_only_own_code(task["tests"]))
     for index, source in enumerate(task["tests"]):
         reason = problem or _reason(source, module)
@@ -62,28 +62,28 @@ def _take_names(end: peer.Peer, module: Any, asked: dict[str, str]) -> str:
     """Put the names that the tests need from the solution into their module. Returns the problem, if any."""
     try:
         problem, offered = end.receive()
-        found = {name: end.decode(offered[theirs]) for name, theirs in asked.items() if theirs in offered}
+        values = {name: end.decode(offered[theirs]) for name, theirs in asked.items() if theirs in offered}
     except peer.Gone:
         return _GONE
     except Exception as error:
         return f"the solution does not answer as it should ({type(error).__name__})"
     if problem:
         return f"the solution fails before any test: {str(problem)[:300]}"
-    vars(module).update((name, value) for name, value in found.items() if callable(value))
+    vars(module).update((name, value) for name, value in values.items() if callable(value))
     return ""
 
 
 def _only_own_code(sources: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook: tests may run code that is a literal in them, and arithmetic, but no code from a result."""
     nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    own = {_bytes(node.value) for node in nodes if isinstance(node.value, str | bytes)}
+    literals = {_bytes(node.value) for node in nodes if isinstance(node.value, str | bytes)}
     copied = {(kind.__module__, kind.__name__) for kind in codec.COPIED}
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile" and isinstance(arguments[0], str | bytes):
             caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
             source = _bytes(arguments[0])
-            if caller in (_NAME, "unittest") and source not in own and not _ARITHMETIC.fullmatch(source):
+            if caller in (_NAME, "unittest") and source not in literals and not _ARITHMETIC.fullmatch(source):
                 raise PermissionError(f"the tests may not run code that a result brings: {source[:80]!r}")
         if event == "pickle.find_class" and arguments not in copied:
             raise PermissionError(f"the tests may not unpickle {arguments[0]}.{arguments[1]}")
