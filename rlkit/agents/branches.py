@@ -65,7 +65,7 @@ class _Ready(NamedTuple):
     rerendered: bool
     added: tuple[list[int], list[Picture]] | None
     context: list[int]
-    shown: list[Picture]
+    images: list[Picture]
 
 
 class Branches:
@@ -124,22 +124,22 @@ class Branches:
         those of its marks that are new.
         """
         number = self._num_calls = self._num_calls + 1
-        known, messages = self.images.with_images(images), self._in_roles(messages)
-        ready = await _off_loop(messages, tools, partial(self._context_of, known, messages, tools))
-        messages, names, node, rerendered, added, context, shown = ready
-        more: dict[str, Any] = {"images": shown} if shown or self._names_images else {}
+        seen, messages = self.images.with_images(images), self._in_roles(messages)
+        ready = await _off_loop(messages, tools, partial(self._context_of, seen, messages, tools))
+        messages, names, node, rerendered, added, context, pictures = ready
+        more: dict[str, Any] = {"images": pictures} if pictures or self._names_images else {}
         more |= {"stop": stop} if stop else {}
         out = await self._sample(context, max_new_tokens=max_new_tokens, **more)
         self._last = self._last and (self._last[0], out.finish_reason)
         if not out.ids:
             return None
         self.num_rerendered += rerendered
-        self.images = self.images.with_images(shown)
+        self.images = self.images.with_images(pictures)
         if node is not None and added is not None and node.end == len(node.turns.context):
             node.turns.append(*added)
             turns = node.turns
         else:
-            turns = Turns(context, self._sample, shown)
+            turns = Turns(context, self._sample, pictures)
         turns.take(out)
         text, with_stop = _cut(text_of(out.ids, self._tokenizer, context), stop)
         turn = Turn(text, out.ids, out.finish_reason)
@@ -157,7 +157,7 @@ class Branches:
             self._key(whole | {"content": begun + with_stop}, tools),
         }:  # some clients add it again
             same = self._nodes.setdefault(_hash(before + key.encode()), [])
-            same.append(_Node(turns, len(turns.context), out.ids, shown, name, texts))
+            same.append(_Node(turns, len(turns.context), out.ids, pictures, name, texts))
             self._keys.add(key)
         self._contexts.add(before)
         self._order[number] = turns
@@ -168,11 +168,11 @@ class Branches:
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None, images: Sequence[Picture] = ()
     ) -> int:
         """The number of tokens of a conversation, up to the policy's turn."""
-        known, messages = self.images.with_images(images), self._in_roles(messages)
-        render = partial(known.render, messages, tools=tools, template_args=self._template_args)
+        seen, messages = self.images.with_images(images), self._in_roles(messages)
+        render = partial(seen.render, messages, tools=tools, template_args=self._template_args)
         return len((await _off_loop(messages, tools, render))[0])
 
-    def _context_of(self, known: EpisodeImages, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Ready:
+    def _context_of(self, seen: EpisodeImages, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Ready:
         """What a turn after a conversation is sampled from. It changes nothing, so that a thread may do it."""
         keys = [self._key(message, tools) for message in messages]
         names, nodes = self._walk(messages, keys, tools)
@@ -183,14 +183,14 @@ class Branches:
             for i, message in enumerate(messages)
             if i >= size
         )
-        how: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
+        options: dict[str, Any] = {"tools": tools, "template_args": self._template_args}
         messages = [self._told(message, key) for message, key in zip(messages, keys, strict=True)]
-        added = node and known.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **how)
+        added = node and seen.turn_tokens(messages[:size], messages[size:], sampled_ids=node.ids, **options)
         if node is None or added is None:
-            context, shown = known.render(messages, **how)
-            return _Ready(messages, names, None, rerendered or node is not None, None, context, shown)
-        context, shown = [*node.turns.context[: node.end], *added[0]], [*node.images, *added[1]]
-        return _Ready(messages, names, node, rerendered, added, context, shown)
+            context, pictures = seen.render(messages, **options)
+            return _Ready(messages, names, None, rerendered or node is not None, None, context, pictures)
+        context, pictures = [*node.turns.context[: node.end], *added[0]], [*node.images, *added[1]]
+        return _Ready(messages, names, node, rerendered, added, context, pictures)
 
     def end(
         self,
@@ -221,9 +221,9 @@ class Branches:
         asked = [self._order[number] for number in sorted(self._order)]
         pieces = []
         for i, turns in enumerate(branches):
-            own = turn_rewards and [r for r, of in zip(turn_rewards, asked, strict=True) if of is turns]
+            rewards = turn_rewards and [r for r, of in zip(turn_rewards, asked, strict=True) if of is turns]
             cut = reason != "stop" if truncated is None else truncated
-            (piece,) = turns.pieces(reward=reward, turn_rewards=own, truncated=cut)
+            (piece,) = turns.pieces(reward=reward, turn_rewards=rewards, truncated=cut)
             pieces.append(replace(piece, continues=i > 0, info={}))
         return [*pieces[:-1], replace(pieces[-1], score=score, info=about)]
 
@@ -268,8 +268,8 @@ class Branches:
             return json.dumps([role, message.get("name"), text])
         text = (message.get("reasoning_content") or "") + text
         calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
-        if not calls and (found := self._parse(text, tools or ())) and all(isinstance(c, Call) for c in found):
-            calls = [(c.name, c.arguments) for c in found if isinstance(c, Call)]
+        if not calls and (parsed := self._parse(text, tools or ())) and all(isinstance(c, Call) for c in parsed):
+            calls = [(c.name, c.arguments) for c in parsed if isinstance(c, Call)]
             text = message_of(text, calls=True)["content"]
         else:
             text = message_of(text, calls=False)["content"]

@@ -62,14 +62,14 @@ def command(
 
     This is no sandbox: the command has the rights of the run.
     """
-    words, kept, homes = _words(line), deque[Path](), list[str]()
+    words, log_files, homes = _words(line), deque[Path](), list[str]()
 
     async def agent(prompt: Prompt, base_url: str) -> dict[str, Any]:
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"row{prompt.index + 1:05d}-{secrets.token_hex(4)}.log"
-        kept.append(log)
-        if len(kept) > _MAX_LOGS:
-            kept.popleft().unlink(missing_ok=True)
+        log_files.append(log)
+        if len(log_files) > _MAX_LOGS:
+            log_files.popleft().unlink(missing_ok=True)
         if not homes:  # of all episodes; what is left of them goes with the run
             homes.append(tempfile.mkdtemp(prefix="rlkit-agents-"))
             weakref.finalize(agent, shutil.rmtree, homes[0], ignore_errors=True)
@@ -110,8 +110,8 @@ def check_command(line: str, *parts: Sequence[Any]) -> None:
         for word in filter(_NAME.search, words):
             if (size := len(_filled(word, rows[i]).encode(errors="replace"))) >= _MAX_WORD:
                 place, most = place_of(rows, i), f"a word of a command line may have {_MAX_WORD:,}"
-                what = f"{place}: {word} has {size:,} bytes, and {most}"
-                raise ValueError(f"{what}: let the program read the row from the file $RLKIT_ROW, and drop that word")
+                fault = f"{place}: {word} has {size:,} bytes, and {most}"
+                raise ValueError(f"{fault}: let the program read the row from the file $RLKIT_ROW, and drop that word")
     if shutil.which(words[0]) is None:
         raise ValueError(f"there is no program {words[0]!r}: give a command, such as 'python my_agent.py'")
     if absent := [w for w in words if w.endswith(".py") and "{" not in w and not os.path.isfile(w)]:
@@ -123,8 +123,8 @@ def scored(score: Score) -> Score:
 
     async def then_deleted(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         try:
-            found = await score(prompt, group)
-            return [replace(t, info={name: x for name, x in t.info.items() if name != "folder"}) for t in found]
+            judged = await score(prompt, group)
+            return [replace(t, info={name: x for name, x in t.info.items() if name != "folder"}) for t in judged]
         finally:
             for folder in (t.info["folder"] for t in group if "folder" in t.info):
                 await asyncio.to_thread(shutil.rmtree, Path(folder).parent, ignore_errors=True)
@@ -144,10 +144,10 @@ def _filled(word: str, row: Mapping[str, Any]) -> str:
     """A word of the command with the columns of a row in it."""
 
     def value(match: re.Match[str]) -> str:
-        found = row.get(match[1])
-        if match[1] == "prompt" and not isinstance(found, str):
-            found = question_messages({**row, **gathered(dict(row), "")})[-1]["content"].replace(PLACE, MARK)
-        return found if isinstance(found, str) else json.dumps(found, default=str)
+        cell = row.get(match[1])
+        if match[1] == "prompt" and not isinstance(cell, str):
+            cell = question_messages({**row, **gathered(dict(row), "")})[-1]["content"].replace(PLACE, MARK)
+        return cell if isinstance(cell, str) else json.dumps(cell, default=str)
 
     return _NAME.sub(value, word).replace("\0", "")
 
@@ -155,8 +155,8 @@ def _filled(word: str, row: Mapping[str, Any]) -> str:
 def _row(prompt: Prompt) -> str:
     """The row as JSON, in which `images` are data: URLs of all its images."""
     images: Any = prompt.images
-    shown = {"images": [image.url for image in images]} if images else {}
-    return json.dumps({**prompt.row, **shown}, default=str)
+    urls = {"images": [image.url for image in images]} if images else {}
+    return json.dumps({**prompt.row, **urls}, default=str)
 
 
 def _environment(base_url: str, **more: str) -> dict[str, str]:
@@ -180,7 +180,7 @@ async def _supervised(spec: Path, *, env: Mapping[str, str]) -> dict[str, Any]:
 
     report = asyncio.ensure_future(in_own_thread(ended))
     try:
-        found: dict[str, Any] = json.loads(await asyncio.shield(report))
+        outcome: dict[str, Any] = json.loads(await asyncio.shield(report))
     except asyncio.CancelledError:
         if process.stdin is not None:
             process.stdin.close()
@@ -188,16 +188,16 @@ async def _supervised(spec: Path, *, env: Mapping[str, str]) -> dict[str, Any]:
         raise
     except ValueError:
         raise AgentError("its supervisor was killed") from None
-    return found
+    return outcome
 
 
 def _check(ended: Mapping[str, Any], log: Path) -> None:
     code, reason = ended["code"], ended["reason"]
     if not reason and code:
-        what = f"exit code {code}" if code > 0 else f"signal {-code}"
+        status = f"exit code {code}" if code > 0 else f"signal {-code}"
         lines = log.read_text(errors="replace").split("\n") if log.exists() else []
         last = next((text.strip()[:300] for text in reversed(lines) if text.strip()), "")
-        reason = f"{what}: {last}" if last else what
+        reason = f"{status}: {last}" if last else status
     if reason:
         raise AgentError(f"{reason} (its output is in {log})")
 
@@ -211,28 +211,28 @@ def _read(result: Path, *, needs_reward: bool) -> dict[str, Any]:
     if result.stat().st_size > _MAX_RESULT:
         raise AgentError(f"it wrote more than {_MAX_RESULT >> 20} MiB to $RLKIT_RESULT")
     try:
-        found = json.loads(result.read_text())
+        fields = json.loads(result.read_text())
     except (ValueError, RecursionError):
         raise AgentError("what it wrote to $RLKIT_RESULT is no JSON") from None
     try:
-        found = end_of(found)
+        fields = end_of(fields)
     except TypeError:
         raise AgentError(f"$RLKIT_RESULT must have a number or an object with {', '.join(ENDS)}") from None
-    if "failed" in found.get("info", {}).get("metrics", {}):
+    if "failed" in fields.get("info", {}).get("metrics", {}):
         raise AgentError("$RLKIT_RESULT: `failed` is a metric of rlkit's own: give it another name")
-    if wrong := [name for name, fine in _fields(found).items() if not fine]:
-        raise AgentError(f"{wrong[0]} in $RLKIT_RESULT has a wrong type")
-    if needs_reward and not is_number(found.get("reward")):
+    if mistyped := [name for name, fine in _fields(fields).items() if not fine]:
+        raise AgentError(f"{mistyped[0]} in $RLKIT_RESULT has a wrong type")
+    if needs_reward and not is_number(fields.get("reward")):
         raise AgentError("it wrote no reward to $RLKIT_RESULT, and there is no reward function")
-    return found
+    return fields
 
 
-def _fields(found: Mapping[str, Any]) -> dict[str, bool]:
+def _fields(fields: Mapping[str, Any]) -> dict[str, bool]:
     """The fields of a result, and whether each has its type."""
-    rewards, info = found.get("turn_rewards"), found.get("info", {})
+    rewards, info = fields.get("turn_rewards"), fields.get("info", {})
     metrics = info.get("metrics", {})
     return {
-        "truncated": isinstance(found.get("truncated"), bool | None),
+        "truncated": isinstance(fields.get("truncated"), bool | None),
         "turn_rewards": rewards is None or (isinstance(rewards, list) and all(map(is_number, rewards))),
         "info.metrics": isinstance(metrics, dict) and all(x is None or is_number(x) for x in metrics.values()),
         "info.notes": isinstance(info.get("notes", {}), dict),

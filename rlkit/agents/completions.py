@@ -51,11 +51,11 @@ def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:
     """The answer `whole` as a stream. The engine gives whole turns, so each choice comes in one piece."""
-    head, found = {**whole, "object": "chat.completion.chunk", "usage": None}, list[Event]()
+    head, chunks = {**whole, "object": "chat.completion.chunk", "usage": None}, list[Event]()
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> None:
         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-        found.append((None, head | {"choices": [choice]}))
+        chunks.append((None, head | {"choices": [choice]}))
 
     for choice in whole["choices"]:
         said, i = {**choice["message"]}, choice["index"]
@@ -65,8 +65,8 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:
             chunk(i, {"tool_calls": [call]})
         chunk(i, {}, choice["finish_reason"])
     if request.stream_usage:
-        found.append((None, head | {"choices": [], "usage": whole["usage"]}))
-    return [*found, (None, "[DONE]")]
+        chunks.append((None, head | {"choices": [], "usage": whole["usage"]}))
+    return [*chunks, (None, "[DONE]")]
 
 
 def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: ARG001
@@ -85,25 +85,25 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
-def _message(given: Any, place: str, images: dict[str, bytes]) -> dict[str, Any]:
-    need(isinstance(given, dict), f"{place} must be an object")
-    need(given.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
-    message = {key: given[key] for key in ("role", *_TEXTS) if given.get(key) is not None}
+def _message(source: Any, place: str, images: dict[str, bytes]) -> dict[str, Any]:
+    need(isinstance(source, dict), f"{place} must be an object")
+    need(source.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
+    message = {key: source[key] for key in ("role", *_TEXTS) if source.get(key) is not None}
     for key in _TEXTS:
         need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")
-    shown = images if given["role"] in SHOWING else None
-    message["content"] = text_of(given.get("content"), f"{place}: `content` of the {given['role']}", images=shown)
-    if calls := objects(given.get("tool_calls"), f"{place}: `tool_calls`"):
+    collected = images if source["role"] in SHOWING else None
+    message["content"] = text_of(source.get("content"), f"{place}: `content` of the {source['role']}", images=collected)
+    if calls := objects(source.get("tool_calls"), f"{place}: `tool_calls`"):
         message["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
     return message
 
 
-def _call(given: Mapping[str, Any], place: str) -> dict[str, Any]:
-    function = given.get("function")
+def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function")
     need(isinstance(function, dict), f"{place} must have a function's name")
     assert isinstance(function, dict)
     arguments = next((function[key] for key in ARGUMENTS if function.get(key) is not None), None)
-    return call_of(function.get("name"), arguments, given.get("id"), place)
+    return call_of(function.get("name"), arguments, call.get("id"), place)
 
 
 def _is_tool(tool: Any) -> bool:

@@ -152,8 +152,8 @@ def _without_turns(
 ) -> Trajectory:
     """The episode of a program that asked for no turn, with its reward and no token."""
     about = {"messages": [], "finish_reason": "abort", "num_turns": 0, **(info or {})}
-    given: Any = reward
-    return Trajectory(list(prompt.ids), [], [], [], [], given, truncated=True, score=score, info=about)
+    untyped: Any = reward
+    return Trajectory(list(prompt.ids), [], [], [], [], untyped, truncated=True, score=score, info=about)
 
 
 class _Episode:
@@ -208,12 +208,12 @@ class _Episode:
             report_once("an agent", f"asks for {names}", ", and gets turns sampled as the run says")
         images = await self._images(request)
         turns = [self._answer(request, images) for _ in range(request.num)]
-        found = [said for said in await all_or_cancel(turns) if said]
-        if not found:
+        answers = [said for said in await all_or_cancel(turns) if said]
+        if not answers:
             self._full = True
             full = "maximum context length: there is no room for another turn"
             raise BadRequest(full, "context_length_exceeded")
-        return found
+        return answers
 
     async def _answer(self, request: Request, images: Sequence[Image]) -> Answer | None:
         try:
@@ -227,13 +227,13 @@ class _Episode:
 
     async def _images(self, request: Request) -> list[Image]:
         """The images of a request that are new in the episode."""
-        known, reader = self.branches.images, self.branches.images.reader
+        seen, reader = self.branches.images, self.branches.images.reader
         if not request.images:
             return []
         if reader is None:
             raise BadRequest(f"the request shows an image, and {TEXT_ONLY}")
-        new = [content for digest, content in request.images.items() if digest not in known]
-        if sum(map(len, new)) + sum(len(image.content) for image in known) > MAX_IMAGES:
+        new = [content for digest, content in request.images.items() if digest not in seen]
+        if sum(map(len, new)) + sum(len(image.content) for image in seen) > MAX_IMAGES:
             raise BadRequest(f"the images of this episode have more than {MAX_IMAGES >> 20} MiB", status=413)
         try:
             return [await asyncio.to_thread(reader.image, x, max_pixels=MAX_PIXELS) for x in new]
@@ -275,5 +275,5 @@ class _Episode:
 
 
 def _of_template(error: Exception) -> BadRequest:
-    what = " ".join(str(error).split())[:500]
-    return BadRequest(f"the chat template refuses this: {type(error).__name__}: {what}")
+    text = " ".join(str(error).split())[:500]
+    return BadRequest(f"the chat template refuses this: {type(error).__name__}: {text}")

@@ -26,12 +26,12 @@ _ERRORS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_er
 
 def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     """The request of a body; `counting`: one that only asks for the number of its tokens."""
-    given = objects(body.get("messages"), "`messages`")
-    need(given, "`messages` must be a list of at least one message")
+    raw = objects(body.get("messages"), "`messages`")
+    need(raw, "`messages` must be a list of at least one message")
     need(counting or body.get("max_tokens") is not None, "`max_tokens` is required")
     system = text_of(body.get("system"), "`system`")
     images: dict[str, bytes] = {}
-    messages = [m for i, message in enumerate(given) for m in _messages(message, f"messages[{i}]", images)]
+    messages = [m for i, message in enumerate(raw) for m in _messages(message, f"messages[{i}]", images)]
     tools = tools_of(body, (None, "custom"), "input_schema")
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
@@ -54,10 +54,10 @@ def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: ARG001
     """The answer `whole` as a stream. The engine gives whole turns, so each block comes in one piece."""
-    found = list[Event]()
+    chunks = list[Event]()
 
     def add(kind: str, **data: Any) -> None:
-        found.append((kind, {"type": kind, **data}))
+        chunks.append((kind, {"type": kind, **data}))
 
     usage = whole["usage"]
     started = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
@@ -74,7 +74,7 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: 
         add("content_block_stop", index=i)
     add("message_delta", delta={"stop_reason": whole["stop_reason"], "stop_sequence": None}, usage=usage)
     add("message_stop")
-    return found
+    return chunks
 
 
 def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: ARG001
@@ -82,9 +82,9 @@ def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: AR
     return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}}
 
 
-def _messages(given: Mapping[str, Any], place: str, images: dict[str, bytes]) -> list[dict[str, Any]]:
+def _messages(message: Mapping[str, Any], place: str, images: dict[str, bytes]) -> list[dict[str, Any]]:
     """A message as those of chat templates: results of tools are messages of their own, before the text."""
-    role, content = given.get("role"), given.get("content")
+    role, content = message.get("role"), message.get("content")
     need(role in ("user", "assistant", "system"), f"{place}: `role` must be user or assistant")
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{place}: `content`")}]
@@ -94,8 +94,8 @@ def _messages(given: Mapping[str, Any], place: str, images: dict[str, bytes]) ->
     for block in blocks:
         kind = block.get("type")
         need(kind in kinds, f"{place}: blocks of type {str(kind)[:80]!r} are not supported in a message of the {role}")
-    shown = [block for block in blocks if block["type"] in ("text", "image")]
-    text = text_of(shown, f"{place}: `content`", images=images)
+    visible = [block for block in blocks if block["type"] in ("text", "image")]
+    text = text_of(visible, f"{place}: `content`", images=images)
     if role == "assistant":
         uses = [block for block in blocks if block["type"] == "tool_use"]
         calls = [call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in uses]

@@ -136,13 +136,13 @@ def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None =
 
 def others(sampling: Mapping[str, Any], params: SamplingParams | None) -> list[str]:
     """The fields that ask for another distribution than that of `params`, or where they are None, than the model's."""
-    own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
-    return [name for name, value in sampling.items() if value != {**_SAMPLING, **own}[name]]
+    of_params = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
+    return [name for name, value in sampling.items() if value != {**_SAMPLING, **of_params}[name]]
 
 
-def objects(value: Any, what: str) -> list[dict[str, Any]]:
+def objects(value: Any, subject: str) -> list[dict[str, Any]]:
     """A list of objects; none for null."""
-    need(isinstance(value, list | None) and all(isinstance(x, dict) for x in value or ()), f"{what} must be objects")
+    need(isinstance(value, list | None) and all(isinstance(x, dict) for x in value or ()), f"{subject} must be objects")
     return value or []
 
 
@@ -154,31 +154,31 @@ def text_of(
     if not isinstance(content, list):
         need(isinstance(content, str | None), f"{place} must be a string or parts of type text")
         return content or ""
-    what = f"{place} must be a string or parts of type {' or '.join(kinds)}, with a string as `text`"
-    what += "" if images is None else ", or images"
+    fault = f"{place} must be a string or parts of type {' or '.join(kinds)}, with a string as `text`"
+    fault += "" if images is None else ", or images"
     texts = []
     for part in content:
-        need(isinstance(part, dict), what)
+        need(isinstance(part, dict), fault)
         if images is not None and part.get("type") in PARTS:
-            found = _image(part, place)
-            digest = sha256(found).hexdigest()
-            images[digest] = found
+            image = _image(part, place)
+            digest = sha256(image).hexdigest()
+            images[digest] = image
             texts.append(mark_of(digest))
         else:
-            need(part.get("type") in kinds and isinstance(part.get("text"), str), what)
+            need(part.get("type") in kinds and isinstance(part.get("text"), str), fault)
             texts.append(part["text"])
     return "".join(texts)
 
 
 def _image(part: Mapping[str, Any], place: str) -> bytes:
     """The file of an image: `image_url` with a data: URL (OpenAI), or a base64 `source` (Anthropic)."""
-    given = part.get("image_url", part.get("source"))
-    if isinstance(given, dict):
-        given = f"data:;base64,{given.get('data')}" if given.get("type") == "base64" else given.get("url")
-    need(isinstance(given, str), f"{place}: an image must have a data: URL or a base64 `source`: no files are stored")
-    head, comma, data = given.partition(",")
-    what = f"{place}: an image must be a data: URL with base64, not {given[:40]!r}: nothing is fetched from a network"
-    need(comma and head.startswith("data:") and head.endswith(";base64"), what)
+    url = part.get("image_url", part.get("source"))
+    if isinstance(url, dict):
+        url = f"data:;base64,{url.get('data')}" if url.get("type") == "base64" else url.get("url")
+    need(isinstance(url, str), f"{place}: an image must have a data: URL or a base64 `source`: no files are stored")
+    head, comma, data = url.partition(",")
+    fault = f"{place}: an image must be a data: URL with base64, not {url[:40]!r}: nothing is fetched from a network"
+    need(comma and head.startswith("data:") and head.endswith(";base64"), fault)
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except ValueError as error:
@@ -190,8 +190,8 @@ def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, A
     need(isinstance(name, str), f"{place} must have a function's name")
     need(isinstance(identity, str | None), f"{place}: the id must be a string")
     try:
-        found = object_of(arguments or {})
-        arguments = {"arguments": arguments} if found is None else found
+        fields = object_of(arguments or {})
+        arguments = {"arguments": arguments} if fields is None else fields
     except ValueError:
         arguments = None
     fine = arguments is not None and depth_is_fine(arguments, MAX_DEPTH)
@@ -203,28 +203,28 @@ def call_of(name: Any, arguments: Any, identity: Any, place: str) -> dict[str, A
 def tools_of(body: Mapping[str, Any], types: Sequence[str | None], schema: str) -> list[dict[str, Any]] | None:
     """The tools of a body, of one of these types, in the form of chat templates; `schema` is the field of their
     parameters. None without any."""
-    found = []
+    tools = []
     for tool in objects(body.get("tools"), "`tools`"):
         name = tool.get("name") if tool.get("type") in types else None
         need(isinstance(name, str), "`tools` must be functions with a name: tools that a server runs are not here")
         need(isinstance(tool.get("description"), str | None), f"tool {name}: `description` must be a string")
         function = {"name": name, "description": tool.get("description"), "parameters": tool.get(schema)}
         fields = {key: value for key, value in function.items() if value is not None}
-        found.append({"type": "function", "function": fields})
-    return found or None
+        tools.append({"type": "function", "function": fields})
+    return tools or None
 
 
 def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, in which what formats split of one turn of the policy is one message again."""
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     for message in messages:
-        if found and message["role"] == found[-1]["role"] == "assistant":
-            calls = [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
-            text = found[-1]["content"] + message["content"]
-            found[-1] = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        if turns and message["role"] == turns[-1]["role"] == "assistant":
+            calls = [*turns[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
+            text = turns[-1]["content"] + message["content"]
+            turns[-1] = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         else:
-            found.append(message)
-    return found
+            turns.append(message)
+    return turns
 
 
 def need(right: Any, otherwise: str) -> None:

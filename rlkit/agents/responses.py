@@ -27,12 +27,12 @@ _TEXT = ("input_text", "output_text", "text")
 
 def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) -> Request:
     """The request of a body; `stored` are the conversations of earlier responses, for `previous_response_id`."""
-    given, instructions, before = body.get("input"), body.get("instructions"), body.get("previous_response_id")
-    need(isinstance(given, str | list) and given, "`input` must be a text or a list of at least one item")
+    inputs, instructions, before = body.get("input"), body.get("instructions"), body.get("previous_response_id")
+    need(isinstance(inputs, str | list) and inputs, "`input` must be a text or a list of at least one item")
     need(isinstance(instructions, str | None), "`instructions` must be a string")
     if before is not None and (not isinstance(before, str) or before not in stored):
         raise BadRequest(f"there is no response {str(before)[:80]!r} in this episode", "previous_response_not_found")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "items of `input`")
+    items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else objects(inputs, "items of `input`")
     images: dict[str, bytes] = {}
     messages = [m for i, item in enumerate(items) for m in _messages(item, f"input[{i}]", images)]
     messages = joined_turns([*(stored[before] if before else ()), *messages])
@@ -40,8 +40,8 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
     if instructions:
         messages = [{"role": "system", "content": instructions}, *messages]
     tools = tools_of(body, ("function",), "parameters")
-    own = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
-    return Request(messages, tools, images=images, **options(own, limit=("max_output_tokens",), stop=None))
+    chat = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
+    return Request(messages, tools, images=images, **options(chat, limit=("max_output_tokens",), stop=None))
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: ARG001
     """The answer `whole` as a stream. The engine gives whole turns, so each item comes in one piece."""
-    found = list[Event]()
+    chunks = list[Event]()
 
     def add(kind: str, **data: Any) -> None:
-        found.append((kind, {"type": kind, "sequence_number": len(found), **data}))
+        chunks.append((kind, {"type": kind, "sequence_number": len(chunks), **data}))
 
     started = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     add("response.created", response=started)
@@ -88,7 +88,7 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: 
             add("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
         add("response.output_item.done", output_index=i, item=item)
     add(f"response.{whole['status']}", response=whole)
-    return found
+    return chunks
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
@@ -117,8 +117,8 @@ def _messages(item: Mapping[str, Any], place: str, images: dict[str, bytes]) -> 
         return [{"role": "tool", "content": text, "tool_call_id": item["call_id"]}]
     need(kind == "message", f"{place}: items of type {str(kind)[:80]!r} are not supported")
     need(role in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
-    shown = images if role in SHOWING else None
-    text = text_of(item.get("content"), f"{place}: `content` of the {role}", kinds=_TEXT, images=shown)
+    collected = images if role in SHOWING else None
+    text = text_of(item.get("content"), f"{place}: `content` of the {role}", kinds=_TEXT, images=collected)
     return [{"role": role, "content": text}]
 
 

@@ -194,13 +194,13 @@ def tls_of(certificate: Path, key: Path | None) -> ssl.SSLContext:
     for file in filter(None, (certificate, key)):
         if not file.is_file():
             raise ValueError(f"there is no file {file}")
-    found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        found.load_cert_chain(certificate, key, password=_without_password)
+        context.load_cert_chain(certificate, key, password=_without_password)
     except ssl.SSLError as error:
         both = f"{certificate}, {key}" if key else certificate
         raise ValueError(f"{both}: no certificate with its key ({error.reason or 'no PEM'})") from None
-    return found
+    return context
 
 
 def _without_password() -> str:

@@ -141,7 +141,7 @@ def end(child: int) -> int:
         except OSError:
             return 0
         return 0
-    found = {pid for pid in descendants() if pid != child and state(pid) != "Z"}
+    alive = {pid for pid in descendants() if pid != child and state(pid) != "Z"}
     while pids := descendants():
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: they could fork faster than they are killed
             for pid in pids:
@@ -155,29 +155,29 @@ def end(child: int) -> int:
         except ChildProcessError:
             break
         time.sleep(0.002)
-    return len(found)
+    return len(alive)
 
 
 def descendants() -> list[int]:
     """The ids of all processes below this one."""
-    found: list[int] = []
+    pids: list[int] = []
     level = [os.getpid()]
     while level:
         level = [child for pid in level for child in children(pid)]
-        found += level
-    return found
+        pids += level
+    return pids
 
 
 def children(pid: int) -> list[int]:
     """The ids of a process's children."""
-    found: list[int] = []
+    pids: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
-                found += map(int, file.read().split())
+                pids += map(int, file.read().split())
     except OSError:
-        return found
-    return found
+        return pids
+    return pids
 
 
 def resident(pid: int) -> int:

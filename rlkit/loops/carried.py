@@ -5,7 +5,7 @@ now = start(moves, penalties, saved=checkpoint)
 for step in ...:
     update(batch, Step(step, **of_step(now), check=...))
     now = after(moves, now, finalize(metrics), groups)
-    now = evaluated(now, scores, step=step + 1)            # where an evaluation is due
+    now = evaluated(now, evals, step=step + 1)            # where an evaluation is due
 save(to_save(moves, now))
 """
 
@@ -65,9 +65,9 @@ def after(rules: Rules, now: Carried, line: Mapping[str, float], groups: Sequenc
     )
 
 
-def evaluated(now: Carried, scores: Mapping[str, float], *, step: int) -> Carried:
+def evaluated(now: Carried, evals: Mapping[str, float], *, step: int) -> Carried:
     """The value after an evaluation."""
-    return now._replace(front=pareto.advance(now.front, scores, step=step))
+    return now._replace(front=pareto.advance(now.front, evals, step=step))
 
 
 def logged(rules: Rules, now: Carried) -> dict[str, float]:

@@ -107,9 +107,9 @@ async def rl(
             return saving.save_if_due(job, done, stream=stream, **state, state=states)
 
         await in_time(send(version=first))
-        scores, now = await in_time(look(0, now)) or ({}, now) if start < 0 else ({}, now)
-        if scores:
-            log(0, scores)
+        evals, now = await in_time(look(0, now)) or ({}, now) if start < 0 else ({}, now)
+        if evals:
+            log(0, evals)
         async with stream_of(task, engine, rollouts, schedule, samples, leg, version=first, state=before) as stream:
             for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
                 done, clock = index + 1, Clock(memory=schedule.profile_memory)
@@ -136,9 +136,9 @@ async def rl(
                 line |= watch.update(line, step=done) | carried.logged(rules, now)
                 now = carried.after(rules, now, line, groups)
                 clock.lap("sync")
-                scores, now = await in_time(look(done, now)) or ({}, now)
+                evals, now = await in_time(look(done, now)) or ({}, now)
                 clock.lap("eval")
-                log(done, line | scores | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
+                log(done, line | evals | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
                 watch.signal(batch)
                 if save(done):
                     break
@@ -175,14 +175,14 @@ async def held_out_scores(
     """`evaluate_sets` on the task's held-out prompts where it is due after `done` steps, and what it moves."""
     if not task.held_out or not is_due(done, schedule):
         return {}, now
-    scores = await evaluate_sets(
+    evals = await evaluate_sets(
         task.held_out, generate=engine.generate, params=rollouts.params, num_samples=rollouts.eval_samples,
         env=task.env, score=task.score, seed=schedule.seed, policy=policy, mesh=policy.mesh,
         on_group=partial(samples.completed, step=done), engine=engine, resend=partial(send, version=done),
         answer=partial(answer_of, tokenizer=tokenizer), **options,
     )  # fmt: skip
-    now = carried.evaluated(now, scores, step=done)
-    return scores | pareto.logged(now.front, schedule.output), now
+    now = carried.evaluated(now, evals, step=done)
+    return evals | pareto.logged(now.front, schedule.output), now
 
 
 def move_reference(state: Mapping[str, Any], policy: Policy, penalties: Penalties, *, done: int) -> None:

@@ -178,8 +178,8 @@ def supervised(
         samples = Samples(run, tokenizer, engine=None)
         asked = {name: len(one.prompts) for name, one in eval_sets.items()}
         run.note(rows=num_examples, held_out=asked | {name: len(some) for name, some in sets.items()})
-        if start < 0 and (scores := held_out(0, partial(samples.completed, step=0))):
-            log(0, scores)
+        if start < 0 and (evals := held_out(0, partial(samples.completed, step=0))):
+            log(0, evals)
         leg, changes = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
         for text in changes:
             run.say(text)

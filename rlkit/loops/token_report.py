@@ -62,10 +62,10 @@ def token_streams(
     places = chosen(groups)
     part = select(batch, places)
     with torch.no_grad():
-        scores = compute_tokens(
+        per_token = compute_tokens(
             lambda micro: torch.stack(policy(micro), dim=-1), part, max_tokens=max_tokens, mesh=policy.mesh
         )
-    logp, entropy = scores.float().cpu().unbind(-1)
+    logp, entropy = per_token.float().cpu().unbind(-1)
     ratio = torch.where(part.mask, (logp - part.rollout_logp).clamp(max=20).exp(), 0)
     numbers = {}
     for i, place in enumerate(places):

@@ -359,11 +359,9 @@ def _times(g: Tensor, a: Tensor) -> str:
     share = g[a != 0] / a[a != 0]
     if near(share, share[:1].expand_as(share)) and near(g, share[0] * a):
         x = float(share[0])
-        return (
-            "0"
-            if abs(x) < TOLERANCE
-            else f"{'+' if x > 0 else '-'}{'' if abs(abs(x) - 1) < 1e-3 else f'{abs(x):.3g} '}A"
-        )
+        if abs(x) < TOLERANCE:
+            return "0"
+        return f"{'+' if x > 0 else '-'}{'' if abs(abs(x) - 1) < 1e-3 else f'{abs(x):.3g} '}A"
     worst = int((g + a).abs().argmax())
     return f"{g[worst]:.3g} where A = {a[worst]:g}"
 

@@ -134,7 +134,7 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
 
 
 class _Kl(NamedTuple):
-    """Of an estimator on a small vocabulary: the mean, and what is wrong (see `try_kl`)."""
+    """The mean of an estimator on a small vocabulary, and what is wrong with it (see `try_kl`)."""
 
     mean: float
     flat: bool

@@ -419,7 +419,7 @@ def _student_logp(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
 
 
 def _teacher_logp(logp: Tensor, whole: bool) -> Tensor:
-    """The same for the teacher. Its tail is 1 minus the sum, clamped to at least machine epsilon."""
+    """The parts of the teacher: its tail is 1 minus the sum, clamped to at least machine epsilon."""
     if not whole:
         log_mass = logp.logsumexp(-1, keepdim=True)
         tail = (-torch.expm1(log_mass)).clamp(min=torch.finfo(logp.dtype).eps).log()

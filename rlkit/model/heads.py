@@ -111,7 +111,7 @@ def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T
 
 
 def classified(model: Any, batch: Batch, *, dtype: str = "fp32") -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
-    """Of a critic with bins: `values`, without gradient, and `hl_gauss` of the batch's `returns` (0 where masked)."""
+    """`values` of a critic with bins, without gradient, and `hl_gauss` of the batch's `returns` (0 where masked)."""
     bins = bins_of(model.config)
     assert bins is not None
     assert batch.returns is not None

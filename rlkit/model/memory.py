@@ -60,12 +60,12 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """Those of a layer's experts, which expert parallelism leaves on their ranks."""
+        """Expert parameters per layer, which expert parallelism leaves on their ranks."""
         return 3 * self.hidden * self.intermediate * self.experts
 
     @property
     def replicated_parameters(self) -> int:
-        """Those of a layer that tensor parallelism does not cut: norms, and the router of experts."""
+        """Parameters per layer that tensor parallelism does not cut: norms, and the router of experts."""
         return 2 * self.hidden + self.qk_norm * 2 * self.head_dim + self.hidden * self.experts
 
     @property
@@ -102,7 +102,7 @@ class Shape:
         return 2 * size * self.hidden if self.experts else 0.0
 
     def kv_bytes(self) -> int:
-        """Of an engine's cache, per token, in bf16, over all its GPUs."""
+        """Bytes of an engine's cache per token, in bf16, over all its GPUs."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -117,7 +117,7 @@ class Stage:
 
     @property
     def vocab_parameters(self) -> int:
-        """Those of the embedding and the head that are here; of a tied one, first and last stage have a copy each."""
+        """Parameters of embedding and head in this stage; if tied, the first and the last stage have a copy each."""
         once = self.shape.tied and self.first and self.last
         return (self.first + self.last - once) * self.shape.vocab * self.shape.hidden
 

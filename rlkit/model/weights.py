@@ -37,8 +37,8 @@ _WHAT, _FIX = "the model", "The previous content of the path is untouched. Free 
 Pairs = Iterator[tuple[str, Tensor]]
 
 
-class Form(IntEnum):
-    """What servers need of a LoRA model: a later form is for those that cannot do with an earlier one."""
+class Payload(IntEnum):
+    """What is sent of a LoRA model: the first of these that suffices for all servers."""
 
     ADAPTER = 0  # the adapter alone
     BASE = 1  # the base weights once, and the adapter
@@ -69,12 +69,12 @@ class WeightStream(Pairs):
             self._has_adapter = only_adapter_trains(self.model)
         return self._has_adapter
 
-    def in_form(self, form: Form) -> WeightStream | AdapterStream:
+    def in_form(self, form: Payload) -> WeightStream | AdapterStream:
         """The weights in this form, unread; choose once, and the same on every rank."""
         self._has_adapter = False
-        if form is Form.MERGED:
+        if form is Payload.MERGED:
             return self
-        base = _pairs(self.model, self._dtype, self._bucket_bytes, merge=False) if form is Form.BASE else None
+        base = _pairs(self.model, self._dtype, self._bucket_bytes, merge=False) if form is Payload.BASE else None
         adapter = self._counted(adapter_weights(self.model, dtype=self._dtype))
         return AdapterStream(self.model, None if base is None else self._counted(base), adapter)
 

@@ -42,7 +42,7 @@ def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that are parameters of the function."""
+    """The options that are parameters of the function."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}
 
@@ -57,8 +57,8 @@ def own_copy(value: Any) -> Any:
 
 
 class Watched(dict[str, Any]):
-    """A copy of a row, or of an object in it, for the user's code; `absent` gets the keys that this asks for in vain,
-    and `read` those that it finds.
+    """A copy of a row, or of an object in it, for the user's code; `absent` records the keys that it looked up and
+    missed, and `read` those that it found.
 
     A key that is required (`row[key]`) is an error anyway; `get`, `pop` and `in` would hide a wrong name.
     """

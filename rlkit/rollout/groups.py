@@ -122,8 +122,8 @@ def check_sampling(prompts: Sequence[Prompt], *, env: Env, score: Score | None, 
         if isinstance(prompt.ids, str):
             raise TypeError(f"prompts[{i}].ids must be token ids, got {show(prompt.ids)}: give tokenizer.encode(text)")
         if hasattr(prompt.ids, "tolist"):
-            what = f"prompts[{i}].ids must be a list of token ids, got a {type(prompt.ids).__name__}"
-            raise TypeError(f"{what}: give ids.tolist()")
+            fault = f"prompts[{i}].ids must be a list of token ids, got a {type(prompt.ids).__name__}"
+            raise TypeError(f"{fault}: give ids.tolist()")
     check_call("env", env, "env(prompt, sample)")
     if score is not None:
         if callable(score) and _TEXTS & set(getattr(getattr(score, "__code__", None), "co_varnames", ())[:2]):
@@ -179,8 +179,8 @@ async def sample_group(
             group.append(replace(piece, reward=end.reward, mask=mask, token_rewards=rewards))
         group.append(end)
     for trajectory in group:
-        if wrong := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
-            raise ValueError(f"row {prompt.index + 1}: {wrong}; an environment or a score must give a number")
+        if fault := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
+            raise ValueError(f"row {prompt.index + 1}: {fault}; an environment or a score must give a number")
     return group
 
 
@@ -239,8 +239,8 @@ def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is
     tokens = trajectory.token_rewards or () if any(trajectory.mask) else ()
     score = () if trajectory.score is None else (trajectory.score,)
     for name, values in (("reward", (trajectory.reward,)), ("score", score), ("token_rewards", tokens)):
-        if wrong := [value for value in values if not is_valid(value)]:
-            return f"{name} is {show(wrong[0])}"
+        if bad := [value for value in values if not is_valid(value)]:
+            return f"{name} is {show(bad[0])}"
     return None
 
 
@@ -280,10 +280,10 @@ def sampler(
         nonlocal turn
         turn += 1
         seen = of_prompt if images is None else images
-        shown: dict[str, Any] = {"images": [*seen]} if seen else {}
+        options: dict[str, Any] = {"images": [*seen]} if seen else {}
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
-        own = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
-        return await generate(prompt_ids, params=own, **shown)
+        turn_params = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
+        return await generate(prompt_ids, params=turn_params, **options)
 
     return sample
 
@@ -376,9 +376,9 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int
 def _showing(trajectory: Trajectory, prompt: Prompt) -> Trajectory:
     """The trajectory with the images of its prompt, which it must begin with."""
     if list(trajectory.prompt_ids[: len(prompt.ids)]) != list(prompt.ids):
-        what = "its chat template rewrites past turns, or the environment renders the prompt again"
+        cause = "its chat template rewrites past turns, or the environment renders the prompt again"
         fix = "name the images of each context (`Turns`, or `images` of `sample`)"
-        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {what}; {fix}")
+        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {cause}; {fix}")
     return replace(trajectory, images=prompt.images)
 
 
@@ -388,11 +388,9 @@ def pieces_of(returned: Any, place: str = "") -> Group:
     if isinstance(pieces, list | tuple) and pieces and all(isinstance(piece, Trajectory) for piece in pieces):
         return [*pieces]
     fix = "return at least one piece: a Trajectory, or a list of them"
-    found = (
-        "no trajectory" if returned is None or (isinstance(returned, list | tuple) and not returned) else show(returned)
-    )
+    nothing = returned is None or (isinstance(returned, list | tuple) and not returned)
     if is_number(returned):
         fix = "return the episode with it, as in chat.end(reward=...)"
     if hasattr(returned, "end"):
         fix = f"return {type(returned).__name__.lower()}.end(reward=...)"
-    raise ValueError(f"{place}the environment returned {found}; {fix}")
+    raise ValueError(f"{place}the environment returned {'no trajectory' if nothing else show(returned)}; {fix}")

@@ -97,8 +97,8 @@ def limited(
     turn. Under `max_sampled_tokens`, concurrent turns of an episode are sampled one after another, because each has
     the budget that the earlier ones left.
     """
-    given = {"max_turns": max_turns, "max_total_tokens": max_total_tokens, "max_sampled_tokens": max_sampled_tokens}
-    for name, value in given.items():
+    limits = {"max_turns": max_turns, "max_total_tokens": max_total_tokens, "max_sampled_tokens": max_sampled_tokens}
+    for name, value in limits.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 

@@ -63,11 +63,11 @@ def sample(
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
-    kept = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
+    mass = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
     if never:
         banned = torch.tensor(never, device=logits.device)
-        kept, logits = kept.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
-    ids = _inverse_cdf(kept, u)
+        mass, logits = mass.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
+    ids = _inverse_cdf(mass, u)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
     return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())

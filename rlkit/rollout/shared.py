@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from rlkit._util.ranks import on_this_device, rank, world_size
-from rlkit.model.weights import Form, WeightStream
+from rlkit.model.weights import Payload, WeightStream
 from rlkit.rollout.engines import EngineError, Unreachable
 from rlkit.rollout.groups import Group, Prompt, rollout
 from rlkit.rollout.stream import Counts, GroupStream, continue_aborted
@@ -96,10 +96,10 @@ async def sampled(
         return [task.result()] if task.done() else []
 
     try:
-        while not all(found := await gathered(until_lost, samplers=samplers)):
+        while not all(shares := await gathered(until_lost, samplers=samplers)):
             assert resend is not None
             await resend()
-        return [x for of_sampler in found for x in of_sampler]
+        return [x for of_sampler in shares for x in of_sampler]
     finally:
         if task is not None and not task.done():
             task.cancel()
@@ -122,8 +122,8 @@ async def shared_rollout(
     samplers = samplers_of(engine)
     num, k = len(samplers), samplers.index(rank()) if rank() in samplers else 0
     mine = partial(rollout, prompts[k::num], indices=range(k, len(prompts), num), on_group=on_group, **options)
-    found = await sampled(mine, engine=engine, samplers=samplers, resend=resend)
-    groups = [found[i % num][i // num] for i in range(len(prompts))]
+    shares = await sampled(mine, engine=engine, samplers=samplers, resend=resend)
+    groups = [shares[i % num][i // num] for i in range(len(prompts))]
     if on_group is not None and rank() == samplers[0]:
         for i, group in enumerate(groups):
             if i % num:
@@ -156,9 +156,9 @@ async def rest(engine: Any) -> None:
         await engine.rest()
 
 
-async def _form(engine: Any, weights: WeightStream) -> Form:
+async def _form(engine: Any, weights: WeightStream) -> Payload:
     """What an engine needs of a LoRA model's weights; all of them where it has no method `form`."""
-    return Form.MERGED if not hasattr(engine, "form") else await engine.form(weights)
+    return Payload.MERGED if not hasattr(engine, "form") else await engine.form(weights)
 
 
 class SharedEngine:
@@ -189,11 +189,11 @@ class SharedEngine:
         await gathered(send, samplers=self.samplers)
 
     async def rest(self) -> None:
-        """Of engines that free memory between sampling and the next update: all ranks wait until they have."""
+        """Have the engines free memory until the next update; all ranks wait until they have."""
         await gathered(partial(rest, self.engine), samplers=self.samplers)
 
     async def lost(self) -> None:
-        """Of this rank's engine; see `ServerEngine.lost`."""
+        """`ServerEngine.lost` of this rank's engine."""
         await _lost(self.engine)
 
     @property
@@ -203,7 +203,7 @@ class SharedEngine:
 
     @property
     def silent_s(self) -> float:
-        """Of this rank's engine: seconds without any sign of life."""
+        """Seconds since this rank's engine last answered."""
         return getattr(self.engine, "silent_s", 0.0)
 
     async def close(self) -> None:
@@ -221,7 +221,7 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(k: int, samplers: int, num: int) -> Share:
-        """That of the k-th of `samplers`."""
+        """The share of sampler k."""
         first, end = num * k // samplers, num * (k + 1) // samplers
         return Share(first, end - first, num)
 
@@ -296,19 +296,19 @@ class SharedStream:
 
     async def take(self, resend: Resend | None = None) -> list[Group]:
         """The next groups of all samplers, on every rank, in the order in which they were started. See `sampled`."""
-        found = await sampled(self._take, engine=self._engine, samplers=self._samplers, resend=resend)
+        shares = await sampled(self._take, engine=self._engine, samplers=self._samplers, resend=resend)
         if self._turns:
             await self.pause()
             await rest(self._engine)
-        self.num_dropped = sum(x.num_dropped for x in found)
-        self.prompts = [prompt for x in found for prompt in x.prompts]
-        self.outcomes = [outcome for x in found for outcome in x.outcomes]
-        self.progress = Counts(*map(sum, zip(*(x.progress for x in found), strict=True)))
-        self.state = found[0].state if len(found) == 1 else {"samplers": [x.state for x in found]}
+        self.num_dropped = sum(x.num_dropped for x in shares)
+        self.prompts = [prompt for x in shares for prompt in x.prompts]
+        self.outcomes = [outcome for x in shares for outcome in x.outcomes]
+        self.progress = Counts(*map(sum, zip(*(x.progress for x in shares), strict=True)))
+        self.state = shares[0].state if len(shares) == 1 else {"samplers": [x.state for x in shares]}
         if self._number == 0:
-            for prompt, group, step in (dropped for x in found for dropped in x.dropped):
+            for prompt, group, step in (dropped for x in shares for dropped in x.dropped):
                 self._on_group(prompt, group, step=step, kept=False)
-        return [group for x in found for group in x.groups]
+        return [group for x in shares for group in x.groups]
 
     async def _take(self) -> _Taken:
         stream = self._stream

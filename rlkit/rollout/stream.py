@@ -94,7 +94,7 @@ class Pausable:
         self.num_running = 0
 
     async def generate(
-        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **options: Any
     ) -> Completion:
         """See `rlkit.types.Generate`. "abort" is returned only if the call was not aborted by `pause`."""
         pauses = 0
@@ -106,7 +106,7 @@ class Pausable:
             pauses = self._pauses
             self.num_running += 1
             try:
-                return await self._generate(context, params=left, rid=rid, **shown)
+                return await self._generate(context, params=left, rid=rid, **options)
             finally:
                 self.num_running -= 1
                 if not self.num_running:
@@ -235,20 +235,20 @@ class Journal:
                 self._read(path)
 
     async def generate(
-        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **options: Any
     ) -> Completion:
         """See `rlkit.types.Generate`."""
-        images = "".join(image.digest for image in shown.get("images", ()))
+        images = "".join(image.digest for image in options.get("images", ()))
         replayed = False
 
         async def part(context: list[int], left: SamplingParams) -> Completion:
             nonlocal replayed
             key = _key(params.seed, context, images)
-            known = self._known.pop(key, None)
-            replayed = known is not None
-            if known is not None:
-                return known
-            out = await self._generate(context, params=left, rid=rid, **shown)
+            completion = self._known.pop(key, None)
+            replayed = completion is not None
+            if completion is not None:
+                return completion
+            out = await self._generate(context, params=left, rid=rid, **options)
             if out.ids:
                 self._write(key, out)
             return out
@@ -345,7 +345,7 @@ class GroupStream:
         journal: folder to which every completion is written at once; see `Journal`.
         continued: `continue_aborted` with what the engine needs; see `Pausable`.
         index_of: the index of the j-th prompt that is started, where several streams share the prompts; None: j.
-        rests: whether to pass over the prompt of an index; None: no prompt.
+        skip: whether to skip the prompt of an index; None: no prompt.
         version: version of the engine's current weights, which is also the number of steps taken so far.
         state: the `state` to resume from, of the same version.
 
@@ -372,7 +372,7 @@ class GroupStream:
         journal: Path | None = None,
         continued: Continued | None = None,
         index_of: Callable[[int], int] | None = None,
-        rests: Callable[[int], bool] | None = None,
+        skip: Callable[[int], bool] | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -386,7 +386,7 @@ class GroupStream:
         )
         self._prompt_at, self._keep, self._on_group = prompt_at, keep, on_group
         self._num, self._seed, self._staleness = groups_per_step, seed, staleness
-        self._index_of, self._rests = index_of or (lambda j: j), rests or (lambda index: False)  # noqa: ARG005
+        self._index_of, self._skip = index_of or (lambda j: j), skip or (lambda index: False)  # noqa: ARG005
         self._max_dropped = 20 * groups_per_step if max_dropped is None else max_dropped
         self._dropped = dict[int, float]()  # index -> success rate
         self.prompts: list[Prompt] = []
@@ -482,7 +482,7 @@ class GroupStream:
     def _admit(self) -> None:
         room = math.floor((self._version + 1 + self._staleness) * self._num + 1e-9) - self._taken * self._num
         while not self._closed and self._error is None and len(self._entries) < room:
-            while self._rests(index := self._index_of(self._next)):
+            while self._skip(index := self._index_of(self._next)):
                 self._next += 1
             entry = _Entry(index, self._version)
             self._entries.append(entry)
@@ -503,10 +503,10 @@ class GroupStream:
     def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
         if self._closed:  # the last checkpoint has it as waiting
             return
-        kept = self._keep is None or self._keep(group)
+        keep = self._keep is None or self._keep(group)
         if self._on_group is not None:
-            self._on_group(prompt, group, step=self._version + 1, kept=kept)
-        if kept:
+            self._on_group(prompt, group, step=self._version + 1, kept=keep)
+        if keep:
             entry.group = compact(group)
             return
         self._entries.remove(entry)

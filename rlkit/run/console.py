@@ -64,8 +64,8 @@ def step_line(step: int, metrics: Mapping[str, Any], columns: Sequence[Column] =
     cells = "".join(f" {_cell(c, metrics):>{c.width}}" for c in columns)
     pair = ("eval/loss", "eval/accuracy") if "eval/loss" in metrics else ("eval/sampled", "eval/greedy")
     evals = [metrics.get(key) for key in pair]
-    scores = "/".join("-" if x is None else f"{x:z.3f}" for x in evals) if any(x is not None for x in evals) else ""
-    return f"{step:>6}{cells}  {scores}".rstrip()
+    evaluation = "/".join("-" if x is None else f"{x:z.3f}" for x in evals) if any(x is not None for x in evals) else ""
+    return f"{step:>6}{cells}  {evaluation}".rstrip()
 
 
 def reward_parts(metrics: Mapping[str, Any]) -> list[str]:

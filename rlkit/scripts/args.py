@@ -1,4 +1,4 @@
-"""Flags that several training scripts have: a dataclass for each subject, which refuses values that cannot act."""
+"""Flags that several training scripts have: a dataclass for each subject, which refuses values without effect."""
 
 from __future__ import annotations
 
@@ -126,27 +126,27 @@ class Data:
 
     def parts(self) -> list[tuple[list[str], float]]:
         """The files and the weight of each part of `data`: one part of all files where there are no weights."""
-        given = [self.data] if isinstance(self.data, str) else self.data
-        found = [_weighted(text) for text in given]
-        weights = [weight for _, weight in found if weight is not None]
+        specs = [self.data] if isinstance(self.data, str) else self.data
+        weighted = [_weighted(text) for text in specs]
+        weights = [weight for _, weight in weighted if weight is not None]
         if not weights:
-            return [([*given], 1.0)]
+            return [([*specs], 1.0)]
         fix = "give each file a weight, as in a.jsonl=2 b.jsonl=1, or none"
-        refuse_if(len(weights) < len(given), f"`data` has weights for {len(weights)} of {len(given)} files: {fix}")
-        for text, (_, weight) in zip(given, found, strict=True):
+        refuse_if(len(weights) < len(specs), f"`data` has weights for {len(weights)} of {len(specs)} files: {fix}")
+        for text, (_, weight) in zip(specs, weighted, strict=True):
             refuse_if(weight is not None and not 0 < weight < math.inf, f"`data` {text}: the weight must be above 0")
-        return [([spec], 1.0 if weight is None else weight) for spec, weight in found]
+        return [([spec], 1.0 if weight is None else weight) for spec, weight in weighted]
 
     def eval_files(self) -> dict[str, list[str]]:
         """The files of each held-out set; those without a name are the set ""."""
-        found: dict[str, list[str]] = {}
+        sets: dict[str, list[str]] = {}
         for text in (self.eval_data,) if isinstance(self.eval_data, str) else self.eval_data or ():
             name, spec = ("", text) if os.path.exists(text) else split_name(text)
             fix = "give each file a name of its own, or one glob, as in 'hard=part-*.jsonl'"
-            refuse_if(name and name in found, f"`eval_data` has two sets {name}: {fix}")
+            refuse_if(name and name in sets, f"`eval_data` has two sets {name}: {fix}")
             refuse_if(not spec, f"`eval_data` {text}: no file after the name")
-            found.setdefault(name, []).append(spec)
-        return found
+            sets.setdefault(name, []).append(spec)
+        return sets
 
     def template(self) -> Any:
         """The parsed `template_args`; None if it is not JSON."""
@@ -184,32 +184,32 @@ class Data:
         if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
             where = "neither --data nor --eval-data has that column" if self.eval_data else "no file has that column"
             raise ValueError(f"--rename {both[0]}: {where}")
-        found = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
+        pair = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
         for part in rows:
             name_splits(part)
         for column in (line for part in rows for line in mixed_types(part)) if PROMPT in forms else ():
             log.warning("%s: a reward sees the value of each row as it is", column)
         names = [name for part in rows for name in part.sources]
-        both = shared([*found[1].values()], found[0], whole=whole) if held_out else []
+        both = shared([*pair[1].values()], pair[0], whole=whole) if held_out else []
         for part, line in zip(held_out.values(), both, strict=True):
             if same := [name for name in names if name in part.sources]:
                 log.warning("--eval-data is not held out: %s is also in --data", same[0])
             elif line:
                 log.warning("--eval-data is not held out: %s", line)
-        return found
+        return pair
 
     def load_eval(self, *, limit: int | None, unused: set[str] | None) -> tuple[dict[str, Any], set[str]]:
         """The rows of each held-out set as they are, and the columns of `rename` that none of the sets has."""
         from rlkit.data.load import load_rows
 
-        found, absent = {}, {*self.rename}
+        sets, absent = {}, {*self.rename}
         for name, files in self.eval_files().items():
             here = set[str]()
-            found[name] = load_rows(files, rename=self.rename, limit=limit, held_out=True, unused=here)
+            sets[name] = load_rows(files, rename=self.rename, limit=limit, held_out=True, unused=here)
             absent &= here
         if absent and unused is None:
             raise ValueError(f"--rename {min(absent)}: --eval-data does not have that column")
-        return found, absent
+        return sets, absent
 
     def read(self, rows: Any, *forms: Any) -> list[dict[str, Any]]:
         """The rows in the columns of rlkit."""
@@ -225,9 +225,9 @@ class Data:
         """The data with the files of its globs in their place, as a run folder keeps it."""
         from rlkit.data.sources import expand
 
-        def files(given: Any) -> Any:
-            found = [path for spec in ((given,) if isinstance(given, str) else given or ()) for path in expand(spec)]
-            return tuple(found) if len(found) > 1 else next(iter(found), None)
+        def files(value: Any) -> Any:
+            paths = [path for spec in ((value,) if isinstance(value, str) else value or ()) for path in expand(spec)]
+            return tuple(paths) if len(paths) > 1 else next(iter(paths), None)
 
         sets = self.eval_files()
         return replace(
@@ -270,58 +270,58 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check(self)
-        for name, given in self._by_set(self.eval_sampling).items():
-            refuse_if(len(given) > 1, f"`eval_sampling` is given twice{f' for {name}' if name else ''}: join by commas")
-            self._sampling(given[0])
+        for name, texts in self._by_set(self.eval_sampling).items():
+            refuse_if(len(texts) > 1, f"`eval_sampling` is given twice{f' for {name}' if name else ''}: join by commas")
+            self._sampling(texts[0])
 
     @staticmethod
-    def _by_set(given: tuple[str, ...]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name, rest in map(split_name, given):
-            found.setdefault(name, []).append(rest)
-        return found
+    def _by_set(texts: tuple[str, ...]) -> dict[str, list[str]]:
+        by_set: dict[str, list[str]] = {}
+        for name, rest in map(split_name, texts):
+            by_set.setdefault(name, []).append(rest)
+        return by_set
 
     def reward_of(self, name: str) -> tuple[str, ...] | None:
         """The rewards of a set; None: those of training."""
-        given = self._by_set(self.eval_reward)
-        return tuple(given.get(name, given.get("", ()))) or None
+        by_set = self._by_set(self.eval_reward)
+        return tuple(by_set.get(name, by_set.get("", ()))) or None
 
     def sampling_of(self, name: str) -> dict[str, Any]:
         """What differs in the sampling of a set: fields of `SamplingParams`, and `samples`."""
-        given = self._by_set(self.eval_sampling)
-        texts = given.get(name, given.get("", ()))
+        by_set = self._by_set(self.eval_sampling)
+        texts = by_set.get(name, by_set.get("", ()))
         return self._sampling(texts[0]) if texts else {}
 
     def _sampling(self, text: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for pair in text.split(","):
             key, _, value = pair.partition(":")
             kind = _SAMPLING.get(key)
             try:
-                found[key] = kind(value) if kind else None
+                options[key] = kind(value) if kind else None
             except ValueError:
                 kind = None
-            what = f"{', '.join(_SAMPLING)}, each with a number, as in temperature:0.6,samples:4"
-            refuse_if(kind is None, f"`eval_sampling` {text}: {pair} is not one of {what}")
-        if None in found.values():
+            allowed = f"{', '.join(_SAMPLING)}, each with a number, as in temperature:0.6,samples:4"
+            refuse_if(kind is None, f"`eval_sampling` {text}: {pair} is not one of {allowed}")
+        if None in options.values():
             return {}
-        refuse_if(found.get("samples", 1) < 1, f"`eval_sampling` {text}: samples must be at least 1")
-        alone = found.get("temperature") == 0 and found.get("samples", 1) > 1
+        refuse_if(options.get("samples", 1) < 1, f"`eval_sampling` {text}: samples must be at least 1")
+        alone = options.get("temperature") == 0 and options.get("samples", 1) > 1
         refuse_if(alone, f"`eval_sampling` {text}: at temperature 0 all samples are the same: drop samples")
         try:
-            SamplingParams(**{key: value for key, value in found.items() if key != "samples"})
+            SamplingParams(**{key: value for key, value in options.items() if key != "samples"})
         except ValueError as error:
             refuse_if(True, f"`eval_sampling` {text}: {error}")
-        return found
+        return options
 
     def check_sets(self, sets: Iterable[str]) -> None:
         """Refuse settings of a set that `eval_data` does not have."""
-        known = {*sets}
+        names = {*sets}
         for flag in ("eval_reward", "eval_sampling"):
-            given = self._by_set(getattr(self, flag))
-            for name in sorted({*given} - known - {""}) if known else ():
-                there = f"has no set {name}; its names are {', '.join(sorted(known - {''}))}"
-                there = there if known - {""} else f"names no set: write `eval_data` {name}=FILE"
+            by_set = self._by_set(getattr(self, flag))
+            for name in sorted({*by_set} - names - {""}) if names else ():
+                there = f"has no set {name}; its names are {', '.join(sorted(names - {''}))}"
+                there = there if names - {""} else f"names no set: write `eval_data` {name}=FILE"
                 refuse_if(True, f"`{flag}` {name}=...: `eval_data` {there}")
 
 
@@ -480,23 +480,23 @@ class Episodes:
         """
         from rlkit.rewards.call import RESERVED
 
-        given = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
-        names = [spec.partition("(")[0].rpartition(":")[2] for spec, *_ in given]
-        found: dict[str, tuple[str, float | None]] = {}
-        for name, (spec, weight, text) in zip(names, given):
+        specs = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
+        names = [spec.partition("(")[0].rpartition(":")[2] for spec, *_ in specs]
+        rewards: dict[str, tuple[str, float | None]] = {}
+        for name, (spec, weight, text) in zip(names, specs):
             place = spec.partition("(")[0].rpartition(":")[0]
             stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
             name = f"{stem}.{name}" if names.count(name) > 1 else name
-            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(given) > 1 or weight is not None)
+            finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(specs) > 1 or weight is not None)
             refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
             refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
-            both = f"two functions {name}, {found.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
+            both = f"two functions {name}, {rewards.get(name, [''])[0]} and {spec}, and each is logged as reward/{name}"
             fix = "rename one, or import it under another name in a file of your own"
-            refuse_if(name in found, f"`reward` names {both}: {fix}")
-            found[name] = spec, weight
-        nothing = found and all(weight == 0 for _, weight in found.values())
+            refuse_if(name in rewards, f"`reward` names {both}: {fix}")
+            rewards[name] = spec, weight
+        nothing = rewards and all(weight == 0 for _, weight in rewards.values())
         refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
-        return found
+        return rewards
 
     def envs(self) -> dict[str, str]:
         """FILE.py:NAME of each environment by its name; that of a single one is ""."""
@@ -507,20 +507,20 @@ class Episodes:
         return self.max_total_tokens or self.max_prompt_tokens + rollouts.max_new_tokens
 
 
-def places_of(flag: str, given: str | tuple[str, ...]) -> dict[str, str]:
+def places_of(flag: str, value: str | tuple[str, ...]) -> dict[str, str]:
     """What a flag names, PLACE or several NAME=PLACE, by name; that of a single place without a name is ""."""
-    texts = (given,) if isinstance(given, str) else given
-    found: dict[str, str] = {}
+    texts = (value,) if isinstance(value, str) else value
+    places: dict[str, str] = {}
     for text in texts:
         name, equals, place = text.partition("=")
         if not (equals and name.isidentifier() and not os.path.exists(text)):
             refuse_if(len(texts) > 1, f"`{flag}` {text}: of several each has a name, as in math={text}")
             name, place = "", text
         refuse_if(not place, f"`{flag}` {text}: nothing stands behind the name")
-        refuse_if(name in found, f"`{flag}` has two of the name {name}: rename one")
-        found[name] = place
-    refuse_if(not found, f"`{flag}` is empty: give a value, or leave it out")
-    return found
+        refuse_if(name in places, f"`{flag}` has two of the name {name}: rename one")
+        places[name] = place
+    refuse_if(not places, f"`{flag}` is empty: give a value, or leave it out")
+    return places
 
 
 def _parsed(text: str) -> tuple[str, float | None, str]:

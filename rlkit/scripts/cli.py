@@ -76,16 +76,16 @@ def main(argv: list[str] | None = None) -> None:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        lines = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
+        lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
         end = "rlkit COMMAND --help lists its flags, --help WORD those about it; rlkit --version."
         return say("\n".join(["usage: rlkit COMMAND ...", "", *lines, "", end]))
     if argv[0] in ("-V", "--version", "version"):
         return _print(f"rlkit {importlib.import_module('rlkit').__version__}")
     name, rest = argv[0].replace("-", "_"), argv[1:]
     if name not in COMMANDS:
-        known = f" ({foreign.COMMANDS[name]} is that here)" if name in foreign.COMMANDS else ""
-        near = "" if known else "".join(f" (perhaps {x})" for x in get_close_matches(name, COMMANDS, n=1))
-        fail(f"no command {argv[0]!r}{known or near}: choose one of {', '.join(COMMANDS)}")
+        alias = f" ({foreign.COMMANDS[name]} is that here)" if name in foreign.COMMANDS else ""
+        near = "" if alias else "".join(f" (perhaps {x})" for x in get_close_matches(name, COMMANDS, n=1))
+        fail(f"no command {argv[0]!r}{alias or near}: choose one of {', '.join(COMMANDS)}")
     if name == "copy":
         return _copy(rest)
     sys.argv = [f"rlkit {argv[0]}", *rest]
@@ -102,15 +102,15 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
     """Parse the flags of the dataclass `kind` and call `script(flags)`, as `on_ranks` does: a script's last line."""
     encode_anything()
     argv = translate.after_launcher(sys.argv[1:] if argv is None else argv)
-    own = list(argv[: argv.index("--")] if "--" in argv else argv)  # after --: another command's
-    if asked := [i for i, word in enumerate(own) if word in ("-h", "--help")]:
-        _help(kind, description, takewhile(lambda word: not is_flag(word), own[asked[0] + 1 :]))
+    words = list(argv[: argv.index("--")] if "--" in argv else argv)  # after --: another command's
+    if asked := [i for i, word in enumerate(words) if word in ("-h", "--help")]:
+        _help(kind, description, takewhile(lambda word: not is_flag(word), words[asked[0] + 1 :]))
     places: dict[str, str] = {}
     try:
         with warnings_that_fit():
-            argv, places, shown, notes = with_config(argv, kind)
-            _refuse_wrong(argv, kind, complete=not shown)
-        if shown:
+            argv, places, prints, notes = with_config(argv, kind)
+            _refuse_wrong(argv, kind, complete=not prints)
+        if prints:
             return _print(config.printed(argv, kind, notes))
         flags = parsed(argv, kind)
     except ValueError as error:
@@ -139,12 +139,12 @@ def parsed(argv: Sequence[str], kind: type) -> Any:
 
     printed = io.StringIO()
     try:
-        with collected() as wrong, redirect_stderr(printed):
+        with collected() as faults, redirect_stderr(printed):
             flags: Any = tyro.cli(kind, args=argv, config=(tyro.conf.SuppressFixed,))
     except SystemExit:
         raise ValueError(_plain(printed.getvalue())) from None
-    if wrong:
-        raise ValueError(spelled(wrong[0], kind))
+    if faults:
+        raise ValueError(spelled(faults[0], kind))
     return flags
 
 
@@ -167,103 +167,103 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
 
     Missing flags are refused if the command line is to be `complete`.
     """
-    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
+    words = argv[: argv.index("--")] if "--" in argv else argv  # what follows is another command's
     flags = list(list_flags(kind))
     aliases = {alias for flag in flags for alias in flag.aliases}
     names, in_python = {flag.name for flag in flags}, {name for name, _ in flags_of(kind)}
-    _refuse_assignments(own, names)
+    _refuse_assignments(words, names)
     names |= {flag.name for flag in CONFIG if has_config(flags)}
-    wrong, ours_only = {}, True
-    translated = translate.translate(translate.options(own), flags, _script_of(kind))
+    faults, ours_only = {}, True
+    translated = translate.translate(translate.options(words), flags, _script_of(kind))
     system = translated.system if translated else None
     alone = next((flag for flag in flags if flag.positional and flag.name != "command"), None)
-    for word, value in zip(own, [*own[1:], ""]):
-        given = word.split("=")[0].lstrip("+")
-        name = given.lstrip("-").replace("-", "_")
-        known = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
-        short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and given not in aliases
-        if short and known:
-            wrong[given] = f"needs two dashes: -{given}"
+    for word, value in zip(words, [*words[1:], ""]):
+        typed = word.split("=")[0].lstrip("+")
+        name = typed.lstrip("-").replace("-", "_")
+        matches = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
+        short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and typed not in aliases
+        if short and matches:
+            faults[typed] = f"needs two dashes: -{typed}"
         elif (
             translate.is_assignment(word)
             or short
-            or (word.startswith("--") and (not known or (alone and name == alone.name)))
+            or (word.startswith("--") and (not matches or (alone and name == alone.name)))
         ):
             example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
             bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
             bare = bare if alone and name in (alone.name, *foreign.OF_RUN) else ""
-            wrong[given] = _unknown(name, names, in_python, bare=bare, system=system)
+            faults[typed] = _unknown(name, names, in_python, bare=bare, system=system)
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
         elif (
             word.startswith("--")
             and (ours := foreign.VALUES.get(name, {}).get(value))
             and not ours.endswith(f":{value}")  # a name of ours, too: the loader asks "did you mean"
         ):
-            wrong[f"{given} {value}"], ours_only = f"is {ours} here", False
-    unknown = bool(wrong)
-    wrong = wrong or wrong_words(argv, kind)
-    if not wrong or ("missing" in wrong and not complete):
+            faults[f"{typed} {value}"], ours_only = f"is {ours} here", False
+    unknown = bool(faults)
+    faults = faults or wrong_words(argv, kind)
+    if not faults or ("missing" in faults and not complete):
         return
-    rest = "; --help lists the flags" if "missing" in wrong else ""
-    if "missing" in wrong and "--resume" in own and (kept := _kept_args(own, flags)):
-        rest = f"; a resumed run takes its flags again: {kept}"
+    rest = "; --help lists the flags" if "missing" in faults else ""
+    if "missing" in faults and "--resume" in words and (place := _kept_args(words, flags)):
+        rest = f"; a resumed run takes its flags again: {place}"
     if unknown and not ours_only:
         rest = "; --help WORD finds flags by a word" if "model" in names else "; --help lists the flags"
     if "command" in names and "--" not in argv:
         rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
-    if len(wrong) == 1:
-        fail("{} {}".format(*wrong.popitem()) + rest)
-    width = max(map(len, wrong))
-    lines = [f"  {given:{width}}  {what}" for given, what in wrong.items()]
+    if len(faults) == 1:
+        fail("{} {}".format(*faults.popitem()) + rest)
+    width = max(map(len, faults))
+    lines = [f"  {flag:{width}}  {fault}" for flag, fault in faults.items()]
     if translated and unknown:
         lines += _translated(translated, kind)
-    fail("\n".join([f"{len(wrong)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
+    fail("\n".join([f"{len(faults)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
 
 
 def _script_of(kind: type) -> str:
     return kind.__module__.rpartition(".")[2]
 
 
-def _translated(found: translate.Translation, kind: type) -> list[str]:
+def _translated(translation: translate.Translation, kind: type) -> list[str]:
     """The command to type for one of another system, with what it lacks."""
-    notes = [*found.notes]
+    notes = [*translation.notes]
     try:
         with redirect_stderr(io.StringIO()):
-            absent = wrong_words(found.words(), kind)
-            notes += [f"it {name} {what}" if name != "missing" else f"add {what}" for name, what in absent.items()]
-            _ = parsed(found.words(), kind) if not absent else None
+            absent = wrong_words(translation.words(), kind)
+            notes += [f"it {name} {fault}" if name != "missing" else f"add {fault}" for name, fault in absent.items()]
+            _ = parsed(translation.words(), kind) if not absent else None
     except ValueError as error:
         notes.append(str(error))
-    last = f", in the last {'lines' if len(found.defaults) > 4 else 'line'} {found.system}'s defaults"
+    last = f", in the last {'lines' if len(translation.defaults) > 4 else 'line'} {translation.system}'s defaults"
     return [
-        f"  The command of {found.system} is here{last if found.defaults else ''}:",
-        *(f"    {line}" for line in found.command(config.program(kind))),
+        f"  The command of {translation.system} is here{last if translation.defaults else ''}:",
+        *(f"    {line}" for line in translation.command(config.program(kind))),
         *(f"  note: {note}" for note in notes),
     ]
 
 
-def _kept_args(own: Sequence[str], flags: Sequence[Flag]) -> str | None:
+def _kept_args(words: Sequence[str], flags: Sequence[Flag]) -> str | None:
     """Where the flags of the run folder on a command line are, if there is one."""
     default = next((flag.default for flag in flags if flag.name == "schedule.output" or flag.name == "output"), None)
-    given = [after if word == "--output" else word.partition("=")[2]
-             for word, after in zip(own, [*own[1:], ""]) if word.partition("=")[0] == "--output"]  # fmt: skip
-    folder = Path(given[-1] if given else str(default))
+    folders = [after if word == "--output" else word.partition("=")[2]
+             for word, after in zip(words, [*words[1:], ""]) if word.partition("=")[0] == "--output"]  # fmt: skip
+    folder = Path(folders[-1] if folders else str(default))
     if (folder / "config.yaml").is_file():
         return f"add --config {shlex.quote(str(folder / 'config.yaml'))}"
     return f"they are in {folder / 'args.json'}" if (folder / "args.json").is_file() else None
 
 
-def _refuse_assignments(own: Sequence[str], names: set[str]) -> None:
+def _refuse_assignments(argv: Sequence[str], names: set[str]) -> None:
     """Refuse `model=m data=d`, flags as Hydra writes them, in one line with what to write."""
-    found = []
-    for before, word in zip(["", *own], own):
+    pairs = []
+    for before, word in zip(["", *argv], argv):
         name, equals, value = word.lstrip("+").partition("=")
         of_flag = is_flag(before) and "=" not in before  # the value of a flag, which may hold a `=`
         if equals and not of_flag and name.replace("-", "_") in names and not is_flag(word):
-            found.append((word, f"--{name.replace('_', '-')} {shlex.quote(value)}"))
-    if found:
-        given, better = (" ".join(words) for words in zip(*found))
-        fail(f"{given} {'is' if len(found) == 1 else 'are'} no flag{'s' * (len(found) > 1)}: write {better}")
+            pairs.append((word, f"--{name.replace('_', '-')} {shlex.quote(value)}"))
+    if pairs:
+        typed, better = (" ".join(words) for words in zip(*pairs))
+        fail(f"{typed} {'is' if len(pairs) == 1 else 'are'} no flag{'s' * (len(pairs) > 1)}: write {better}")
 
 
 def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "", system: str | None = None) -> str:
@@ -281,18 +281,18 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
     """The commands that have a flag which this one, with the flags `names`, has not."""
     if "command" in names:
         return None
-    found = []
+    scripts = []
     for script in TRAINERS:
         kind = importlib.import_module(module_of(script)).Args
         if name in {flag.name for flag in list_flags(kind)}:
-            found.append(script)
-    if len(found) > 3:
+            scripts.append(script)
+    if len(scripts) > 3:
         return "is a flag of the commands that train"
-    return f"is for rlkit {' and '.join(found)}" if found else None
+    return f"is for rlkit {' and '.join(scripts)}" if scripts else None
 
 
 def _nearest(name: str, names: set[str]) -> str:
-    near = [f"--{known.replace('_', '-')}" for known in get_close_matches(name, names, n=2, cutoff=0.75)]
+    near = [f"--{close.replace('_', '-')}" for close in get_close_matches(name, names, n=2, cutoff=0.75)]
     return f"is no flag: perhaps {' or '.join(near)}" if near else "is no flag"
 
 
@@ -368,7 +368,7 @@ def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: A
 
 
 def _show_in_thread(args: threading.ExceptHookArgs) -> None:
-    """The same of a thread."""
+    """The exception hook of threads."""
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         args.exc_value.add_note(f"in thread {args.thread.name if args.thread else 'unknown'}")
         _show_traceback(args.exc_type, args.exc_value, args.exc_traceback)
@@ -377,15 +377,15 @@ def _show_in_thread(args: threading.ExceptHookArgs) -> None:
 def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
     from rlkit.run.sync import one_loop
 
-    given = _given(args)
+    flags = _given(args)
     try:
         with one_loop():
             return script(*args)
     except (ValueError, OSError, ImportError) as error:
         path = error.filename if isinstance(error, OSError) else None
-        of_folder = path is not None and _inside(path, given.get("output"))
+        of_folder = path is not None and _inside(path, flags.get("output"))
         started = any(note.startswith(TRAINING) for note in getattr(error, "__notes__", ()))
-        if given.get("debug"):
+        if flags.get("debug"):
             raise
         if _is_of_engine(error):
             on = with_command("go on from the last checkpoint", resume_command("--resume"), sys.stderr)
@@ -400,12 +400,12 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
             text = f"{path}: {error.strerror}"
         fail(spelled(text or type(error).__name__, args[0] if args else None))
     except Explained as error:
-        if given.get("debug") or launched():
+        if flags.get("debug") or launched():
             raise
         lines = [spelled(str(error), args[0] if args else None), *getattr(error, "__notes__", ())]
         fail("\n  ".join([*lines, "--debug shows the traceback"]), code=1)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError" or given.get("debug") or launched():
+        if type(error).__name__ != "OutOfMemoryError" or flags.get("debug") or launched():
             raise
         fail(f"{str(error).partition('. ')[0]}: {LESS_MEMORY}", code=1)
 
@@ -441,7 +441,7 @@ def spelled(message: str, settings: Any) -> str:
         return message
     names = sorted((name for name, _ in flags_of(settings)), key=lambda name: "." not in name)  # without a prefix wins
     flags = {name.rpartition(".")[2]: f"--{name.replace('_', '-')}" for name in names}
-    return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), message)
+    return re.sub(r"`(\w+)`", lambda match: flags.get(match[1], match[0]), message)
 
 
 def _copy(argv: list[str]) -> None:

@@ -57,7 +57,7 @@ class Expanded(NamedTuple):
 
     words: list[str]
     places: dict[str, str]
-    shown: bool
+    prints: bool
     notes: Sequence[str] = ()
 
 
@@ -71,50 +71,50 @@ def expand(argv: Sequence[str], kind: type, *, explain: Explain) -> Expanded:
     if not has_config(flags):
         return Expanded(list(argv), {}, False)
     file, rest = _without_config(argv)
-    shown = "--print-config" in rest
+    prints = "--print-config" in rest
     rest = [word for word in rest if word != "--print-config"]
     if file is None:
-        return Expanded(rest, {}, shown)
-    given = {*map(_bare, assigned(rest, flags)[0])}
+        return Expanded(rest, {}, prints)
+    typed = {*map(_bare, assigned(rest, flags)[0])}
     words: list[str] = []
-    places, wrong = dict[str, str](), dict[str, str]()
+    places, faults = dict[str, str](), dict[str, str]()
     entries = list(_entries(file, {flag.name for flag in flags if get_origin(flag.hint) is dict}))
     _refuse_other_script(entries, kind)
-    if shown and (theirs := _translated(entries, flags, kind, explain)):
-        kept = {x: words for x, words in {**theirs.found, **theirs.defaults}.items() if _bare(x) not in given}
+    if prints and (theirs := _translated(entries, flags, kind, explain)):
+        remaining = {x: words for x, words in {**theirs.flags, **theirs.defaults}.items() if _bare(x) not in typed}
         notes = [f"{file} of {theirs.system}, as flags of rlkit", *theirs.notes]
-        return Expanded([*theirs._replace(found=kept, defaults={}).words(), *rest], {}, True, notes)
+        return Expanded([*theirs._replace(flags=remaining, defaults={}).words(), *rest], {}, True, notes)
     for entry in entries:
         try:
             if entry.name == "script":
                 continue
             if entry.name in places:
                 raise ValueError(f"is given twice: also in {places[entry.name]}")
-            elif (found := _words(entry, flags, explain=explain)) is not None:
+            elif (parts := _words(entry, flags, explain=explain)) is not None:
                 places[entry.name] = entry.place
-                words += [] if _bare(entry.name) in given else found
+                words += [] if _bare(entry.name) in typed else parts
         except ValueError as error:
-            wrong[f"{entry.place}: {entry.name}"] = str(error)
-    if wrong:
-        lines = [f"{key} {what}" for key, what in wrong.items()]
+            faults[f"{entry.place}: {entry.name}"] = str(error)
+    if faults:
+        lines = [f"{key} {fault}" for key, fault in faults.items()]
         if len(lines) > 1 and (theirs := _translated(entries, flags, kind, explain)):
-            own = f"{shlex.join([*program(kind).split(), '--config', str(file), '--print-config'])} > run.yaml"
-            lines.append(f"write the file of {theirs.system} with our flags: {own}")
-        raise ValueError("\n  ".join(lines if len(lines) == 1 else [f"{len(wrong)} keys are wrong", *lines]))
-    return Expanded([*words, *rest], {x: place for x, place in places.items() if _bare(x) not in given}, shown)
+            command = f"{shlex.join([*program(kind).split(), '--config', str(file), '--print-config'])} > run.yaml"
+            lines.append(f"write the file of {theirs.system} with our flags: {command}")
+        raise ValueError("\n  ".join(lines if len(lines) == 1 else [f"{len(faults)} keys are wrong", *lines]))
+    return Expanded([*words, *rest], {x: place for x, place in places.items() if _bare(x) not in typed}, prints)
 
 
 def _translated(entries: Sequence[Entry], flags: Sequence[Flag], kind: type, explain: Explain) -> Translation | None:
     """A file of another system in flags of the script, with a note for each key that has none; None for one of ours."""
-    given = {entry.name: [x for x in _texts(entry.node) if x != "None"] for entry in entries if _is_plain(entry.node)}
-    found = translate(given, flags, kind.__module__.rpartition(".")[2])
-    if found is None:
+    options = {entry.name: [x for x in _texts(entry.node) if x != "None"] for entry in entries if _is_plain(entry.node)}
+    translation = translate(options, flags, kind.__module__.rpartition(".")[2])
+    if translation is None:
         return None
     names = {flag.name for flag in flags}
     said = [f"{x.place}: {x.name} {explain(x.name, names)}" for x in entries if x.name not in {*names, "script"}]
     left = [line for line in said if " is --" not in line]
     unread = [f"{x.place}: {x.name} has values within values" for x in entries if not _is_plain(x.node)]
-    return found._replace(notes=[*found.notes, *left, *unread])
+    return translation._replace(notes=[*translation.notes, *left, *unread])
 
 
 def _is_plain(node: Any) -> bool:
@@ -166,8 +166,8 @@ def _entries(file: Path, mappings: set[str]) -> Iterator[Entry]:
         raise ValueError(f"{file}: it is nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise ValueError(f"{file}{f':{mark.line + 1}' if mark else ''}: this is no YAML: {what}") from None
+        problem = getattr(error, "problem", None) or getattr(error, "reason", error)
+        raise ValueError(f"{file}{f':{mark.line + 1}' if mark else ''}: this is no YAML: {problem}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{file}: it must hold `flag: value` lines, as --print-config prints them")
     yield from _flat(root, f"{file}", mappings, "", (), count()) if root is not None else ()
@@ -190,10 +190,10 @@ def _flat(
 
 def _refuse_other_script(entries: Sequence[Entry], kind: type) -> None:
     """A file of a run names its script. A script of one's own takes those of the others."""
-    own = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    script = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
     for entry in entries:
-        if entry.name == "script" and own.is_relative_to(Path(__file__).parent) and entry.node.value != own.name:
-            raise ValueError(f"{entry.place}: this file is for {entry.node.value}, and this is {own.name}")
+        if entry.name == "script" and script.is_relative_to(Path(__file__).parent) and entry.node.value != script.name:
+            raise ValueError(f"{entry.place}: this file is for {entry.node.value}, and this is {script.name}")
 
 
 def _words(entry: Entry, flags: Sequence[Flag], *, explain: Explain) -> list[str] | None:
@@ -218,8 +218,8 @@ def _words(entry: Entry, flags: Sequence[Flag], *, explain: Explain) -> list[str
         return None
     if (node.id == "mapping") != (get_origin(flag.hint) is dict) and values:
         raise ValueError("must be a mapping of names" if node.id != "mapping" else "must not be a mapping")
-    if what := complaint(flag.hint, values):
-        raise ValueError(what)
+    if fault := complaint(flag.hint, values):
+        raise ValueError(fault)
     if hidden := next((x for x in values if "***" in x and masked(x.replace("***", "x")) == x), ""):
         raise ValueError(f"has *** for a password, {hidden}: write the password, or give {name}")
     if node.id == "scalar":
@@ -250,8 +250,8 @@ def _is_true(node: Any) -> bool:
 def where(message: str, places: Mapping[str, str]) -> str:
     """The places, in brackets, of the flags that a message names and that come from a file."""
     names = [name.replace("-", "_") for name in re.findall(r"--([\w.-]*\w)", message)]
-    found = dict.fromkeys(places[name] for name in names if name in places)
-    return f" ({', '.join(found)})" if found else ""
+    named = dict.fromkeys(places[name] for name in names if name in places)
+    return f" ({', '.join(named)})" if named else ""
 
 
 def render(settings: Any, *, missing: Collection[str] = (), explained: bool = False) -> str:
@@ -296,8 +296,8 @@ def printed(argv: Sequence[str], kind: type, notes: Sequence[str] = ()) -> str:
     import tyro
 
     flags = list(list_flags(kind))
-    found = assigned(argv, flags)[0]
-    missing = [flag.name for flag in flags if flag.default is MISSING and flag.name not in found]
+    typed = assigned(argv, flags)[0]
+    missing = [flag.name for flag in flags if flag.default is MISSING and flag.name not in typed]
     filled = [f"--{name.replace('_', '-')}=REQUIRED" for name in missing]
     with collected():  # what is wrong is reported by the run
         text = render(tyro.cli(kind, args=[*argv, *filled]), missing=missing, explained=True).rstrip()

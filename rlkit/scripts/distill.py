@@ -128,7 +128,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     flags, trial = args.loss, trial_of(lambda trial: trial.try_divergence)
-    own = tried_function("loss", flags.loss, trial) if ":" in flags.loss else None
+    divergence = tried_function("loss", flags.loss, trial) if ":" in flags.loss else None
     kl_estimator = kl_estimator_of(args.kl, args.penalties)
     brought = bring(args)
     place = open_place(args, brought)
@@ -140,7 +140,7 @@ def main(args: Args) -> Path:
     teachers = load_teachers()
     return with_engine(args, place, model, lambda engine: distill(
         model, teachers, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
-        distillation=distillation_of(flags, own), loss=clipped_loss(flags, args.correction, flags.aggregate),
+        distillation=distillation_of(flags, divergence), loss=clipped_loss(flags, args.correction, flags.aggregate),
         baseline=baseline_of(flags), kl_estimator=kl_estimator, reference=reference, column=flags.teacher_column,
     ))  # fmt: skip
 
@@ -150,15 +150,15 @@ def is_url(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-def distillation_of(flags: Loss, own: Any) -> Any:
-    """The `Distillation` of the flags, with the user's `own` divergence; None is for advantages."""
+def distillation_of(flags: Loss, divergence: Any) -> Any:
+    """The `Distillation` of the flags, with the user's `divergence`; None is for advantages."""
     from rlkit.loops.distill import Distillation
     from rlkit.losses import distillation
 
-    rows = own
+    rows = divergence
     if flags.loss == "jsd":
         rows = distillation.jsd_rows(flags.beta)
-    elif own is None and flags.loss != "advantage":
+    elif divergence is None and flags.loss != "advantage":
         rows = getattr(distillation, f"{flags.loss}_rows")
     return Distillation(rows, flags.teacher_top_k, flags.teacher_coef)
 
@@ -170,8 +170,8 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
     paths = args.loss.teachers()
     if len(paths) > 1:
         check_routes(task, [*paths], column=args.loss.teacher_column)
-    shown = any(prompt.images for prompt in task.prompts)
-    load = {name: checked_teacher(args, place, path, has_images=shown) for name, path in paths.items()}
+    has_images = any(prompt.images for prompt in task.prompts)
+    load = {name: checked_teacher(args, place, path, has_images=has_images) for name, path in paths.items()}
 
     def make() -> Any:
         teachers = {name: make_one() for name, make_one in load.items()}
@@ -196,8 +196,8 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
         on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
         return lambda: served
     config = load_config(path)
-    what = f"`teacher` {path} reads text only, and the prompts show images"
-    refuse_if(has_images and not reads_images(config), f"{what}: take one that reads them (docs/models.md)")
+    fault = f"`teacher` {path} reads text only, and the prompts show images"
+    refuse_if(has_images and not reads_images(config), f"{fault}: take one that reads them (docs/models.md)")
     k, rows = args.loss.teacher_top_k, min(place.num_rows, config.get_text_config().vocab_size)
     refuse_if(k > rows, f"`teacher_top_k` {k} is more than the {rows} tokens of the vocabulary")
     tokenizers = None

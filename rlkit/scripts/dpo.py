@@ -72,8 +72,8 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
-    if own is None:  # args.json and the card have the number
+    user_loss = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_pair_loss))
+    if user_loss is None:  # args.json and the card have the number
         args = replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
     brought = bring(args, PAIR)
     place = open_place(args, brought)
@@ -83,7 +83,7 @@ def main(args: Args) -> Path:
     has_reference = args.loss.loss not in NO_REFERENCE and not args.precompute_reference
     model, reference = load_policies(place, has_reference=has_reference, reference=args.reference)
     pairs, held_out = scored(args, place, made, model) if args.precompute_reference else (made.examples, made.held_out)
-    loss, reduce = loss_of(args.loss, own)
+    loss, reduce = loss_of(args.loss, user_loss)
     return dpo(
         model, place.tokenizer, pairs, args.schedule, place.optim, reference=reference, loss=loss, reduce=reduce,
         sft_coef=args.loss.sft_coef, batch_size=args.examples.batch_size, eval_pairs=held_out,
@@ -109,14 +109,14 @@ def beta_of(args: Loss) -> float:
     return args.beta or (2.0 if args.loss == "simpo" else 0.1)
 
 
-def loss_of(args: Loss, own: Any) -> tuple[Any, Any]:
-    """The loss of a pair, and the reduction of a response's tokens; `own` is the user's loss, or None."""
+def loss_of(args: Loss, user_loss: Any) -> tuple[Any, Any]:
+    """The loss of a pair, and the reduction of a response's tokens; `user_loss` is the user's loss, or None."""
     from rlkit import losses
     from rlkit.segments import mean_per_seq, sum_per_seq
 
     reduce = mean_per_seq if args.loss in ("simpo", "orpo", "ipo") else sum_per_seq
-    if own is not None:
-        return own, reduce
+    if user_loss is not None:
+        return user_loss, reduce
     options = {"beta": beta_of(args)}
     if args.label_smoothing or args.loss == "robust_dpo":
         options["label_smoothing"] = args.label_smoothing

@@ -30,7 +30,7 @@ SERVER_BACK_S = 900.0  # wait for a server where none is up: as long as one may 
 class EngineSpec:
     """What an engine is opened with; `output` is the folder of servers' logs, and of weights on their way to them."""
 
-    how: Engines
+    engines: Engines
     model: Model
     output: Path
     max_len: int
@@ -39,93 +39,93 @@ class EngineSpec:
     dtype: str | None = None
 
 
-def check_engine(how: Engines, *, device: str | None = None, overlap: bool = False) -> None:
+def check_engine(engines: Engines, *, device: str | None = None, overlap: bool = False) -> None:
     """Refuse (ValueError) an engine that cannot be opened, as far as that is known before torch is loaded."""
-    users_function(how)
-    if not how.serves:
+    users_function(engines)
+    if not engines.serves:
         return
-    refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {how.engine} needs"))
-    kind, traits = _sync_kind(how, device), SERVERS[how.engine]
+    refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {engines.engine} needs"))
+    kind, traits = _sync_kind(engines, device), SERVERS[engines.engine]
     refuse_if(
         traits.cpu_from_disk and device == "cpu" and kind != "disk",
         f"`weight_sync` {kind}: {traits.name} on a CPU takes weights from files only: drop it, or use disk",
     )
     refuse_if(
-        how.engine_release and (device == "cpu" or overlap),
+        engines.engine_release and (device == "cpu" or overlap),
         "`engine_release` frees GPU memory while no engine samples: drop it with `device` cpu and with `overlap`",
     )
     if is_first():
-        _check_answers(how)
-    if not how.engine_urls:
-        interpreter(how.engine)
+        _check_answers(engines)
+    if not engines.engine_urls:
+        interpreter(engines.engine)
 
 
-def check_images(how: Engines, config: Any, *, train_vision: bool) -> None:
+def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:
     """Refuse what would not show the prompts' images, and warn of what would show old features of them."""
-    what = f"`engine` {how.engine}: the prompts show images, which only local, {' and '.join(SERVERS)} are given"
-    refuse_if(":" in how.engine, what)
-    what = f"`engine` {how.engine}: servers write other tokens around the images of {config.model_type}: use local"
-    refuse_if(how.serves and config.model_type == "gemma3", what)
-    if train_vision and how.engine_urls and (env := server_kind(how).api().vision_env):
+    fault = f"`engine` {engines.engine}: the prompts show images, which only local, {' and '.join(SERVERS)} are given"
+    refuse_if(":" in engines.engine, fault)
+    fault = f"`engine` {engines.engine}: servers write other tokens around the images of {config.model_type}: use local"
+    refuse_if(engines.serves and config.model_type == "gemma3", fault)
+    if train_vision and engines.engine_urls and (env := server_kind(engines).api().vision_env):
         said = " ".join(f"{name}={value}" for name, value in env.items())
         log.warning("start the servers of `engine_urls` with %s: they keep features of images", said)
 
 
-def users_function(how: Engines) -> Any:
+def users_function(engines: Engines) -> Any:
     """The function of `--engine FILE.py:FUNCTION`; None for an engine of rlkit."""
-    return function_of("engine", how.engine) if ":" in how.engine else None
+    return function_of("engine", engines.engine) if ":" in engines.engine else None
 
 
-def _sync_kind(how: Engines, device: str | None) -> str:
+def _sync_kind(engines: Engines, device: str | None) -> str:
     """How weights go to the servers of this rank: "ipc", "group" or "disk". ValueError for a malformed address, and for
     ipc to another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
-    for url in _given_urls(how):
+    for url in _node_urls(engines):
         try:
             host_of(url)
-            if how.weight_sync == "ipc":
-                refuse_elsewhere(url, SERVERS[how.engine].name, instead="use `weight_sync` group, or disk")
-            elif how.weight_sync == "auto" and not is_here(url):
-                return "group" if how.weight_sync_folder is None else "disk"
+            if engines.weight_sync == "ipc":
+                refuse_elsewhere(url, SERVERS[engines.engine].name, instead="use `weight_sync` group, or disk")
+            elif engines.weight_sync == "auto" and not is_here(url):
+                return "group" if engines.weight_sync_folder is None else "disk"
         except ValueError as error:
             refuse_if(True, f"`engine_urls` {error}")
-    if how.weight_sync != "auto":
-        return how.weight_sync
-    return "ipc" if not SERVERS[how.engine].one_gpu_ipc or _one_gpu(how, device) else "disk"
+    if engines.weight_sync != "auto":
+        return engines.weight_sync
+    return "ipc" if not SERVERS[engines.engine].one_gpu_ipc or _one_gpu(engines, device) else "disk"
 
 
-def _one_gpu(how: Engines, device: str | None) -> bool:
+def _one_gpu(engines: Engines, device: str | None) -> bool:
     """Whether there is one server, of one GPU, which trains too."""
     if device == "cpu":
         return False
     import torch
 
-    return len(_given_urls(how) or how.engine_gpus or range(torch.cuda.device_count())) == how.engine_tp == 1
+    return len(_node_urls(engines) or engines.engine_gpus or range(torch.cuda.device_count())) == engines.engine_tp == 1
 
 
-def _samplers(how: Engines) -> range:
+def _samplers(engines: Engines) -> range:
     """The ranks that sample: the first one of each machine, as far as there are servers for them.
 
     Servers behind a router are one client's, and so is an engine of the user.
     """
     nodes = num_nodes()
-    if how.engine_urls:
-        nodes = 1 if how.engine_router else min(nodes, len(how.engine_urls))
-    return range(0, nodes * local_world_size(), local_world_size()) if ":" not in how.engine else range(1)
+    if engines.engine_urls:
+        nodes = 1 if engines.engine_router else min(nodes, len(engines.engine_urls))
+    return range(0, nodes * local_world_size(), local_world_size()) if ":" not in engines.engine else range(1)
 
 
-def _given_urls(how: Engines) -> Sequence[str]:
-    """Of the addresses given, those of the servers of this machine's sampler."""
-    return how.engine_urls[node() :: len(_samplers(how))]
+def _node_urls(engines: Engines) -> Sequence[str]:
+    """The server URLs assigned to this node."""
+    return engines.engine_urls[node() :: len(_samplers(engines))]
 
 
-def _check_answers(how: Engines) -> None:
+def _check_answers(engines: Engines) -> None:
     """ValueError if none of the addresses takes a connection: before a model is loaded."""
     from urllib.parse import urlsplit
 
     said = []
-    for url in how.engine_urls:
+    for url in engines.engine_urls:
         parts = urlsplit(url)
         try:
             socket.create_connection((parts.hostname, parts.port or 80), timeout=5).close()
@@ -134,9 +134,9 @@ def _check_answers(how: Engines) -> None:
         else:
             return
     if said:
-        where, start = ", ".join(said), server_kind(how).api().start
-        what = f"`engine_urls`: no {SERVERS[how.engine].name} server answers at {where}"
-        raise ValueError(f"{what}: start one with `{start}`, or drop the flag to launch one here")
+        where, start = ", ".join(said), server_kind(engines).api().start
+        fault = f"`engine_urls`: no {SERVERS[engines.engine].name} server answers at {where}"
+        raise ValueError(f"{fault}: start one with `{start}`, or drop the flag to launch one here")
 
 
 @asynccontextmanager
@@ -148,11 +148,11 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
     from rlkit.run.console import say
 
     refuse_if(
-        spec.how.weight_sync_lora == "adapter" and not only_adapter_trains(model),
+        spec.engines.weight_sync_lora == "adapter" and not only_adapter_trains(model),
         "`weight_sync_lora` adapter: servers take adapters of linear layers only, not of experts or transposed layers: "
         "name others by `lora_targets`, or drop the flag",
     )
-    if spec.how.engine == "local" and not is_cut(model) and not spec.overlap:
+    if spec.engines.engine == "local" and not is_cut(model) and not spec.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 
         local = LocalEngine(model, tokenizer=tokenizer, **_local_options(spec))
@@ -168,7 +168,7 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
             return
         from rlkit.rollout.shared import SharedEngine
 
-        samplers = _samplers(spec.how)
+        samplers = _samplers(spec.engines)
         async with _own_engine(spec, urls, tokenizer) if rank() in samplers else nullcontext() as engine:
             yield SharedEngine(engine, samplers=samplers)
 
@@ -177,9 +177,9 @@ def _local_options(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of a `LocalEngine`."""
     from rlkit.model.forward import DTYPES, default_dtype
 
-    how, dtype = spec.how, spec.dtype or default_dtype(spec.model.device or "cpu")
+    engines, dtype = spec.engines, spec.dtype or default_dtype(spec.model.device or "cpu")
     half = {"dtype": DTYPES[dtype]} if dtype != "fp32" else {}
-    options = {"max_batch": how.max_batch, "max_len": spec.max_len, "compile": how.compile}
+    options = {"max_batch": engines.max_batch, "max_len": spec.max_len, "compile": engines.compile}
     return options | {"keep_turns": not spec.one_turn} | half
 
 
@@ -189,24 +189,24 @@ def _servers(spec: EngineSpec, model: Any) -> Iterator[Sequence[str]]:
 
     All ranks call it together. It returns when every server is healthy.
     """
-    how = spec.how
-    if not how.serves or how.engine_urls:
-        yield _given_urls(how)
+    engines = spec.engines
+    if not engines.serves or engines.engine_urls:
+        yield _node_urls(engines)
         return
     with ExitStack() as stack:
-        lora = _lora_of(how, model)
-        yield on_all_ranks(lambda: _start(spec, lora, stack) if rank() in _samplers(how) else [])[rank()]
+        lora = _lora_of(engines, model)
+        yield on_all_ranks(lambda: _start(spec, lora, stack) if rank() in _samplers(engines) else [])[rank()]
 
 
-def _lora_of(how: Engines, model: Any) -> Lora | None:
-    """Those of the model, on all ranks together; None where the servers get merged weights."""
+def _lora_of(engines: Engines, model: Any) -> Lora | None:
+    """LoRA rank and target modules of the model, over all ranks; None if the servers get merged weights."""
     from rlkit.model.lora import adapters, lora_config, only_adapter_trains
     from rlkit.rollout.engines.servers.kinds import Lora
 
-    if how.weight_sync_lora == "merged" or how.engine_release or not only_adapter_trains(model):
+    if engines.weight_sync_lora == "merged" or engines.engine_release or not only_adapter_trains(model):
         return None
-    found = on_all_ranks(lambda: [(lora_config(model).r, name.split(".")[-2]) for name in adapters(model)])
-    ranks, layers = zip(*{pair for of_rank in found for pair in of_rank}, strict=True)  # pipeline stages have their own
+    pairs = on_all_ranks(lambda: [(lora_config(model).r, name.split(".")[-2]) for name in adapters(model)])
+    ranks, layers = zip(*{pair for of_rank in pairs for pair in of_rank}, strict=True)  # pipeline stages have their own
     return Lora(max(ranks), sorted(layers))
 
 
@@ -218,17 +218,17 @@ def _start(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[str]:
     from rlkit.rollout.engines import EngineError
     from rlkit.rollout.engines.servers.process import kept_running
 
-    with ExitStack() as own:
+    with ExitStack() as attempt:
         try:
-            servers = _launched(spec, lora, own)
+            servers = _launched(spec, lora, attempt)
         except EngineError as error:
-            if lora is None or spec.how.weight_sync_lora == "adapter":
+            if lora is None or spec.engines.weight_sync_lora == "adapter":
                 raise
             why = str(error).partition(" ends:")[0]
             _log.warning("the servers are started without LoRA, and get merged weights: %s", why)
-            own.close()
-            servers = _launched(spec, None, own)
-        stack.enter_context(own.pop_all())
+            attempt.close()
+            servers = _launched(spec, None, attempt)
+        stack.enter_context(attempt.pop_all())
     stack.enter_context(kept_running(servers))
     return [server.url for server in servers]
 
@@ -238,56 +238,56 @@ def _launched(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[Any
 
     from rlkit.rollout.engines.servers.kinds import Start
 
-    how, model = spec.how, spec.model
-    kind, on_cpu = server_kind(how), model.device == "cpu"
-    gpus = [0] if on_cpu else [*(how.engine_gpus or range(torch.cuda.device_count()))]
-    size = 1 if on_cpu else how.engine_tp
+    engines, model = spec.engines, spec.model
+    kind, on_cpu = server_kind(engines), model.device == "cpu"
+    gpus = [0] if on_cpu else [*(engines.engine_gpus or range(torch.cuda.device_count()))]
+    size = 1 if on_cpu else engines.engine_tp
     if len(gpus) % size:
         raise ValueError(f"`engine_tp` {size} must divide the {len(gpus)} GPUs of this node: give `engine_gpus`")
     start = Start(
-        model.model, how, on_cpu, gpus, deterministic=model.deterministic, train_vision=model.train_vision,
-        max_len=spec.max_len, sync=_sync_kind(how, model.device), lora=lora,
+        model.model, engines, on_cpu, gpus, deterministic=model.deterministic, train_vision=model.train_vision,
+        max_len=spec.max_len, sync=_sync_kind(engines, model.device), lora=lora,
     )  # fmt: skip
     servers = []
     for number, first in enumerate(range(0, len(gpus), size)):
         options, env = kind.options(start._replace(gpus=gpus[first : first + size]))
-        log = spec.output / f"{how.engine}_{rank()}_{number}.log"
-        options += shlex.split(how.engine_args)
+        log = spec.output / f"{engines.engine}_{rank()}_{number}.log"
+        options += shlex.split(engines.engine_args)
         launched = kind.launch(model.model, device=model.device, args=options, env=env, log=log, wait=False)
         servers.append(stack.enter_context(launched))
     return [server.wait() for server in servers]
 
 
-def server_kind(how: Engines) -> ServerKind:
+def server_kind(engines: Engines) -> ServerKind:
     """The kind of server of the flags."""
     from rlkit.rollout.engines.servers.kinds import kind_of
 
-    return kind_of(how.engine)
+    return kind_of(engines.engine)
 
 
 @asynccontextmanager
 async def _own_engine(spec: EngineSpec, urls: Sequence[str], tokenizer: Any) -> AsyncIterator[Any]:
     """The user's engine, a local one in its own process, or a client of the servers."""
-    how, model = spec.how, spec.model
-    if ":" in how.engine:
+    engines, model = spec.engines, spec.model
+    if ":" in engines.engine:
         async with _engine_of_user(spec) as engine:
             yield engine
         return
-    if how.engine == "local":
+    if engines.engine == "local":
         from rlkit.rollout.engines.process import launch as launch_process
 
         options = {**_local_options(spec), "device": model.device}
-        options |= {"num_threads": how.engine_threads, "cpus": how.engine_cpus}
+        options |= {"num_threads": engines.engine_threads, "cpus": engines.engine_cpus}
         async with await launch_process(model.model, **options) as engine:
             yield engine
         return
     from rlkit.model.pretrained import load_config
 
     size = load_config(model.model).get_text_config().vocab_size
-    routing: Any = {"router": how.engine_router, "pause": how.engine_pause, "release": how.engine_release}
-    routing["lora"] = how.weight_sync_lora
+    routing: Any = {"router": engines.engine_router, "pause": engines.engine_pause, "release": engines.engine_release}
+    routing["lora"] = engines.weight_sync_lora
     routing |= {"transport": _transport(spec), "wait_s": SERVER_BACK_S, "tokenizer": tokenizer}
-    async with server_kind(how).engine(list(urls), vocab_size=size, **routing) as engine:
+    async with server_kind(engines).engine(list(urls), vocab_size=size, **routing) as engine:
         yield engine
 
 
@@ -295,13 +295,13 @@ def _transport(spec: EngineSpec) -> Any:
     """How weights go to the servers."""
     from rlkit.rollout.engines.servers.tensors import FromDisk
 
-    how, sync = spec.how, _sync_kind(spec.how, spec.model.device)
+    engines, sync = spec.engines, _sync_kind(spec.engines, spec.model.device)
     if sync == "ipc":
-        return server_kind(how).ipc()
+        return server_kind(engines).ipc()
     if sync == "group":
-        return server_kind(how).group(_given_urls(how), spec.model.device == "cpu")
-    folder = how.weight_sync_folder or spec.output / "weights"
-    return FromDisk(folder / f"machine_{node()}" if len(_samplers(how)) > 1 else folder)
+        return server_kind(engines).group(_node_urls(engines), spec.model.device == "cpu")
+    folder = engines.weight_sync_folder or spec.output / "weights"
+    return FromDisk(folder / f"machine_{node()}" if len(_samplers(engines)) > 1 else folder)
 
 
 @asynccontextmanager
@@ -309,13 +309,13 @@ async def _engine_of_user(spec: EngineSpec) -> AsyncIterator[Any]:
     """The engine that the function of `--engine` makes; ValueError for an object without its members."""
     from rlkit.rollout.calling import accepted
 
-    make, name = users_function(spec.how), spec.how.engine
+    make, name = users_function(spec.engines), spec.engines.engine
     engine = make(spec.model.model, **accepted(make, {"device": spec.model.device, "max_len": spec.max_len}))
     engine = await engine if isawaitable(engine) else engine
     members = ("generate", "abort", "update_weights", "progress", "close")
     if missing := [member for member in members if not hasattr(engine, member)]:
-        what = f"must return an engine (rlkit.types.Engine), got {type(engine).__name__} without {', '.join(missing)}"
-        raise ValueError(f"`engine` {name} {what}")
+        fault = f"must return an engine (rlkit.types.Engine), got {type(engine).__name__} without {', '.join(missing)}"
+        raise ValueError(f"`engine` {name} {fault}")
     try:
         yield engine
     finally:

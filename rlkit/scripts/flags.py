@@ -1,7 +1,7 @@
 """The flags of a script: its dataclass as a list, the check of a command line, and the text of `--help`.
 
-tyro makes the dataclass of the words. What it prints depends on the terminal (colour, width, encoding), so errors and
-help are written here, from the types, the defaults and the docstrings of the fields. Does not import torch.
+tyro parses the words. What it prints depends on the terminal (colour, width, encoding), so errors and help are
+written here, from the types, the defaults and the docstrings of the fields. Does not import torch.
 """
 
 from __future__ import annotations
@@ -120,25 +120,25 @@ def _in_python_only(hint: Any) -> bool:
 def wrong_words(argv: Sequence[str], kind: type) -> dict[str, str]:
     """What is wrong with the values on a command line whose flags are all known: `{"--steps": "must be ..."}`."""
     flags = list(list_flags(kind))
-    found, loose, twice = assigned(argv, flags)
-    wrong: dict[str, str] = {}
+    typed, loose, twice = assigned(argv, flags)
+    faults: dict[str, str] = {}
     for flag in (flag for flag in flags if flag.name in twice and _count(flag.hint) is None):
         _log.warning("%s is given twice: the later values replace the others (several follow one flag)", flag)
     for flag in (flag for flag in flags if flag.positional):
         count = _count(flag.hint)
-        found[flag.name], loose = loose[:count], loose[count:] if count else []
+        typed[flag.name], loose = loose[:count], loose[count:] if count else []
     if loose:
-        wrong[" ".join(loose)] = "is no value of a flag"
+        faults[" ".join(loose)] = "is no value of a flag"
     for flag in flags:
-        words = found.get(flag.name)
-        if words is not None and (words or not flag.positional) and (what := complaint(flag.hint, words)):
-            wrong[str(flag)] = what
+        words = typed.get(flag.name)
+        if words is not None and (words or not flag.positional) and (fault := complaint(flag.hint, words)):
+            faults[str(flag)] = fault
             if str(flag) == "--resume" and len(words) == 1 and words[0].lower() not in ("true", "false", "0", "1"):
-                wrong[str(flag)] = f"takes no value: write --resume --output {shlex.quote(words[0])}"
-    missing = [flag for flag in flags if flag.default is MISSING and not found.get(flag.name)]
-    if missing and not wrong:
-        wrong["missing"] = " and ".join(f"{flag}{_choices(flag.hint)}" for flag in missing)
-    return wrong
+                faults[str(flag)] = f"takes no value: write --resume --output {shlex.quote(words[0])}"
+    missing = [flag for flag in flags if flag.default is MISSING and not typed.get(flag.name)]
+    if missing and not faults:
+        faults["missing"] = " and ".join(f"{flag}{_choices(flag.hint)}" for flag in missing)
+    return faults
 
 
 def assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str]], list[str], set[str]]:
@@ -146,27 +146,27 @@ def assigned(argv: Sequence[str], flags: list[Flag]) -> tuple[dict[str, list[str
     flags are given twice."""
     by_name = {name: flag for flag in flags for name in (flag.name, *flag.aliases)}
     places = any(flag.positional for flag in flags)
-    found: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     loose: list[str] = []
     twice: set[str] = set()
     left, last = list(argv), ""
     while left and left[0] != "--":
         word = left.pop(0)
         if not is_flag(word):
-            (found[last] if last and not places else loose).append(word)  # more than the flag takes, or a positional
+            (words_of[last] if last and not places else loose).append(word)  # more than the flag takes, or a positional
             continue
-        given, equals, value = word.partition("=")
-        name = given.lstrip("-").replace("-", "_")
-        flag = by_name.get(given) or by_name.get(name) or by_name.get(_positive(name))
+        key, equals, value = word.partition("=")
+        name = key.lstrip("-").replace("-", "_")
+        flag = by_name.get(key) or by_name.get(name) or by_name.get(_positive(name))
         if flag is None:
             last = ""
             continue
         last, words, count = flag.name, [value] if equals else [], 0 if flag.hint is bool else _count(flag.hint)
         while left and not is_flag(left[0]) and (count is None or len(words) < count):
             words.append(left.pop(0))
-        twice |= {last} & {*found}
-        found[last] = words
-    return found, loose + left[1:], twice
+        twice |= {last} & {*words_of}
+        words_of[last] = words
+    return words_of, loose + left[1:], twice
 
 
 def is_flag(word: str) -> bool:
@@ -398,20 +398,20 @@ def _metavar(hint: Any) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> str:
-    how: dict[str, Any] = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, max(width, 20), **how)
+    options: dict[str, Any] = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, max(width, 20), **options)
 
 
 def _documented(kind: type) -> dict[str, str]:
     """The string below each field of a dataclass; nothing where there is no source, as in a notebook."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         for node in _classes(getattr(sys.modules.get(base.__module__), "__file__", None)).get(base.__name__, ()):
             for field, text in zip(node.body, node.body[1:]):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=said)):
-                        found[name] = " ".join(str(said).split())
-    return found
+                        docs[name] = " ".join(str(said).split())
+    return docs
 
 
 @cache

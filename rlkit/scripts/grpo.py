@@ -138,7 +138,7 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    own = own_loss(args.loss.loss, partial(try_loss, args=args))
+    custom = own_loss(args.loss.loss, partial(try_loss, args=args))
     advantage = advantage_of(args.loss.advantage, args)
     kl_estimator = kl_estimator_of(args.kl, args.penalties)
     brought = bring(args)
@@ -149,7 +149,7 @@ def main(args: Args) -> Path:
     model, reference, rollouts = load_models(args, place)
     return with_engine(args, place, model, lambda engine: grpo(
         model, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
-        loss=policy_loss(args, own), baseline=baseline_of(args.loss), advantage=advantage, kl_estimator=kl_estimator,
+        loss=policy_loss(args, custom), baseline=baseline_of(args.loss), advantage=advantage, kl_estimator=kl_estimator,
         reference=reference,
     ))  # fmt: skip
 
@@ -173,16 +173,16 @@ def try_loss(function: Any, *, args: Args) -> None:
         try_surrogate(function, surrogate, weighs=weighs, lacks=lacking(args.rollouts, args.penalties))
 
 
-def policy_loss(args: Args, own: Any) -> Any:
-    """The `PolicyLoss` of the flags; `own` is the user's surrogate, or None for one of `CONSTANTS`."""
+def policy_loss(args: Args, user_loss: Any) -> Any:
+    """The `PolicyLoss` of the flags; `user_loss` is the user's surrogate, or None for one of `CONSTANTS`."""
     from rlkit import losses
     from rlkit.loops import updates
 
     flags = args.loss
-    surrogate = own
-    if own is None:
-        given = {"clip_low": flags.clip_low, "clip_high": flags.clip_high, "clip_c": flags.clip_c}
-        constants = CONSTANTS[flags.loss] | {name: value for name, value in given.items() if value is not None}
+    surrogate = user_loss
+    if user_loss is None:
+        clips = {"clip_low": flags.clip_low, "clip_high": flags.clip_high, "clip_c": flags.clip_c}
+        constants = CONSTANTS[flags.loss] | {name: value for name, value in clips.items() if value is not None}
         surrogate = partial(getattr(losses, flags.loss), **constants)
     if flags.max_ratio:
         surrogate = partial(updates.skip_above, surrogate=updates.as_surrogate(surrogate), max_ratio=flags.max_ratio)

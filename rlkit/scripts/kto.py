@@ -65,7 +65,7 @@ class Args:
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
     weights = {name: getattr(args.loss, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
-    own = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_label_loss, **weights))
+    user_loss = own_loss(args.loss.loss, trial_of(lambda trial: trial.try_label_loss, **weights))
     brought = bring(args, PAIR, LABELLED)
     place = open_place(args, brought)
     made = make_examples(args, brought, place, labelled_examples, PAIR, LABELLED)
@@ -76,7 +76,7 @@ def main(args: Args) -> Path:
     model, reference = load_policies(place, has_reference=True, reference=args.reference)
     return kto(
         model, place.tokenizer, made.examples, args.schedule, place.optim, reference=reference,
-        loss=partial(own or losses.kto_unpaired, **weights), batch_size=args.examples.batch_size,
+        loss=partial(user_loss or losses.kto_unpaired, **weights), batch_size=args.examples.batch_size,
         reference_point=None if args.loss.loss == "apo_zero" else losses.kto_reference_point,
         eval_examples=made.held_out, parts=made.parts,
     )  # fmt: skip

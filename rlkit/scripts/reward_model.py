@@ -48,7 +48,7 @@ class Args:
 
 def main(args: Args) -> Path:
     """Train, and return the folder of the exported model."""
-    own = own_loss(args.loss, trial_of(lambda trial: trial.try_pair_loss))
+    user_loss = own_loss(args.loss, trial_of(lambda trial: trial.try_pair_loss))
     brought = bring(args, PAIR)
     place = open_place(args, brought)
     made = make_examples(args, brought, place, preference_pairs, PAIR)
@@ -59,7 +59,7 @@ def main(args: Args) -> Path:
     model = load_trained(place, partial(load_judge, **place.loading()))
     return reward_model(
         model, place.tokenizer, made.examples, args.schedule, place.optim, eval_pairs=made.held_out, parts=made.parts,
-        loss=own or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,
+        loss=user_loss or partial(bradley_terry, center_coef=args.center_coef), batch_size=args.examples.batch_size,
     )  # fmt: skip
 
 

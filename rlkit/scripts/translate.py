@@ -25,19 +25,19 @@ class Translation(NamedTuple):
     """The other system; its options, and its defaults that differ, as flags of ours; what to know of them; torchrun."""
 
     system: str
-    found: dict[str, list[str]]
+    flags: dict[str, list[str]]
     defaults: dict[str, list[str]]
     notes: list[str]
     launcher: str = ""
 
     def words(self) -> list[str]:
         """The flags and their values, as a command line has them."""
-        return _words({**self.found, **self.defaults})
+        return _words({**self.flags, **self.defaults})
 
     def command(self, program: str) -> list[str]:
         """The lines of the command, the other system's defaults in the last ones."""
         program = program.replace("rlkit ", f"{self.launcher} rlkit.scripts.", 1) if self.launcher else program
-        blocks = [_folded([program, *_grouped(self.found)]), _folded(_grouped(self.defaults))]
+        blocks = [_folded([program, *_grouped(self.flags)]), _folded(_grouped(self.defaults))]
         lines = [line for block in blocks for line in block]
         return [
             f"{'    ' * bool(at)}{line}{' ' + chr(92) if at < len(lines) - 1 else ''}" for at, line in enumerate(lines)
@@ -52,16 +52,16 @@ def after_launcher(argv: Sequence[str]) -> Sequence[str]:
 
 def options(argv: Sequence[str]) -> dict[str, list[str]]:
     """The options of a command line that may be another system's: names without dashes, and their values."""
-    found: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     last = ""
     for word in argv[: [*argv, "--"].index("--")]:
         if is_flag(word) or is_assignment(word):
             name, equals, value = word.lstrip("+-").partition("=")
             last = name.replace("-", "_")
-            found[last] = [value] if equals else []
-        elif last and not (found[last] and word.endswith(".py")):  # the script after a launcher's options
-            found[last].append(word)
-    return found
+            values_of[last] = [value] if equals else []
+        elif last and not (values_of[last] and word.endswith(".py")):  # the script after a launcher's options
+            values_of[last].append(word)
+    return values_of
 
 
 def is_assignment(word: str) -> bool:
@@ -73,41 +73,41 @@ def is_assignment(word: str) -> bool:
     return bool(equals) and name.partition(".")[0] in foreign.PREFIXES and "." in name and ":" not in name and not file
 
 
-def translate(given: Mapping[str, list[str]], flags: Sequence[Flag], script: str) -> Translation | None:
-    """The options of another system in `flags`; None where no name of the `given` ones is another system's."""
+def translate(asked: Mapping[str, list[str]], flags: Sequence[Flag], script: str) -> Translation | None:
+    """The options of another system in `flags`; None where no name of the `asked` ones is another system's."""
     by_name = {flag.name: flag for flag in flags}
-    theirs = [name for name in given if name not in by_name and f"no_{name}" not in by_name]
+    theirs = [name for name in asked if name not in by_name and f"no_{name}" not in by_name]
     system = foreign.system_of(theirs)
     if system is None:
         return None
-    rows = {name if name in by_name else foreign.key_of(name, system) or name: values for name, values in given.items()}
-    found: dict[str, list[str]] = {}
+    rows = {name if name in by_name else foreign.key_of(name, system) or name: values for name, values in asked.items()}
+    made: dict[str, list[str]] = {}
     notes: list[str] = []
-    for name, values in given.items():
+    for name, values in asked.items():
         for ours, words in _of_row(name, values, by_name, system).items():
-            if ours == "eval_sampling" and ours in found:
-                found[ours] = [",".join([*found[ours], *words])]
+            if ours == "eval_sampling" and ours in made:
+                made[ours] = [",".join([*made[ours], *words])]
             elif ours != "reward" or name in by_name:  # another system's is computed
-                found.setdefault(ours, words)
+                made.setdefault(ours, words)
     computed, more = compute(system, script, rows, count_rows=count_rows, ranks=num_ranks())
-    found |= {name: _of_values(name, values, by_name).get(name, values) for name, values in computed.items()}
+    made |= {name: _of_values(name, values, by_name).get(name, values) for name, values in computed.items()}
     defaults, _, _ = assigned(foreign.DEFAULTS.get((system, script), "").split(), [*flags])
-    for name, words in [*found.items()]:
+    for name, words in [*made.items()]:
         flag = by_name.get(name)
         if flag is None or computed.get(name) == []:
-            found.pop(name)
-        elif what := complaint(flag.hint, words):
-            notes.append(f"{flag} {' '.join(words)}: it {what}")
-            found.pop(name)
+            made.pop(name)
+        elif fault := complaint(flag.hint, words):
+            notes.append(f"{flag} {' '.join(words)}: it {fault}")
+            made.pop(name)
         elif name == "minibatches" and words == [f"{flag.default}"]:
-            found.pop(name)
-    if "track_project" in found and "track" not in found:
-        found.pop("track_project")
-    found = {name: found[name] for name in (*(x for x in MAIN if x in found), *(x for x in found if x not in MAIN))}
-    defaults = {name: words for name, words in defaults.items() if name not in {*found, *computed}}
+            made.pop(name)
+    if "track_project" in made and "track" not in made:
+        made.pop("track_project")
+    made = {name: made[name] for name in (*(x for x in MAIN if x in made), *(x for x in made if x not in MAIN))}
+    defaults = {name: words for name, words in defaults.items() if name not in {*made, *computed}}
     count, each = machines(rows)
     launcher = f"torchrun {f'--nnodes {count} ' * (count > 1)}--nproc-per-node {each} -m" if count * each > 1 else ""
-    return Translation(system, found, defaults, [*notes, *more], launcher)
+    return Translation(system, made, defaults, [*notes, *more], launcher)
 
 
 def _of_row(name: str, values: list[str], by_name: Mapping[str, Flag], system: str) -> dict[str, list[str]]:
@@ -116,14 +116,14 @@ def _of_row(name: str, values: list[str], by_name: Mapping[str, Flag], system: s
         return _of_values(name, values, by_name)
     if (row := foreign.row_of(name, by_name, system)) is None or row[1].startswith("("):
         return {}
-    flag, how = row
-    if how.startswith("and --"):  # one value, or two, for two flags
-        other = how.removeprefix("and --").replace("-", "_")
+    flag, rule = row
+    if rule.startswith("and --"):  # one value, or two, for two flags
+        other = rule.removeprefix("and --").replace("-", "_")
         return _of_values(flag, values[:1], by_name) | _of_values(other, values[-1:], by_name)
-    if _FILLED.fullmatch(how):
-        return {flag: [how[:-1] + " ".join(values)]}
-    if how and not how[0].isupper():
-        return {flag: how.partition(" (")[0].split()} if is_on(values) else {}
+    if _FILLED.fullmatch(rule):
+        return {flag: [rule[:-1] + " ".join(values)]}
+    if rule and not rule[0].isupper():
+        return {flag: rule.partition(" (")[0].split()} if is_on(values) else {}
     return _of_values(flag, values, by_name)
 
 
@@ -170,13 +170,13 @@ def count_rows(file: str) -> int | None:
     return None
 
 
-def _grouped(found: Mapping[str, list[str]]) -> list[str]:
+def _grouped(flags: Mapping[str, list[str]]) -> list[str]:
     """Each flag with its values, quoted for a shell."""
-    return [shlex.join(_words({name: values})) for name, values in found.items()]
+    return [shlex.join(_words({name: values})) for name, values in flags.items()]
 
 
-def _words(found: Mapping[str, Iterable[str]]) -> list[str]:
-    return [word for name, values in found.items() for word in (f"--{name.replace('_', '-')}", *values)]
+def _words(flags: Mapping[str, Iterable[str]]) -> list[str]:
+    return [word for name, values in flags.items() for word in (f"--{name.replace('_', '-')}", *values)]
 
 
 def _folded(parts: Sequence[str]) -> list[str]:

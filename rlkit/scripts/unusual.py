@@ -37,8 +37,8 @@ UNUSUAL = (
 
 def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) -> None:
     """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
-    given = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
+    values = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
     for flag, where, says in UNUSUAL:
-        x = given.get(flag)
-        if x is not None and where(x, given):
-            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **given))
+        x = values.get(flag)
+        if x is not None and where(x, values):
+            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **values))

@@ -22,7 +22,7 @@ from rlkit.model.optim import adamw
 from rlkit.model.parallelize import parallelize
 from rlkit.model.small_copy import shrunk
 from rlkit.model.vision import auto_class
-from rlkit.model.weights import Form, export_hf, in_names_of, stream_weights
+from rlkit.model.weights import Payload, export_hf, in_names_of, stream_weights
 from rlkit.scripts.args import Lora
 from rlkit.settings import Parallel
 
@@ -295,7 +295,7 @@ def test_base_and_adapter_apart_are_what_peft_merges(tmp_path, dtype):
     model, _ = adapted_model()
     stream = stream_weights(model, dtype=dtype)
     assert stream.has_adapter
-    apart = stream.in_form(Form.BASE)
+    apart = stream.in_form(Payload.BASE)
     assert not stream.has_adapter, "the form is chosen once"
     base, adapter = dict(apart.base), dict(apart.adapter)
     original = dict(stream_weights(tiny_model(tiny_tokenizer(), seed=0), dtype=dtype))
@@ -312,10 +312,10 @@ def test_base_and_adapter_apart_are_what_peft_merges(tmp_path, dtype):
 def test_the_adapter_alone_and_all_weights_have_their_bytes():
     model, _ = adapted_model()
     alone, whole = stream_weights(model), stream_weights(model)
-    rest = alone.in_form(Form.ADAPTER)
+    rest = alone.in_form(Payload.ADAPTER)
     assert rest.base is None
     assert len(list(rest)) == 2 * len(adapters(model))
-    assert whole.in_form(Form.MERGED) is whole
+    assert whole.in_form(Payload.MERGED) is whole
     assert whole.num_bytes == 0
     list(whole)
     size = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" not in name)

@@ -80,7 +80,7 @@ def test_prompts_that_rest_are_passed_over_and_each_outcome_is_told(delays, need
         engine, outcomes = Ticking(delay=lambda prompt: delays[prompt[0] % len(delays)]), []
         stream = stream_of(
             engine, prompt_at, groups_per_step=need, score=judged_by_place, keep=lambda group: place(group) % 4 != 1,
-            rests=lambda index: index % 5 == 0, index_of=lambda j: j + 1,
+            skip=lambda index: index % 5 == 0, index_of=lambda j: j + 1,
         )  # fmt: skip
         async with stream:
             for step in range(3):

@@ -31,10 +31,10 @@ def is_here(url: str) -> bool:
     """
     host = host_of(url)
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"{masked(url)}: the host {host!r} has no address ({error.strerror or error})") from None
-    return all(_is_own(family, address) for family, *_, address in found)
+    return all(_is_own(family, address) for family, *_, address in addresses)
 
 
 def refuse_elsewhere(url: str, kind: str, *, instead: str) -> None:

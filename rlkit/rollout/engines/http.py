@@ -118,14 +118,14 @@ class Http:
 
 
 @contextmanager
-def reading(url: str, what: str, reply: Any) -> Iterator[None]:
-    """Turn every error of the block, which reads `what` from a reply of any form, into a `ReplicaError`."""
+def reading(url: str, subject: str, reply: Any) -> Iterator[None]:
+    """Turn every error of the block, which reads `subject` from a reply of any form, into a `ReplicaError`."""
     try:
         yield
     except ReplicaError:
         raise
     except Exception as error:  # no list of types is complete: a reply may hold anything that JSON can
-        raise ReplicaError(f"{url}: not {what} ({_short.repr(error)}): {_short.repr(reply)}") from error
+        raise ReplicaError(f"{url}: not {subject} ({_short.repr(error)}): {_short.repr(reply)}") from error
 
 
 def whole_number(value: Any, name: str, *, low: int, high: float) -> int:
@@ -237,7 +237,7 @@ def _problems(
         if type(token) is not int or not 0 <= token < vocab_size:
             yield f"token {i} has the id {_short.repr(token)}, which is not in [0, {vocab_size})"
         elif type(logp) not in (float, int) or not _LOWEST <= logp < math.inf:
-            shown = _short.repr(logp)
-            yield f"token {i} has the log-prob {shown}, which is not finite; have weights or activations overflowed?"
+            value = _short.repr(logp)
+            yield f"token {i} has the log-prob {value}, which is not finite; have weights or activations overflowed?"
         elif logp > _ROUNDING:
             yield f"token {i} has the log-prob {_short.repr(logp)}, which is above 0"

@@ -134,11 +134,11 @@ class ProcessEngine:
         return self._silence.seconds
 
     async def generate(
-        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **shown: Any
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, **options: Any
     ) -> Completion:
         """See `LocalEngine.generate`. EngineError, a RuntimeError, in every call when the process has died."""
         prompt_ids = request_ids(prompt_ids, params)
-        return await self._ask("generate", prompt_ids, params=params, rid=rid, **shown)
+        return await self._ask("generate", prompt_ids, params=params, rid=rid, **options)
 
     async def abort(self, rid: str | None = None) -> int:
         """See `LocalEngine.abort`."""
@@ -188,12 +188,12 @@ class ProcessEngine:
             self._asked = True
             self._send("ping", -1, (), {})
 
-    async def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._ended is not None:
             raise EngineError(self._ended)
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(what, number, args, kwargs)
+        self._send(method, number, args, kwargs)
         try:
             return await self._waiting[number]
         except asyncio.CancelledError:
@@ -275,14 +275,14 @@ class _Child:
             task.cancel()
         self._writer.close()  # else it complains when the interpreter ends
 
-    def _begin(self, what: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if what == "cancel":
+    def _begin(self, method: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if method == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
-        if what == "ping":
+        if method == "ping":
             return self._send(number, None)
-        work = getattr(self._engine if what in ("generate", "abort") else self, what)(*args, **kwargs)
+        work = getattr(self._engine if method in ("generate", "abort") else self, method)(*args, **kwargs)
         task = self._tasks[number] = asyncio.create_task(self._answer(number, work))
         task.add_done_callback(lambda _: self._tasks.pop(number))
 

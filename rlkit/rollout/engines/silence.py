@@ -1,4 +1,4 @@
-"""How long an engine in another process has given no sign of life, for the screen and for a stop request."""
+"""A watchdog: reports an unresponsive engine in another process, for the screen and for a stop request."""
 
 from __future__ import annotations
 

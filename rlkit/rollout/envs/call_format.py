@@ -71,29 +71,29 @@ def call_parser(
     schemas = tools or [_ANY_TOOL]
     written = [*_written(tokenizer, schemas, template_args)]
     reads = lambda one: all(_reads(one, *each, schemas) for each in written)  # noqa: E731
-    own = [_of_template(tokenizer)] if getattr(tokenizer, "response_template", None) else []
-    found = next((one for one in [*own, *FORMATS.values()] if reads(one)), None) if written else None
+    of_template = [_of_template(tokenizer)] if getattr(tokenizer, "response_template", None) else []
+    parser = next((one for one in [*of_template, *FORMATS.values()] if reads(one)), None) if written else None
     if parse is not None:
         checked = _checked(parse)
         try:
             checked("", schemas)
             fits = reads(checked)
         except Exception as error:
-            what = f"--tool-calls (`parse`), {_name(parse)}: {type(error).__name__}: {error}"
-            raise ValueError(f"{what}; a function that reads calls gets any text, also '' (no call)") from error
+            fault = f"--tool-calls (`parse`), {_name(parse)}: {type(error).__name__}: {error}"
+            raise ValueError(f"{fault}; a function that reads calls gets any text, also '' (no call)") from error
         if not fits:
-            better = f"; {_name(found)} does: drop --tool-calls (`parse`)" if found else ""
-            what = "does not read the call that the chat template writes"
-            _log.warning("%s %s, %s%s", _name(parse), what, _short(written), better)
+            better = f"; {_name(parser)} does: drop --tool-calls (`parse`)" if parser else ""
+            fault = "does not read the call that the chat template writes"
+            _log.warning("%s %s, %s%s", _name(parse), fault, _short(written), better)
         return checked
-    if found is None and written:
-        what = "no parser reads back the call that the chat template itself writes"
-        raise ValueError(f"{what}, {_short(written)}: {_FIX}")
-    if found is None:
+    if parser is None and written:
+        fault = "no parser reads back the call that the chat template itself writes"
+        raise ValueError(f"{fault}, {_short(written)}: {_FIX}")
+    if parser is None:
         name, why = _told(tokenizer, schemas, template_args, system_prompt)
         report = partial(report_once, "the chat template", f"writes no tool calls: they are read as {name}, {why}")
         return _reported(report, FORMATS[name], now=bool(tools))
-    return found
+    return parser
 
 
 def _written(tokenizer: Any, tools: Schemas, template_args: Mapping[str, Any] | None) -> Iterator[tuple[str, Call]]:
@@ -156,8 +156,8 @@ def _value(schema: Any, text: str) -> Any:
 def _reads(parse: Callable[..., Any], turn: str, call: Call, tools: Schemas) -> bool:
     """Whether the function finds just this call; 1, 1.0 and True differ."""
     same = partial(json.dumps, sort_keys=True, default=str)
-    found = parse(turn, tools)
-    return len(found) == 1 and isinstance(found[0], Call) and same(found[0][:2]) == same(call[:2])
+    calls = parse(turn, tools)
+    return len(calls) == 1 and isinstance(calls[0], Call) and same(calls[0][:2]) == same(call[:2])
 
 
 def _of_template(tokenizer: Any) -> Parse:
@@ -190,10 +190,10 @@ def _checked(parse: Callable[..., Any]) -> Parse:
     """The user's function with what it returns as calls; TypeError, naming it, for anything else."""
 
     def read(text: str, tools: Schemas) -> Found:
-        found = parse(text, **accepted(parse, {"tools": tools}))
-        if not isinstance(found, list | tuple):
-            raise TypeError(f"{_name(parse)} must return a list of (name, arguments), got {found!r:.80}")
-        return [_as_call(one) for one in found]
+        calls = parse(text, **accepted(parse, {"tools": tools}))
+        if not isinstance(calls, list | tuple):
+            raise TypeError(f"{_name(parse)} must return a list of (name, arguments), got {calls!r:.80}")
+        return [_as_call(one) for one in calls]
 
     def _as_call(one: Any) -> Call | BadCall:
         if isinstance(one, Call | BadCall):
@@ -220,9 +220,9 @@ def _told(
     except Exception:  # whatever a template raises
         prompt = ""
     tokens = "".join(t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values())
-    for text, what in ((prompt + (system_prompt or ""), "the prompt"), (tokens, "the vocabulary")):
+    for text, source in ((prompt + (system_prompt or ""), "the prompt"), (tokens, "the vocabulary")):
         if mark := next((mark for mark in _MARKS if mark in text), None):
-            return _MARKS[mark], f"since {what} has {mark}"
+            return _MARKS[mark], f"since {source} has {mark}"
     return "hermes", "<tool_call> with JSON; --tool-calls (`parse`) names another format"
 
 

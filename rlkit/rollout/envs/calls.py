@@ -61,10 +61,10 @@ def hermes_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
 
     A block that is not closed, or holds no such JSON, is a BadCall.
     """
-    found: Found = []
+    calls: Found = []
     for match in re.finditer(r"<tool_call>(.*?)(</tool_call>|\Z)", answer_of(text), re.DOTALL):
-        found.append(_json_call(match[1]) if match[2] else BadCall("<tool_call> is not closed by </tool_call>"))
-    return found
+        calls.append(_json_call(match[1]) if match[2] else BadCall("<tool_call> is not closed by </tool_call>"))
+    return calls
 
 
 def json_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
@@ -177,17 +177,17 @@ def gemma_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     body = answer_of(text)
     texts: list[str] = []
 
-    def kept(match: re.Match[str]) -> str:
+    def stashed(match: re.Match[str]) -> str:
         texts.append(match[1] if match[1] is not None else match[2])
         return f'"{len(texts) - 1}"'
 
-    body = re.sub(r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>', kept, body, flags=re.DOTALL)
+    body = re.sub(r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>', stashed, body, flags=re.DOTALL)
     quoted = lambda match: f'{match[1]}"{match[2].rstrip()}":'  # noqa: E731
     body = re.sub(r"([{,])\s*([^\s{}\[\]\",:][^{}\[\]\",:]*):", quoted, body)
     mark = r"<\|tool_call>|<start_function_call>"
     like = '<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>'
-    found = _named(body, mark, rf"(?:{mark})\s*call:(?P<name>[\w.-]+)\s*(?=\{{)", like)
-    return [Call(c.name, _restored(c.arguments, texts)) if isinstance(c, Call) else c for c in found]
+    calls = _named(body, mark, rf"(?:{mark})\s*call:(?P<name>[\w.-]+)\s*(?=\{{)", like)
+    return [Call(c.name, _restored(c.arguments, texts)) if isinstance(c, Call) else c for c in calls]
 
 
 def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
@@ -221,8 +221,8 @@ def answer_of(text: str) -> str:
 def before_calls(text: str) -> str:
     """The reasoning and text before the first call."""
     answer = answer_of(text)
-    found = _FIRST.search(answer)
-    return text[: len(text) - len(answer)] + (answer[: found.start()] if found else "")
+    first = _FIRST.search(answer)
+    return text[: len(text) - len(answer)] + (answer[: first.start()] if first else "")
 
 
 def message_of(text: str, *, calls: bool) -> dict[str, str]:
@@ -242,16 +242,16 @@ def message_of(text: str, *, calls: bool) -> dict[str, str]:
 
 def _tagged(text: str, tools: Schemas, calls: str, value: tuple[str, str], like: str) -> Found:
     """Calls whose values are bare text between two tags, typed by the schema, or by the `kind` that the tag states."""
-    found: Found = []
+    parsed: Found = []
     for match in re.finditer(calls, answer_of(text), re.DOTALL):
         name = (match["name"] or "").strip()
         if not re.fullmatch(r"[\w.:/-]+", name):
-            found.append(BadCall(f"a call must be like {like}"))
+            parsed.append(BadCall(f"a call must be like {like}"))
         elif not match["end"]:
-            found.append(BadCall(f"the call of {name} is not closed: it must be like {like}"))
+            parsed.append(BadCall(f"the call of {name} is not closed: it must be like {like}"))
         else:
-            found.append(_with_values(name, match["body"], parameters_of(tools, name), value, like))
-    return found
+            parsed.append(_with_values(name, match["body"], parameters_of(tools, name), value, like))
+    return parsed
 
 
 def _with_values(name: str, body: str, schema: Mapping[str, Any], value: tuple[str, str], like: str) -> Call | BadCall:
@@ -261,8 +261,8 @@ def _with_values(name: str, body: str, schema: Mapping[str, Any], value: tuple[s
     for part in [*parts, *([rest] if rest.strip() else [])]:
         head = re.match(rf"\s*{opening}", part)
         if head is None or part is rest:
-            what = part.strip()[:60]
-            return BadCall(f"the call of {name} must be like {like}, and has {what!r} outside of its values")
+            outside = part.strip()[:60]
+            return BadCall(f"the call of {name} must be like {like}, and has {outside!r} outside of its values")
         key, stated = head["key"].strip(), head.groupdict().get("kind")
         kind = {"true": "string", "false": None}.get(str(stated), stated)
         arguments[key] = value_of(re.sub(r"\A\r?\n|\r?\n\Z", "", part[head.end() :]), schema, key, kind)
@@ -301,8 +301,8 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
     if isinstance(ref := schema.get("$ref"), str):
         where = root.get("$defs") or root.get("definitions") or {}
         return _kinds(where.get(ref.rpartition("/")[2]), root, depth + 1) if isinstance(where, Mapping) else []
-    given = schema.get("type") or []
-    kinds = [given] if isinstance(given, str) else [kind for kind in given if isinstance(kind, str)]
+    types = schema.get("type") or []
+    kinds = [types] if isinstance(types, str) else [kind for kind in types if isinstance(kind, str)]
     for union in ("anyOf", "oneOf", "allOf"):
         kinds += [kind for choice in schema.get(union) or [] for kind in _kinds(choice, root, depth + 1)]
     if not kinds and schema.get("enum") and all(isinstance(choice, str) for choice in schema["enum"]):
@@ -312,20 +312,20 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
 
 def _named(text: str, mark: str, head: str, like: str) -> Found:
     """Calls of a name, then the arguments as JSON: `head` ends where those begin."""
-    body, found = answer_of(text), Found()
+    body, parsed = answer_of(text), Found()
     for start in re.finditer(mark, body):
         match = re.compile(head).match(body, start.start())
         if not match:
-            found.append(BadCall(f"a call must be like {like}"))
+            parsed.append(BadCall(f"a call must be like {like}"))
             continue
         try:
             arguments, _ = json.JSONDecoder().raw_decode(body, match.end())
         except (ValueError, RecursionError) as error:
-            found.append(BadCall(f"the arguments of {match['name']} are not valid JSON: {error}"))
+            parsed.append(BadCall(f"the arguments of {match['name']} are not valid JSON: {error}"))
             continue
         call = call_from({"name": match["name"], "arguments": arguments})
-        found.append(call._replace(id=match.groupdict().get("id")) if isinstance(call, Call) else call)
-    return found
+        parsed.append(call._replace(id=match.groupdict().get("id")) if isinstance(call, Call) else call)
+    return parsed
 
 
 def _restored(value: Any, texts: Sequence[str]) -> Any:

@@ -74,10 +74,10 @@ class Chat:
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
         if messages is None and images_of(prompt):
             self.messages = _marked(self.messages, images_of(prompt))
-        ids, shown = self._render()
+        ids, images = self._render()
         if messages is None and ids != list(prompt.ids):
             raise ValueError(f"{place}: {self._difference(list(prompt.ids), ids, system_prompt)}")
-        self.turns = Turns(ids, sample, shown if shown or images_of(prompt) else None)
+        self.turns = Turns(ids, sample, images if images or images_of(prompt) else None)
         self._last: tuple[int, list[int]] | None = None  # index after the last sampled message, and its tokens
 
     async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
@@ -144,10 +144,10 @@ class Chat:
         """Where the tokens of `rl_prompts` differ from those of the row here, and the fix."""
         at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
         there, here = (self._tokenizer.decode(ids[at : at + 16]) or "nothing" for ids in (theirs, ours))
-        what = f"rl_prompts rendered {there!r} where the environment renders {here!r}"
+        fault = f"rl_prompts rendered {there!r} where the environment renders {here!r}"
         if system_prompt and system_prompt not in self._tokenizer.decode(theirs):
-            return f"{what}: the environment's system_prompt is not that of rl_prompts (--system-prompt)"
-        return f"{what}: give both the same tokenizer, system_prompt, tools, template_args and the chat template"
+            return f"{fault}: the environment's system_prompt is not that of rl_prompts (--system-prompt)"
+        return f"{fault}: give both the same tokenizer, system_prompt, tools, template_args and the chat template"
 
     def _render(self) -> tuple[list[int], list[Picture]]:
         return self.images.render(self.messages, tools=self._tools, template_args=self._template_args)
@@ -169,10 +169,10 @@ def refuse_vision(*parts: Any) -> None:
     tokenizer."""
     for part in parts:
         config = getattr(part, "config", part)
-        found = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
-        if found:
+        media = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
+        if media:
             raise ValueError(
-                f"{type(part).__name__} is of a vision or audio model (it has {found[0]}): environments take the "
+                f"{type(part).__name__} is of a vision or audio model (it has {media[0]}): environments take the "
                 "tokenizer of a model"
             )
 

@@ -86,8 +86,8 @@ def gym_env(
         if not (hasattr(game, "reset") and hasattr(game, "step")):
             raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
         try:
-            given = {"seed": prompt.index, "options": dict(prompt.row)}
-            opening = await call(partial(game.reset, **accepted(game.reset, given)))
+            arguments = {"seed": prompt.index, "options": dict(prompt.row)}
+            opening = await call(partial(game.reset, **accepted(game.reset, arguments)))
             gymnasium = isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping)
             opening = opening[0] if gymnasium else opening
             if _is_tokens(opening):
@@ -118,8 +118,8 @@ async def _play(
             cut = answer.truncated or None
             break
         talk.add(*_messages(answer.observation, f"{type(game).__name__}.step"))
-    wrong = [reward for reward in rewards if not is_number(reward)]
-    total, info = wrong[0] if wrong else sum(rewards), {"turn_rewards": rewards}
+    not_numbers = [reward for reward in rewards if not is_number(reward)]
+    total, info = not_numbers[0] if not_numbers else sum(rewards), {"turn_rewards": rewards}
     if token_rewards:
         return talk.end(turn_rewards=rewards, score=total, truncated=cut, info=info)
     return talk.end(reward=total, truncated=cut, info=info)
@@ -139,8 +139,8 @@ def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
         if 0 < num <= len(Step._fields) and not isinstance(returned[-1], Mapping):
             answer = Step(*returned)
             if isinstance(answer.reward, bool) and not isinstance(answer.done, bool):
-                found = f"reward {answer.reward} and done {answer.done}"
-                raise TypeError(f"{name} returned {found}: the order is {form}")
+                values = f"reward {answer.reward} and done {answer.done}"
+                raise TypeError(f"{name} returned {values}: the order is {form}")
             _check_ends(name, done=answer.done, truncated=answer.truncated)
             return answer
     old = num == 4
@@ -150,9 +150,9 @@ def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
 
 def _check_ends(name: str, **ends: Any) -> None:
     """TypeError for what says whether an episode ends, and is neither true nor false."""
-    for what, value in ends.items():
+    for end, value in ends.items():
         if not (isinstance(value, int) or getattr(value, "shape", None) == ()) or value not in (0, 1):
-            raise TypeError(f"{name} returned {what} {value!r:.80}, and it must be True or False")
+            raise TypeError(f"{name} returned {end} {value!r:.80}, and it must be True or False")
 
 
 class _TokenTalk:
@@ -183,8 +183,8 @@ def _messages(observation: Any, name: str) -> Any:
     if _is_tokens(observation):
         return observation
     forms = "a string, messages, token ids or None" if name.endswith("reset") else "a string, messages or token ids"
-    what = "return" if name.endswith("reset") else "return an observation that is"
-    raise TypeError(f"{name} must {what} {forms}, got {show(observation)}")
+    verb = "return" if name.endswith("reset") else "return an observation that is"
+    raise TypeError(f"{name} must {verb} {forms}, got {show(observation)}")
 
 
 _NO_TEXT = "; reset may return None, to begin with the prompt of the row"

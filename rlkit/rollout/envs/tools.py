@@ -101,8 +101,8 @@ def tool_env(
         parser(json.dumps(fixed))
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
-        own = tools(prompt) if callable(tools) else tools
-        box = _Toolbox(own, fixed or tool_schemas(own), timeout_s, max_result_chars)
+        of_row = tools(prompt) if callable(tools) else tools
+        box = _Toolbox(of_row, fixed or tool_schemas(of_row), timeout_s, max_result_chars)
         chat = Chat(
             prompt, sample, tokenizer=tokenizer, system_prompt=system_prompt, tools=box.schemas,
             template_args=template_args,
@@ -189,8 +189,8 @@ class _Toolbox:
             self._failed += 1
             report_once(f"tool {wanted.name}", f"raised {type(raised).__name__}", f": {raised} (the model is told so)")
             late = isinstance(raised, TimeoutError) and not raised.args
-            what = f"no result after {self._timeout_s:g} s" if late else f"{type(raised).__name__}: {raised}"
-            text, parts = f"Error: {what}", None
+            failure = f"no result after {self._timeout_s:g} s" if late else f"{type(raised).__name__}: {raised}"
+            text, parts = f"Error: {failure}", None
         if parts:
             images.check_reader(f"the result of tool {wanted.name}")
         return self._cut(text)

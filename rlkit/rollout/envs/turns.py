@@ -53,8 +53,8 @@ class Turns:
 
     async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
         """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded."""
-        shown: dict[str, Any] = {"images": self.images} if self._names_images else {}
-        out = await self._sample(self.context, max_new_tokens=max_new_tokens, **shown)
+        options: dict[str, Any] = {"images": self.images} if self._names_images else {}
+        out = await self._sample(self.context, max_new_tokens=max_new_tokens, **options)
         self.take(out)
         return out
 
@@ -64,8 +64,8 @@ class Turns:
         if out.ids:
             num_appended = len(self._appended)
             experts = joined_experts(self._now.experts, out.experts) if self._now.ids else out.experts
-            shown = (*self._now.later_images, *self._shown)
-            self._now = replace(self._now, experts=experts, later_images=shown)
+            images = (*self._now.later_images, *self._shown)
+            self._now = replace(self._now, experts=experts, later_images=images)
             self._now.ids.extend([*self._appended, *out.ids])
             self._now.mask.extend([*[False] * num_appended, *[True] * len(out.ids)])
             self._now.logp.extend([*[0.0] * num_appended, *out.logp])

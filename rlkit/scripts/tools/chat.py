@@ -86,7 +86,7 @@ class Chat:
     live: bool
     engine: Any = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    shown: str = ""
+    printed: str = ""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Show the new text; "" without a stop string, so that the engine passes all tokens the next time too."""
@@ -98,18 +98,18 @@ class Chat:
         """Print what `ids` add to the answer, except an incomplete character; at the end print everything."""
         from rlkit.data.markup import markup_of
 
-        own = markup_of(self.tokenizer).without_end(ids)
-        text = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        body = markup_of(self.tokenizer).without_end(ids)
+        text = self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if end or (self.live and not text.endswith("\ufffd")):
-            write(text[len(self.shown) :] + "\n" * end)
-            self.shown = text
+            write(text[len(self.printed) :] + "\n" * end)
+            self.printed = text
 
     def ask(self, prompt: str) -> None:
         """Print the answer and add both to the conversation; ValueError for a prompt that is too long."""
         from rlkit.data.markup import markup_of
 
         self.turns.append({"role": "user", "content": prompt})
-        self.shown = opened = ""
+        self.printed = opened = ""
         try:
             ids = self.tokens()
             opened = markup_of(self.tokenizer).opened_by(ids)
@@ -121,7 +121,7 @@ class Chat:
             if not self.live:
                 raise
             write("\n")
-        self.turns.append({"role": "assistant", "content": opened + self.shown})
+        self.turns.append({"role": "assistant", "content": opened + self.printed})
         if not (self.live and self.data.chat_template):
             self.turns.clear()
 
@@ -153,18 +153,18 @@ class Chat:
 def main(args: Args) -> None:
     """Answer `--prompt`, the lines of a pipe, or what is typed in the terminal."""
     folder, live = Path(args.run), args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
-    kept = kept_flags(folder)
-    template = kept.get("chat_template", True) if args.chat_template is True else args.chat_template
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    saved = kept_flags(folder)
+    template = saved.get("chat_template", True) if args.chat_template is True else args.chat_template
+    flags = {name: value for name, value in vars(args).items() if value is not None}
     of_template = ("system_prompt", "template_args") if template is False else ()  # the run's have no place then
-    options = {name: value for name, value in kept.items() if name not in of_template}
-    options |= {**given, "chat_template": template}
-    warn_of_unusual(given)
+    options = {name: value for name, value in saved.items() if name not in of_template}
+    options |= {**flags, "chat_template": template}
+    warn_of_unusual(flags)
     rendering = {n: options[n] for n in ("system_prompt", "template_args", "chat_template") if n in options}
     data = Data("-", **rendering)
-    if not kept and not (folder / "model" / "config.json").is_file():
+    if not saved and not (folder / "model" / "config.json").is_file():
         check_model_path(args.run)  # before torch is loaded
-    model, tokenizer = load(folder, kept, device=args.device)
+    model, tokenizer = load(folder, saved, device=args.device)
     from rlkit.data.chat import stop_token_ids
     from rlkit.data.template_files import set_template
     from rlkit.rollout.engines.local import LocalEngine
@@ -173,9 +173,9 @@ def main(args: Args) -> None:
         set_template(tokenizer, args.chat_template)
     with template_errors():
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
-    ends = (*ends, *kept.get("stop_token_ids", ()))
+    ends = (*ends, *saved.get("stop_token_ids", ()))
     sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
-    stop = tuple(kept.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
+    stop = tuple(saved.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
     chat = Chat(tokenizer, data, SamplingParams(**sampling, stop=stop, stop_token_ids=ends), live)
     chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, keep_turns=True, seed=int.from_bytes(os.urandom(4)))
     if live:
@@ -217,18 +217,18 @@ def talk(chat: Chat) -> None:
 
 def kept_flags(folder: Path) -> dict[str, Any]:
     """The flags in the folder's args.json, {} without one; ValueError, with the file, for what no run writes."""
-    path, kept = folder / "args.json", read_args(folder)
+    path, saved = folder / "args.json", read_args(folder)
     for name, kind in TYPES.items():
-        if name in kept and not isinstance(kept[name], kind):
-            raise ValueError(f"{path} is damaged: {name} is {str(kept[name])[:60]!r}")
+        if name in saved and not isinstance(saved[name], kind):
+            raise ValueError(f"{path} is damaged: {name} is {str(saved[name])[:60]!r}")
     for name, kind in (("stop", str), ("stop_token_ids", int)):
-        if not all(isinstance(x, kind) for x in kept.get(name, ())):
-            raise ValueError(f"{path} is damaged: {name} is {str(kept[name])[:60]!r}")
-    return kept
+        if not all(isinstance(x, kind) for x in saved.get(name, ())):
+            raise ValueError(f"{path} is damaged: {name} is {str(saved[name])[:60]!r}")
+    return saved
 
 
-def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
-    """The model and its tokenizer: of the run folder with the flags `kept`, or of another folder or hub id."""
+def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer: of the run folder with the flags `saved`, or of another folder or hub id."""
     import torch
 
     from rlkit.data.template_files import KEPT, read_template
@@ -240,24 +240,24 @@ def load(folder: Path, kept: dict[str, Any], *, device: str | None) -> tuple[Any
     check_device(device)
     device, _ = choose_device(device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
     exported = (folder / "model" / "config.json").is_file()
-    if exported or not kept:
+    if exported or not saved:
         path = str(folder / "model" if exported else folder)
         return load_policy(path, ParallelArgs(), device=device), load_tokenizer(path)
     newest = latest_checkpoint(folder / "checkpoints")
-    if newest is None or "critic_lr" in kept or kept.get("ref_sync_steps"):
-        what = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
-        if kept.get("steps") == 0:
-            what = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {kept.get('model')}"
-        raise FileNotFoundError(errno.ENOENT, what, str(folder))
+    if newest is None or "critic_lr" in saved or saved.get("ref_sync_steps"):
+        fault = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
+        if saved.get("steps") == 0:
+            fault = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {saved.get('model')}"
+        raise FileNotFoundError(errno.ENOENT, fault, str(folder))
     of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base", "adapter")
-    lora: dict[str, Any] = {name: kept[name] for name in of_lora if name in kept}
-    tokenizer = load_tokenizer(Model(kept["model"], adapter=kept.get("adapter")).tokenizer)
-    if kept.get("resize_embeddings"):
+    lora: dict[str, Any] = {name: saved[name] for name in of_lora if name in saved}
+    tokenizer = load_tokenizer(Model(saved["model"], adapter=saved.get("adapter")).tokenizer)
+    if saved.get("resize_embeddings"):
         lora["min_rows"] = vocabulary_size(tokenizer)
-    model = load_policy(kept["model"], ParallelArgs(), device=device, **lora)
+    model = load_policy(saved["model"], ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))
-    if isinstance(kept.get("chat_template"), str):
+    if isinstance(saved.get("chat_template"), str):
         tokenizer.chat_template = read_template(folder / KEPT)[0]
     return model, tokenizer
 

@@ -117,20 +117,20 @@ def _main(args: Args) -> None:
         raise SystemExit(1)
     elif not args.script and command == "grpo":  # which takes the prompts of pairs and labels, however wrong
         command = next((name for name in ("dpo", "kto") if reading[name].fits >= 0.5), command)
-    found = reading[command]
-    for record in found.said:
+    chosen = reading[command]
+    for record in chosen.said:
         logging.getLogger("rlkit.data").handle(record)
-    good, wrong = ([*range(len(rows))], {}) if found.lengths is not None else checked(rows, found.read)
+    good, faults = ([*range(len(rows))], {}) if chosen.lengths is not None else checked(rows, chosen.read)
     failed = bool(args.reward and good) and show_rewards(args, data, _some(rows, good))
     if args.model and good:
-        show_rendered(args, command, found, rows, good, tokenizer)
-    if wrong:
-        say(f"wrong: {len(wrong)} of {len(rows):,} rows")
-        for error in [*wrong.values()][:_MOST_WRONG]:
+        show_rendered(args, command, chosen, rows, good, tokenizer)
+    if faults:
+        say(f"wrong: {len(faults)} of {len(rows):,} rows")
+        for error in [*faults.values()][:_MOST_WRONG]:
             say(f"  {error}")
-        if len(wrong) > _MOST_WRONG:
-            say(f"  ... and {len(wrong) - _MOST_WRONG} more")
-    if wrong or failed:
+        if len(faults) > _MOST_WRONG:
+            say(f"  ... and {len(faults) - _MOST_WRONG} more")
+    if faults or failed:
         raise SystemExit(1)
 
 
@@ -147,18 +147,18 @@ def show_rewards(args: Args, data: Data, rows: Any) -> bool:
     return failed
 
 
-def show_rendered(args: Args, command: str, found: Reading, rows: Any, good: Sequence[int], tokenizer: Any) -> None:
+def show_rendered(args: Args, command: str, view: Reading, rows: Any, good: Sequence[int], tokenizer: Any) -> None:
     """Print the row that is asked for, or the first one of which something is trained, and the lengths."""
     from rlkit.data.drop import NothingLeft
 
     for index in [*[i for i in good if i == args.row - 1], *good]:
         with suppress(NothingLeft):
             with muted():  # what is said of this row is said of the file
-                items, _ = found.read(_some(rows, [index]), sure=True)  # alone it does not show whether all begin alike
+                items, _ = view.read(_some(rows, [index]), sure=True)  # alone it does not show whether all begin alike
             say(f"{rows.places[index]}, as rlkit {command} reads it:")
             sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in items))
             break
-    lengths = found.lengths or [len(ids) for ids, _ in found.read(_some(rows, good), sure=True)[0]]
+    lengths = view.lengths or [len(ids) for ids, _ in view.read(_some(rows, good), sure=True)[0]]
     for line in histogram(lengths, limit=args.max_tokens):
         say(line)
 
@@ -169,12 +169,12 @@ def columns_of(rows: Sequence[Any]) -> list[str]:
     for row in rows:
         for name, value in row.items():
             kinds.setdefault(name, Counter())[type(value).__name__] += 1
-    found = []
+    columns = []
     for name, counts in kinds.items():
         num = sum(counts.values())
         some = f", in {num:,} rows" if num < len(rows) else ""
-        found.append(f"{name} ({' or '.join(sorted(counts))}{some})")
-    return found
+        columns.append(f"{name} ({' or '.join(sorted(counts))}{some})")
+    return columns
 
 
 def forms_for(command: str) -> tuple[Any, ...]:
@@ -217,10 +217,10 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
         return False
 
     def read(some: Any, *, sure: bool = args.continue_answer) -> tuple[list[Item], int]:
-        made, found = with_forms(data, some, command)
+        made, converted = with_forms(data, some, command)
         if render:
             return render(made, continue_answer=sure)
-        turns = [mappings(row.get("messages") or row.get("prompt")) for _, row in found if command == "grpo"]
+        turns = [mappings(row.get("messages") or row.get("prompt")) for _, row in converted if command == "grpo"]
         begun = [str(messages[-1].get("content")) if begins_answer(messages) else "" for messages in turns]
         check_begun(made, [Turn("", "", begun=text) for text in begun], continue_answer=sure)
         return [], 0
@@ -282,7 +282,7 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
     """
     from rlkit.data.drop import NothingLeft
 
-    good, wrong = list[int](), dict[str, str]()
+    good, faults = list[int](), dict[str, str]()
     with muted():
         with suppress(ValueError):
             read(rows)
@@ -293,8 +293,8 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
                     read(_some(rows, [0, index] if index and 0 in good else [index]))
                 good.append(index)
             except ValueError as error:
-                wrong[rows.places[index]] = " ".join(str(error).split())
-    return good, wrong
+                faults[rows.places[index]] = " ".join(str(error).split())
+    return good, faults
 
 
 @contextmanager
@@ -325,22 +325,22 @@ def renderer(args: Args, data: Data, command: str, rows: Any, tokenizer: Any) ->
     from rlkit.scripts.start import image_reader
 
     size = load_config(args.model or "").get_text_config().vocab_size
-    known: dict[str, Any] = {"tokenizer": tokenizer, "num_rows": size}
-    how: dict[str, Any] = {"system_prompt": data.system_prompt, "apply_chat_template": bool(data.chat_template)}
-    how |= {"tokenizer": tokenizer, "template_args": data.template() or None}
-    how["images"] = image_reader(args.model or "", tokenizer, rows)
+    vocabulary: dict[str, Any] = {"tokenizer": tokenizer, "num_rows": size}
+    options: dict[str, Any] = {"system_prompt": data.system_prompt, "apply_chat_template": bool(data.chat_template)}
+    options |= {"tokenizer": tokenizer, "template_args": data.template() or None}
+    options["images"] = image_reader(args.model or "", tokenizer, rows)
 
     def render(rows: Any, *, continue_answer: bool) -> tuple[list[Item], int]:
-        how["continue_answer"] = continue_answer
+        options["continue_answer"] = continue_answer
         if command == "grpo":
-            prompts, dropped = rl_prompts(rows, max_prompt_tokens=sys.maxsize, **how)
-            check_vocabulary(prompts, rows=rows, **known)
+            prompts, dropped = rl_prompts(rows, max_prompt_tokens=sys.maxsize, **options)
+            check_vocabulary(prompts, rows=rows, **vocabulary)
             return [(p.ids, [False] * len(p.ids)) for p in prompts], dropped
         make: Any = {"sft": examples.sft_examples, "kto": examples.labelled_examples}.get(
             command, examples.preference_pairs
         )
-        made, dropped = make(rows, max_example_tokens=sys.maxsize, **how)
-        check_vocabulary(made, rows=rows, **known)
+        made, dropped = make(rows, max_example_tokens=sys.maxsize, **options)
+        check_vocabulary(made, rows=rows, **vocabulary)
         if command == "sft":
             return [(example.ids, example.mask) for example in made], dropped
         if command == "kto":

@@ -94,7 +94,7 @@ class Asked(NamedTuple):
     """
 
     rows: dict[str, Rows]
-    own: Mapping[str, OfTokenizer]
+    own_rewards: Mapping[str, OfTokenizer]
     env: OfTokenizer
     score: OfTokenizer
     config: Any
@@ -105,28 +105,28 @@ def main(args: Args) -> None:
     from rlkit.run.sync import run_sync
 
     folder = Path(args.model)
-    kept = kept_flags(folder)
-    flags = flags_of_grpo(args, kept)
-    asked = bring(args, flags, kept)
+    saved = kept_flags(folder)
+    flags = flags_of_grpo(args, saved)
+    asked = bring(args, flags, saved)
     warn_of_unusual(vars(args))
-    model, tokenizer = load_for(flags, folder, kept)
-    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, kept)))
+    model, tokenizer = load_for(flags, folder, saved)
+    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, saved)))
     sets, env = make_sets(flags, asked, model, tokenizer)
     with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
         spec = engine_of(flags, flags.model, args.output or Path(scratch))
-        found, answers = run_sync(measure(args, flags, spec, model, tokenizer, sets, env, asked.score(tokenizer)))
-    for line in table(found, {name: len(one.prompts) for name, one in sets.items()}):
+        numbers, answers = run_sync(measure(args, flags, spec, model, tokenizer, sets, env, asked.score(tokenizer)))
+    for line in table(numbers, {name: len(one.prompts) for name, one in sets.items()}):
         say(line)
     if args.output:
-        write(args.output, found, answers)
+        write(args.output, numbers, answers)
 
 
-def bring(args: Args, flags: grpo.Args, kept: Mapping[str, Any]) -> Asked:
+def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
     """Read the data and the user's code; ValueError for what cannot be measured."""
     from rlkit.data.turns import PROMPT
     from rlkit.model.pretrained import load_config
 
-    if not kept or flags.engine.engine != "local":
+    if not saved or flags.engine.engine != "local":
         check_model_path(flags.model.model)
     served = f"`engine` {flags.engine.engine} has no adapter {args.model}: use local, or give the merged model"
     refuse_if(flags.engine.engine != "local" and is_adapter(args.model), served)
@@ -137,19 +137,19 @@ def bring(args: Args, flags: grpo.Args, kept: Mapping[str, Any]) -> Asked:
     with data_progress():
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
-    own = own_rewards(args.evaluation, args.episodes, rows)
+    rewards = own_rewards(args.evaluation, args.episodes, rows)
     env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
-    others = (part for name, part in rows.items() if name not in own)
+    others = (part for name, part in rows.items() if name not in rewards)
     score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
-    exported = (Path(flags.model.model) / "config.json").is_file() or not kept
-    config = load_config(flags.model.model if exported else kept["model"])
+    exported = (Path(flags.model.model) / "config.json").is_file() or not saved
+    config = load_config(flags.model.model if exported else saved["model"])
     check_context(args.episodes, flags.rollouts, config, packed=False)
-    return Asked(rows, own, env, score, config)
+    return Asked(rows, rewards, env, score, config)
 
 
 def make_sets(flags: grpo.Args, asked: Asked, model: Any, tokenizer: Any) -> tuple[dict[str, EvalSet], Any]:
     """The sets, tokenized, and the environment, which is tried."""
-    sets, env = eval_sets(flags, tokenizer, asked.config, asked.rows, asked.own), asked.env(tokenizer)
+    sets, env = eval_sets(flags, tokenizer, asked.config, asked.rows, asked.own_rewards), asked.env(tokenizer)
     size = asked.config.get_text_config().vocab_size
     size = model.get_input_embeddings().num_embeddings if model is not None else size
     for name, one in sets.items():
@@ -176,26 +176,26 @@ async def measure(
         answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
 
     async with open_engine(spec, model, tokenizer) as engine:
-        found = await evaluate_sets(
+        numbers = await evaluate_sets(
             sets, generate=engine.generate, params=flags.rollouts.params, num_samples=args.samples, env=env,
             score=score, seed=args.seed, on_group=keep, engine=engine, answer=partial(answer_of, tokenizer=tokenizer),
         )  # fmt: skip
-    return found, answers
+    return numbers, answers
 
 
-def write(output: Path, found: Mapping[str, float], answers: Sequence[Mapping[str, Any]]) -> None:
+def write(output: Path, numbers: Mapping[str, float], answers: Sequence[Mapping[str, Any]]) -> None:
     """Write metrics.json and answers.jsonl."""
     output.mkdir(parents=True, exist_ok=True)
-    replace_file(output / "metrics.json", (json.dumps(found, indent=1) + "\n").encode())
+    replace_file(output / "metrics.json", (json.dumps(numbers, indent=1) + "\n").encode())
     replace_file(output / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in answers).encode())
     say(f"wrote {output / 'metrics.json'} and answers.jsonl")
 
 
-def flags_of_grpo(args: Args, kept: Mapping[str, Any]) -> grpo.Args:
+def flags_of_grpo(args: Args, saved: Mapping[str, Any]) -> grpo.Args:
     """The same flags as those of `rlkit grpo`, with what the run of the model kept where none is given."""
-    given = {name: getattr(args, name) for name in _KEPT if getattr(args, name) is not None}
+    flags = {name: getattr(args, name) for name in _KEPT if getattr(args, name) is not None}
     plain = args.chat_template is False
-    options = {name: kept[name] for name in _KEPT if name in kept and not (plain and name in _KEPT[:2])} | given
+    options = {name: saved[name] for name in _KEPT if name in saved and not (plain and name in _KEPT[:2])} | flags
     rendering = {name: options[name] for name in _KEPT[:2] if name in options}
     sampling = {name: options[name] for name in _KEPT[2:] if name in options}
     data = Data("-", eval_data=args.eval_data, rename=args.rename, chat_template=args.chat_template, **rendering)
@@ -208,39 +208,39 @@ def flags_of_grpo(args: Args, kept: Mapping[str, Any]) -> grpo.Args:
     )  # fmt: skip
 
 
-def load_for(flags: grpo.Args, folder: Path, kept: dict[str, Any]) -> tuple[Any, Any]:
+def load_for(flags: grpo.Args, folder: Path, saved: dict[str, Any]) -> tuple[Any, Any]:
     """The model, None where servers have it, and its tokenizer."""
     from rlkit.data.template_files import set_template
 
     if flags.engine.engine != "local":
         return None, load_tokenizer(flags.model.model, chat_template=template_file(flags.data, flags.schedule))
-    model, tokenizer = load(folder, kept, device=flags.model.device)
+    model, tokenizer = load(folder, saved, device=flags.model.device)
     if file := template_file(flags.data, flags.schedule):
         set_template(tokenizer, file)
     return model, tokenizer
 
 
-def ends_of(flags: grpo.Args, model: Any, tokenizer: Any, kept: Mapping[str, Any]) -> tuple[int, ...]:
+def ends_of(flags: grpo.Args, model: Any, tokenizer: Any, saved: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a turn."""
     from rlkit.data.chat import stop_token_ids
     from rlkit.model.pretrained import load_config
 
     configs = (load_config(flags.model.model),) if model is None else (model.config, model.generation_config)
     ends = stop_token_ids(tokenizer, *configs) if flags.data.chat_template else ()
-    return (*ends, *kept.get("stop_token_ids", ()))
+    return (*ends, *saved.get("stop_token_ids", ()))
 
 
-def table(found: Mapping[str, float], sizes: Mapping[str, int]) -> list[str]:
+def table(numbers: Mapping[str, float], sizes: Mapping[str, int]) -> list[str]:
     """Lines of the numbers of each set, with their 95% intervals."""
     lines = []
     for name, size in sizes.items():
         prefix = f"eval/{name}/" if name else "eval/"
-        keys = [key for key in found if key.startswith(prefix) and "/" not in key.removeprefix(prefix)]
+        keys = [key for key in numbers if key.startswith(prefix) and "/" not in key.removeprefix(prefix)]
         lines.append(f"{name or 'held-out data'}: {size} prompts")
         for key in (key for key in keys if not key.endswith("_se")):
-            error = found.get(f"{key}_se")
+            error = numbers.get(f"{key}_se")
             interval = "" if error is None else f" +- {1.96 * error:.4f}"
-            lines.append(f"  {key.removeprefix(prefix):12} {found[key]:.4f}{interval}")
+            lines.append(f"  {key.removeprefix(prefix):12} {numbers[key]:.4f}{interval}")
     return lines
 
 

@@ -104,8 +104,8 @@ def main(args: Args) -> None:
     out.write(f"{'layout':26}{'states':>7}{'layers':>7}{'tokens':>7}{'total':>7} fits{'cache':>8}{'release':>8}\n")
     for row in rows:
         states, total = row.parts["states"], row.total
-        kept = row.parts["activations"] + row.parts["loss"]
-        cells = "".join(f"{x / GIB:7.1f}" for x in (states, row.parts["gathered"], kept, total))
+        working = row.parts["activations"] + row.parts["loss"]
+        cells = "".join(f"{x / GIB:7.1f}" for x in (states, row.parts["gathered"], working, total))
         caches = "".join(f"{row.cache(release=release) / 1000:8.0f}" for release in (False, True))
         out.write(f"{named(row.layout):26}{cells} {'yes' if row.fits else 'no':>4}{caches}\n")
     usable = [row for row in rows if row.fits and row.cache(release=True)]
@@ -150,8 +150,8 @@ def named(layout: Layout) -> str:
     shard = layout.gpus // (layout.pp * layout.tp * layout.cp)
     sizes = {"shard": shard, "pp": layout.pp, "tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     words = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "shard"]
-    kept = ["zero-2"] * (not layout.reshard_after_forward)
-    return " ".join([*words, *kept, *["ckpt"] * layout.checkpointing, *["offload"] * layout.offload])
+    zero2 = ["zero-2"] * (not layout.reshard_after_forward)
+    return " ".join([*words, *zero2, *["ckpt"] * layout.checkpointing, *["offload"] * layout.offload])
 
 
 def command(row: Row, args: Args) -> str:

@@ -126,14 +126,14 @@ def main(args: Args) -> Any:
             flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
         except ValueError as error:  # of a flag that was searched in another way
             study.tell(trial, state=states.FAIL)
-            what = "has a study over other values, give another folder"
-            raise ValueError(f"`output` {args.output} {what}: {error}") from None
-        shown = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
-        say(f"trial {trial.number}: {shown}")
+            fault = "has a study over other values, give another folder"
+            raise ValueError(f"`output` {args.output} {fault}: {error}") from None
+        text = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
+        say(f"trial {trial.number}: {text}")
         folder = args.output / f"trial_{trial.number:04d}"
-        given = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
+        words = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
         try:
-            value, pruned = run_trial([*args.command, *given, "--output", str(folder)], folder, metric, trial)
+            value, pruned = run_trial([*args.command, *words, "--output", str(folder)], folder, metric, trial)
         except RuntimeError as error:
             study.tell(trial, state=states.FAIL)
             ended.append(states.FAIL)
@@ -183,8 +183,8 @@ def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
         before = study.user_attrs.get(name, now)
         if before != now and measured:
             kind = {"words": "command", "searched": "flags"}.get(name, name)
-            what = f"has a study of the {kind} {before}, and this one is of {now}: give another folder"
-            raise ValueError(f"`output` {args.output} {what}")
+            fault = f"has a study of the {kind} {before}, and this one is of {now}: give another folder"
+            raise ValueError(f"`output` {args.output} {fault}")
         study.set_user_attr(name, now)
     seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
     kinds, startup = optuna.samplers, {"n_startup_trials": args.startup_trials}
@@ -201,9 +201,9 @@ def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
 
 def enqueue_grid(study: Any, choices: Mapping[str, Sequence[str]]) -> None:
     """Let each combination wait that no trial has, or only failed ones; all processes take from these."""
-    known = [t.system_attrs.get("fixed_params", t.params) for t in study.trials if t.state.name != "FAIL"]
+    tried = [t.system_attrs.get("fixed_params", t.params) for t in study.trials if t.state.name != "FAIL"]
     for values in itertools.product(*choices.values()):
-        if (params := dict(zip(choices, values, strict=True))) not in known:
+        if (params := dict(zip(choices, values, strict=True))) not in tried:
             study.enqueue_trial(params)
 
 
@@ -215,8 +215,8 @@ def table(study: Any, metric: str) -> list[str]:
     rows = [[metric, "trial", *names]]
     for trial in done[:_SHOWN]:
         values = [trial.params.get(name, "-") for name in names]
-        shown = [f"{x:.3g}" if isinstance(x, float) else str(x) for x in values]
-        rows.append([f"{trial.value:.4g}", str(trial.number), *shown])
+        cells = [f"{x:.3g}" if isinstance(x, float) else str(x) for x in values]
+        rows.append([f"{trial.value:.4g}", str(trial.number), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{x:>{width}}" for x, width in zip(row, widths, strict=True)) for row in rows]
     return [*lines, f"... and {len(done) - _SHOWN} more"] if len(done) > _SHOWN else lines if done else []
@@ -226,8 +226,8 @@ def best_command(study: Any, command: Sequence[str]) -> list[str]:
     """The command of the best trial, to copy."""
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         return []
-    given = [x for name, value in study.best_trial.params.items() for x in (f"--{name}", str(value))]
-    return [with_command("best", shlex.join([*command, *given]), sys.stdout)]
+    words = [x for name, value in study.best_trial.params.items() for x in (f"--{name}", str(value))]
+    return [with_command("best", shlex.join([*command, *words]), sys.stdout)]
 
 
 def importances(optuna: Any, study: Any, folder: Path) -> list[str]:
@@ -240,17 +240,17 @@ def importances(optuna: Any, study: Any, folder: Path) -> list[str]:
         return []
     with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
     from matplotlib.figure import Figure
 
-    names = [*found][::-1]
+    names = [*shares][::-1]
     figure = Figure(figsize=(6, 1 + 0.4 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.barh(names, [found[name] for name in names], color="#0072b2")
+    axes.barh(names, [shares[name] for name in names], color="#0072b2")
     axes.set(xlim=(0, 1), xlabel="share of the importance", title=f"{study.user_attrs['metric']}, {len(done)} trials")
     path = folder / "importances.png"
     figure.savefig(path, dpi=150)
-    return [f"importance: {', '.join(f'{name} {x:.2f}' for name, x in found.items())} ({path})"]
+    return [f"importance: {', '.join(f'{name} {x:.2f}' for name, x in shares.items())} ({path})"]
 
 
 def check_command(args: Args) -> tuple[str, bool]:
@@ -279,17 +279,17 @@ def check_command(args: Args) -> tuple[str, bool]:
         of_command = with_config([*words[at + 1 :], *first], kind).words
     except ValueError as error:
         raise ValueError(f"rlkit {script}: {error}") from None
-    known = {flag.name for flag in list_flags(kind)}
+    names = {flag.name for flag in list_flags(kind)}
     for name, values in searched.items():
-        if name.replace("-", "_") not in known:
-            better = answer(name.replace("-", "_"), known)
+        if name.replace("-", "_") not in names:
+            better = answer(name.replace("-", "_"), names)
             raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
         for value in values:
-            given = [*of_command, f"--{name}", value]
-            if wrong := wrong_words(given, kind):
-                raise ValueError("rlkit {}: {} {}".format(script, *wrong.popitem()))
+            argv = [*of_command, f"--{name}", value]
+            if faults := wrong_words(argv, kind):
+                raise ValueError("rlkit {}: {} {}".format(script, *faults.popitem()))
             try:
-                parsed(given, kind)
+                parsed(argv, kind)
             except ValueError as error:
                 raise ValueError(f"rlkit {script}: {error}") from None
     metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]

@@ -181,16 +181,16 @@ class LocalEngine:
 
     @torch.no_grad()
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
-        own = self.model.state_dict(keep_vars=True)
+        params = self.model.state_dict(keep_vars=True)
         needed = {name for name, _ in self.model.named_parameters()}
         if not needed <= weights.keys():
             weights = in_names_of(self.model, weights)
         if missing := sorted(needed - weights.keys()):
             raise ValueError(f"the new weights lack {missing[:4]} ({len(missing)} in all)")
-        if wrong := [name for name, x in weights.items() if name not in own or own[name].shape != x.shape]:
-            raise ValueError(f"unknown weight names: {wrong[:4]} ({len(wrong)} in all)")
+        if unknown := [name for name, x in weights.items() if name not in params or params[name].shape != x.shape]:
+            raise ValueError(f"unknown weight names: {unknown[:4]} ({len(unknown)} in all)")
         for name, x in weights.items():
-            own[name].copy_(x)
+            params[name].copy_(x)
 
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
@@ -354,7 +354,7 @@ class LocalEngine:
         if free <= 0 or (running and free < min(len(self._waiting), -(-limit // 8))):
             return []
         fits = not self._decoder.keeps_states  # else a row that has read on cannot give its prompt's state
-        known = {r.key: r for r in self._rows.requests if r.epoch == self._epoch and fits}
+        by_key = {r.key: r for r in self._rows.requests if r.epoch == self._epoch and fits}
         new: list[Request] = []
         copies: list[tuple[Request, Request]] = []
         twins: list[tuple[Request, Request]] = []
@@ -363,7 +363,7 @@ class LocalEngine:
             if request.held is not None and request.epoch != self._epoch:
                 request.start, request.held = 0, None  # of older weights
             request.epoch = self._epoch
-            source = known.setdefault(request.key, request)
+            source = by_key.setdefault(request.key, request)
             if source.slot >= running:
                 twins.append((source, request))
                 continue
@@ -376,8 +376,8 @@ class LocalEngine:
             self._rows.add(twin)
         self._decoder.reserve(len(self._rows), self._room(), keep=running)  # also of what running rows have sampled
         for chunk in runs([r for r in new if not r.start]):
-            shown: dict[str, Any] = {"images": [r.images for r in chunk]} if any(r.images for r in chunk) else {}
-            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk], **shown)
+            pictures: dict[str, Any] = {"images": [r.images for r in chunk]} if any(r.images for r in chunk) else {}
+            self._decoder.prefill([r.prompt[:-1] for r in chunk], [r.slot for r in chunk], **pictures)
         for request in (r for r in new if r.start):
             self._decoder.restore(request.held, request.slot)
             request.held = None

@@ -252,7 +252,7 @@ def copied(weights: Weights, dtype: torch.dtype) -> tuple[Weights, list[FusedLay
         split = [None] * 3 if qkv_bias is None else qkv_bias.split(sizes)
         q, k, v = qkv.split(sizes)
         gate, up = gate_up.split([len(layer.gate), len(layer.up)])
-        own = layer._replace(
+        made = layer._replace(
             norm=layer.norm.detach().clone(),
             q=q, k=k, v=v, q_bias=split[0], k_bias=split[1], v_bias=split[2],
             q_norm=None if layer.q_norm is None else layer.q_norm.detach().clone(),
@@ -262,10 +262,10 @@ def copied(weights: Weights, dtype: torch.dtype) -> tuple[Weights, list[FusedLay
             mlp_norm=layer.mlp_norm.detach().clone(),
             gate=gate, up=up, down=layer.down.detach().to(dtype, copy=True),
         )  # fmt: skip
-        layers.append(own)
-        norms = None if own.q_norm is None or own.k_norm is None else (own.q_norm, own.k_norm)
-        rest = (own.o, own.o_bias, own.mlp_norm, gate_up, own.down)
-        fused.append(FusedLayer(own.norm, qkv, qkv_bias, norms, *rest))
+        layers.append(made)
+        norms = None if made.q_norm is None or made.k_norm is None else (made.q_norm, made.k_norm)
+        rest = (made.o, made.o_bias, made.mlp_norm, gate_up, made.down)
+        fused.append(FusedLayer(made.norm, qkv, qkv_bias, norms, *rest))
     embed = weights.embed.detach().to(dtype, copy=True)
     head = embed if _tied(weights) else weights.head.detach().to(dtype, copy=True)
     return Weights(embed, layers, weights.norm.detach().clone(), head), fused

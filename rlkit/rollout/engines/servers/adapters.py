@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from rlkit._util.text import masked
 from rlkit.model.lora import lora_config, write_adapter
-from rlkit.model.weights import AdapterStream, Form
+from rlkit.model.weights import AdapterStream, Payload
 from rlkit.rollout.engines.hosts import is_here
 from rlkit.rollout.engines.http import Refused, ReplicaError, all_done
 from rlkit.rollout.engines.servers.replicas import Replica, Replicas
@@ -40,7 +40,7 @@ class Adapters:
         self._written: list[Path] = []
         self._told: str | None = None
 
-    async def form(self, servers: Sequence[Replica], model: Any) -> Form:
+    async def form(self, servers: Sequence[Replica], model: Any) -> Payload:
         """What the servers need of a LoRA model. The reason for merged weights is logged once.
 
         A server has the base weights if it was started from the trainer's checkpoint and nothing was loaded since, or
@@ -49,16 +49,16 @@ class Adapters:
         Errors: ValueError with the reason, where `mode` is "adapter".
         """
         if self._mode == "merged":
-            return Form.MERGED
+            return Payload.MERGED
         if reason := self._why_merged(servers, rank=lora_config(model).r):
             if self._mode == "adapter":
                 raise ValueError(f"the servers take no adapter alone: {reason}; or have merged weights sent")
             if reason != self._told:
                 _log.warning("LoRA: the servers get merged weights: %s", reason)
             self._told = reason
-            return Form.MERGED
+            return Payload.MERGED
         have = await all_done(self._has_base(server, str(model.name_or_path)) for server in servers)
-        return Form.ADAPTER if all(have) else Form.BASE
+        return Payload.ADAPTER if all(have) else Payload.BASE
 
     def _why_merged(self, servers: Sequence[Replica], *, rank: int) -> str | None:
         """Why not the adapter alone; None if they take it."""

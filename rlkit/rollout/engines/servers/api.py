@@ -1,4 +1,4 @@
-"""What a kind of inference server must say of itself, so that one client can use it."""
+"""Protocol of a kind of inference server, so that one client serves all kinds."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ def collapsed(prompt_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
     Errors: ValueError for more or fewer runs of placeholders than images.
     """
     token = images[0].placeholders[0]
-    runs = [(shown, [*run]) for shown, run in groupby(prompt_ids, key=token.__eq__)]
-    if (num := sum(shown for shown, _ in runs)) != len(images):
+    runs = [(is_image, [*run]) for is_image, run in groupby(prompt_ids, key=token.__eq__)]
+    if (num := sum(is_image for is_image, _ in runs)) != len(images):
         raise ValueError(f"prompt_ids have {num} runs of placeholders (token {token}) for {len(images)} images")
-    return [i for shown, run in runs for i in (run[:1] if shown else run)]
+    return [i for is_image, run in runs for i in (run[:1] if is_image else run)]
 
 
 def unsampled(body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def data_urls(images: Sequence[Image]) -> list[str]:
 def check_expanded(told: Sequence[int] | None, prompt_ids: Sequence[int], *, url: str) -> None:
     """ValueError unless the prompt that a server has read, with its images, is the one that is trained."""
     if told is not None and list(told) != list(prompt_ids):
-        what = f"has read other tokens than the prompt with images has ({len(told)} and {len(prompt_ids)})"
-        raise ValueError(f"{url} {what}: serve the checkpoint that is trained, with its tokenizer and image processor")
+        fault = f"has read other tokens than the prompt with images has ({len(told)} and {len(prompt_ids)})"
+        raise ValueError(f"{url} {fault}: serve the checkpoint that is trained, with its tokenizer and image processor")
 
 
 def parse_version(told: Any, missing: int) -> int:

@@ -62,21 +62,21 @@ def experts_of(model_path: str | None) -> int:
 @lru_cache(maxsize=4)
 def shapes(model_path: str | None) -> Shapes:
     """Name and shape of every weight, from the safetensors headers; empty where they are not on this machine."""
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     try:
         for path in weight_files(_folder(model_path)):
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             header.pop("__metadata__", None)
-            found |= {n: tuple(entry["shape"]) for n, entry in header.items() if not n.endswith(DERIVED)}
+            by_name |= {n: tuple(entry["shape"]) for n, entry in header.items() if not n.endswith(DERIVED)}
     except (OSError, ValueError):
         return {}
     if config_of(model_path).get("tie_word_embeddings", True):
-        found.pop(HEAD, None)
-    return found
+        by_name.pop(HEAD, None)
+    return by_name
 
 
-def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ...] = ()) -> NamedTensors:
+def checked(named_tensors: NamedTensors, served: Shapes, *, unsent: tuple[str, ...] = ()) -> NamedTensors:
     """The same stream; it raises at a tensor that the served checkpoint does not have, and at the end if one is
     missing, unless its name begins with one of `unsent`.
 
@@ -85,13 +85,13 @@ def checked(named_tensors: NamedTensors, known: Shapes, *, unsent: tuple[str, ..
     """
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        missing = dict.fromkeys(name for name in known if not name.startswith(unsent))
+        missing = dict.fromkeys(name for name in served if not name.startswith(unsent))
         for name, tensor in named_tensors:
-            if known and name not in known and name != HEAD:
-                near = ", ".join(sorted(known)[:3])
+            if served and name not in served and name != HEAD:
+                near = ", ".join(sorted(served)[:3])
                 raise ValueError(f"the served model has no tensor {name!r}; its names are like {near}")
-            if name in known and tuple(tensor.shape) != known[name]:
-                raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the served model has {known[name]}")
+            if name in served and tuple(tensor.shape) != served[name]:
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the served model has {served[name]}")
             if hasattr(tensor, "full_tensor"):
                 raise TypeError(f"{name} is sharded: pass stream_weights(model), which gathers it, on every rank")
             missing.pop(name, None)

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from rlkit._util.text import masked
 from rlkit.data.images import Image
-from rlkit.model.weights import AdapterStream, Form, WeightStream
+from rlkit.model.weights import AdapterStream, Payload, WeightStream
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
@@ -273,7 +273,7 @@ class ServerEngine:
             call.aborted.set()
             self._spawn(self._abort_until_done(call))
 
-    async def form(self, weights: WeightStream) -> Form:
+    async def form(self, weights: WeightStream) -> Payload:
         """What the servers need of a LoRA model's weights: where several engines get them, all get the largest form.
 
         Errors: ValueError where `lora` is "adapter" and they do not take one.
@@ -411,7 +411,7 @@ class ServerEngine:
         return Completion([], [], [], "abort")
 
     async def _pick(self, call: _Call) -> Replica | None:
-        """A server; where none is up, after the wait for one. None: the call was aborted meanwhile."""
+        """Pick a healthy server, waiting up to `wait_s` for one. None: the call was aborted meanwhile."""
         while True:
             try:
                 return await self._serving.pick()
@@ -496,7 +496,7 @@ class ServerEngine:
 
     @asynccontextmanager
     async def _interrupted(self, servers: Sequence[Replica]) -> AsyncIterator[None]:
-        """Inside the block no request is in flight; those that were go on after it, with the adapter of then."""
+        """Abort the requests in flight for the block; they resume after it, with the adapter of then."""
         self._gate = asyncio.Event()
         try:
             await self._set_paused(servers, None)  # an abort that comes while a server is paused is lost
@@ -520,8 +520,8 @@ class ServerEngine:
                     "loads from disk only: use transport=FromDisk(...), or one server per replica, with tensor "
                     "parallelism only"
                 )
-        known = shapes(servers[0].model_path)
-        if not known and self._probe is None and not self._warned:
+        served = shapes(servers[0].model_path)
+        if not served and self._probe is None and not self._warned:
             self._warned = True
             warnings.warn(
                 f"rlkit cannot read the checkpoint {servers[0].model_path!r} of {masked(servers[0].url)} on this "
@@ -532,7 +532,7 @@ class ServerEngine:
             await self._set_paused(servers, self._pause)
             if self._transport.sessions:
                 await all_done(map(self._api.begin, servers))
-            read = self._noted(checked(weights, known, unsent=self._unsent))
+            read = self._noted(checked(weights, served, unsent=self._unsent))
             await self._transport.send(servers, read, version=version)
             if self._pause != "in_place":
                 await all_done(map(self._api.flush, servers))

@@ -49,14 +49,14 @@ def main() -> None:
 
 def shared_files(group: int) -> set[str]:
     """Files in /dev/shm that processes of a group have mapped, found by inode: the C library renames semaphores."""
-    found: set[int] = set()
+    inodes: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             if os.getpgid(int(pid)) == group:
                 with open(f"/proc/{pid}/maps") as maps:
-                    found |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED in line}
+                    inodes |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED in line}
     with suppress(OSError):
-        return {file.path for file in os.scandir(SHARED) if file.name.startswith(NAMES) and file.inode() in found}
+        return {file.path for file in os.scandir(SHARED) if file.name.startswith(NAMES) and file.inode() in inodes}
     return set()
 
 

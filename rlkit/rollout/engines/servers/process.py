@@ -87,8 +87,8 @@ class Server:
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        own = [line for line in lines if not line.startswith("guard: ")]  # of guard.py, after the server's end
-        return "\n".join((own or lines)[-30:])
+        of_server = [line for line in lines if not line.startswith("guard: ")]  # of guard.py, after the server's end
+        return "\n".join((of_server or lines)[-30:])
 
 
 def start_server(
@@ -111,8 +111,8 @@ def start_server(
     process dies in any way. `env` is beside the variables of this process, without those of torchrun.
     """
     port = usable_port(host, port, name=name)
-    own = config_of(str(model_path)) if Path(model_path).is_dir() else {}
-    dtype = dtype or own.get("dtype") or own.get("torch_dtype")
+    config = config_of(str(model_path)) if Path(model_path).is_dir() else {}
+    dtype = dtype or config.get("dtype") or config.get("torch_dtype")
     command = [interpreter(name.lower(), python), *options, "--host", host, "--port", str(port)]
     command += [*(("--dtype", dtype) if dtype else ()), *args]
     path = (
@@ -135,7 +135,7 @@ def start_server(
 
 @contextmanager
 def kept_running(servers: Sequence[Server]) -> Iterator[None]:
-    """Inside the block a server that ends is started again, at most `RESTARTS` times, and said.
+    """Inside the block a server that ends is started again, at most `RESTARTS` times, and logged.
 
     An engine leaves it out until it answers, and then gives it the weights with the next update.
     """

@@ -136,10 +136,10 @@ class Replicas:
 
     async def learn(self) -> ServerLimits:
         """Ask every server what it serves; `limits` are those of the smallest."""
-        known = [limits for limits in await asyncio.gather(*map(self._learn, self.up())) if limits is not None]
-        if not known:
+        answers = [limits for limits in await asyncio.gather(*map(self._learn, self.up())) if limits is not None]
+        if not answers:
             raise self._none_left()
-        self.limits = ServerLimits(*(min(values) for values in zip(*known, strict=True)))
+        self.limits = ServerLimits(*(min(values) for values in zip(*answers, strict=True)))
         return self.limits
 
     async def pick(self) -> Replica:
@@ -238,8 +238,8 @@ class Replicas:
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await replica.version(timeout=self._patience)
             replica.forgot = served != self.version or await self.lacks_adapter(replica)
-            what = "lacks the adapter" if served == self.version else f"serves version {served}, not {self.version}"
-            other = f"it was restarted and {what}: call update_weights"
+            state = "lacks the adapter" if served == self.version else f"serves version {served}, not {self.version}"
+            other = f"it was restarted and {state}: call update_weights"
             self._note(replica, other if replica.forgot else None)
 
     async def _check(self, replica: Replica, path: str, *, tries: int = 1, then: str = "") -> None:
@@ -279,6 +279,6 @@ class Replicas:
         reasons = "\n".join(f"  {r.url}: {r.down or 'it is being given the weights'}" for r in self.all)
         if self.limits is None:  # none has ever answered
             fix = f"start one with `{self._api.start}`"
-            what = f"no {self._api.name} server answers"
-            return ReplicaError(f"{what}: {fix}, or give no addresses to launch one here:\n{reasons}")
+            fault = f"no {self._api.name} server answers"
+            return ReplicaError(f"{fault}: {fix}, or give no addresses to launch one here:\n{reasons}")
         return ReplicaError(f"no {self._api.name} server is up; restart one and resume the run:\n{reasons}")

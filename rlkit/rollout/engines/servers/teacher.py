@@ -74,17 +74,17 @@ class ServedTeacher:
             if theirs is not None and theirs != ids:
                 where = next((i for i, (a, b) in enumerate(zip(ids, theirs)) if a != b), min(len(ids), len(theirs)))
                 pair = f"is {theirs[where : where + 1]} there and {ids[where : where + 1]} in the trained model"
-                what = (
+                fault = (
                     f"{masked(self.url)} serves a model with other tokens: of {PROBE[:19]!r} ... token {where} {pair}"
                 )
-                raise ValueError(f"{what}; a teacher must have the student's tokenizer")
+                raise ValueError(f"{fault}; a teacher must have the student's tokenizer")
 
         _in_thread(self._with_http(ask))
 
     def _scored(self, batch: Batch, k: int, *, sampled: bool) -> tuple[Tensor, Tensor]:
-        found = on_all_ranks(lambda: self._ask(batch, k, sampled) if is_first() else None)[0]
-        assert found is not None  # of the first rank
-        return found
+        pair = on_all_ranks(lambda: self._ask(batch, k, sampled) if is_first() else None)[0]
+        assert pair is not None  # of the first rank
+        return pair
 
     def _ask(self, batch: Batch, k: int, sampled: bool) -> tuple[Tensor, Tensor]:
         prefixes = batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())
@@ -98,9 +98,9 @@ class ServedTeacher:
                 return
             prompt = [*prefixes[int(batch.prefix_ids[i])].tolist(), int(batch.tokens[begin])]
             async with limit:
-                found = await self._score(http, prompt, batch.targets[begin:end].tolist(), k, sampled=sampled)
-            ids[begin:end] = torch.tensor([x for x, _ in found])
-            logp[begin:end] = torch.tensor([x for _, x in found])
+                pairs = await self._score(http, prompt, batch.targets[begin:end].tolist(), k, sampled=sampled)
+            ids[begin:end] = torch.tensor([x for x, _ in pairs])
+            logp[begin:end] = torch.tensor([x for _, x in pairs])
 
         async def every(http: Http) -> None:
             await asyncio.gather(*(one(http, i) for i in range(batch.num_seqs)))
@@ -125,12 +125,12 @@ class ServedTeacher:
         async def attempt() -> LogProbs:
             reply = await http.patient(partial(http.request, f"{self.url}{path}", body, timeout=self.timeout))
             with reading(self.url, f"a reply of {path}", reply):
-                found = [_checked(found_ids, logp, k) for found_ids, logp in read(reply)]
-                if len(found) != len(ids):
-                    raise ValueError(f"log-probs of {len(found)} tokens for {len(ids)}")
-                if sampled and [token for (token,), _ in found] != ids:
+                pairs = [_checked(found_ids, logp, k) for found_ids, logp in read(reply)]
+                if len(pairs) != len(ids):
+                    raise ValueError(f"log-probs of {len(pairs)} tokens for {len(ids)}")
+                if sampled and [token for (token,), _ in pairs] != ids:
                     raise ValueError("log-probs of other tokens")
-            return found
+            return pairs
 
         return await retried(attempt, on=(ReplicaError, TimeoutError), max_retries=self.tries - 1, total_s=math.inf)
 

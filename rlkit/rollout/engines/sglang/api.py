@@ -74,8 +74,8 @@ class SGLangApi:
         return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **more}
 
     def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
-        shown = {"input_ids": collapsed(body["input_ids"], images), "image_data": data_urls(images)}
-        return body | shown | unsampled(body, images) | {"return_prompt_token_ids": True}
+        inputs = {"input_ids": collapsed(body["input_ids"], images), "image_data": data_urls(images)}
+        return body | inputs | unsampled(body, images) | {"return_prompt_token_ids": True}
 
     def completion(
         self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int

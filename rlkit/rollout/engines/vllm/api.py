@@ -40,8 +40,8 @@ def _experts(text: str | None, size: int) -> Int[np.ndarray, "size layers k"] | 
     """The experts of the tokens that were read, from base64 of a .npy file; -1 for those that it lacks."""
     if not text:
         return None
-    found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)[:size]
-    return np.concatenate([found.astype(np.int16), np.full((size - len(found), *found.shape[1:]), -1, np.int16)])
+    experts = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)[:size]
+    return np.concatenate([experts.astype(np.int16), np.full((size - len(experts), *experts.shape[1:]), -1, np.int16)])
 
 
 class VLLMApi:
@@ -91,8 +91,8 @@ class VLLMApi:
 
     def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
         parts = [{"type": "image_url", "url": url} for url in data_urls(images)]
-        shown = {"token_ids": collapsed(body["token_ids"], images), "content_parts": parts}
-        return body | shown | unsampled(body, images) | {"return_token_ids": True}
+        inputs = {"token_ids": collapsed(body["token_ids"], images), "content_parts": parts}
+        return body | inputs | unsampled(body, images) | {"return_token_ids": True}
 
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
         return body | {"request_id": wire}
@@ -184,8 +184,8 @@ class VLLMApi:
 
     async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
         if not self._reload:
-            what = f"{masked(server.url)} runs on a CPU, where vLLM keeps the old weights of a head that is tied"
-            raise ValueError(f"{what}: start it by `launch`, or with --worker-extension-cls {RELOAD} (docs/vllm.md)")
+            fault = f"{masked(server.url)} runs on a CPU, where vLLM keeps the old weights of a head that is tied"
+            raise ValueError(f"{fault}: start it by `launch`, or with --worker-extension-cls {RELOAD} (docs/vllm.md)")
         body = {"method": self._reload, "kwargs": {"weights_path": str(folder)}}
         await server.post("/collective_rpc", body)
         await self.stamp(server, version)
