@@ -14,7 +14,7 @@ from rlkit.data.drop import drop
 from rlkit.data.forms import Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import Converted, json_of, mappings
+from rlkit.data.messages import Converted, json_of, mappings, null_arguments
 from rlkit.data.schema import ANSWERS, PAIRED, RESPONSES
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE
 
@@ -76,6 +76,7 @@ def name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], 
             "have an answer that is Python's text of a value, and train on its quotes and brackets",
             "hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps",
             "hold a text that is escaped for HTML, and train on its entities: apply html.unescape",
+            "hold calls in JSON text with arguments that are null, as a table fills them: drop those",
             "hold the same placeholder, which nothing has filled",
         )
     ):
@@ -83,16 +84,15 @@ def name_oddities(rows: Sequence[Row], found: Sequence[tuple[Form, Converted]], 
         num = sum(bool(note) for _, note in noted)
         if number >= _MOSTLY and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
             continue
-        if number == _MOSTLY + 3:
+        if number == _MOSTLY + 4:
             same = set.intersection(*({*note.split(", ")} for _, note in noted))
             noted = [(index, ", ".join(sorted(same))) for index, _ in noted] if len(noted) > 1 else []
         drop(rows, noted, bool, what="rows", why=why, keep=True, note=lambda found: f" ({found})")
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
-    """The notes on what is read of a row, its columns `used` and texts: on missing values, characters, further turns
-    in answers, answers that are Python's text of a value, escapes, entities and placeholders. Of a text that is all
-    trained, `answers` is `asked`."""
+    """The notes on what is read of a row, its columns `used` and texts: in the order of the lines of
+    `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
     missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
@@ -106,7 +106,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
-    found = (missing, odd, turns, values, escapes, entities, sorted(places))
+    found = (missing, odd, turns, values, escapes, entities, null_arguments(row), sorted(places))
     return [", ".join(dict.fromkeys(notes)) for notes in found]
 
 
