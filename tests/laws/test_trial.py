@@ -80,6 +80,8 @@ WRONG = {
     "a number": (lambda x, batch: 3.0, "shape", "got float 3.0"),
     "a list": (lambda x, batch: [*x], "shape", "got list"),
     "detached": (lambda x, batch: -(x.exp() * batch.advantages).detach(), "shape", "it has no gradient"),
+    "falling weights": (
+        lambda x, batch: -x * (-batch.advantages).exp() * batch.mask, "on_policy", "is -2.72 where A = -1"),
     "nan": (lambda x, batch: right(x, batch) * float("nan"), "shape", "is NaN or infinite"),
     "0 / 0": (lambda x, batch: -batch.advantages * x / x.abs(), "mask_isolation", "where all streams are 0"),
     "all tokens count": (lambda x, batch: right(x, batch) / len(x), "mask_isolation", "change the loss of those"),
@@ -109,6 +111,19 @@ NAMED = {
         lambda x, batch: right(x, batch) * broadcast_to_tokens(batch.rewards.abs(), cu_seqlens=batch.cu_seqlens),
         {"on_policy": "-1.5 where A = 1"}),
     "likelihood": (lambda x, batch: -x * batch.mask, {"on_policy": "does not depend on `batch.advantages`"}),
+    "weights that push down": (
+        lambda x, batch: -x * (batch.advantages.exp() - 1) * batch.mask, {"on_policy": "-1.72 where A = 1"}),
+    "AWR without detach": (
+        lambda x, batch: -x.exp() * x * batch.advantages.exp() * batch.mask,
+        {"on_policy": "-2.72 where A = 1", "descends": ""}),
+    "entropy that is minimized": (
+        lambda x, batch: (right(x, batch) - 0.1 * x.exp() * (batch.old_logp + x)) * batch.mask,
+        {"on_policy": "", "descends": ""}),
+    "a constant in the place of entropy": (
+        lambda x, batch: right(x, batch) + 0.1 * (batch.old_logp + x) * batch.mask,
+        {"on_policy": "-0.9 where A = 1", "descends": ""}),
+    "pulled too soon": (  # in proportion to A, but also where the ratio moved against it
+        lambda x, batch: right(x, batch) + 8 * batch.advantages * x**2, {"descends": "has the sign of its advantage"}),
     "drifts": (
         lambda x, batch: right(x, batch) - 0.01 * x**2,
         {"descends": "where the advantage is 0, the gradient at ratios 0.37 and 2.7 pushes the ratio further away"}),
@@ -128,6 +143,15 @@ SILENT = {
         right(x, batch) + 1e-3 * x.exp() * L.k1(*to_reference(x, batch), mask=batch.mask)),
     "dropped on both sides": lambda x, batch: right(x, batch) * (x.detach().abs() < 0.5),
     "DRO": lambda x, batch: -x * batch.advantages + 0.05 * x**2,
+    "AWR": lambda x, batch: -x * (batch.advantages / 0.5).exp().clamp(max=20) * batch.mask,
+    "AWR off-policy": lambda x, batch: -x.exp() * batch.advantages.exp() * batch.mask,
+    "RAFT": lambda x, batch: -x * (batch.advantages > 0) * batch.mask,
+    "RAFT by rewards": lambda x, batch: (
+        -x * (broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens) > 0) * batch.mask),
+    "SPO": lambda x, batch: right(x, batch) + batch.advantages.abs() / 0.4 * (x.exp() - 1) ** 2,
+    "entropy": lambda x, batch: (right(x, batch) + 0.01 * x.exp() * (batch.old_logp + x)) * batch.mask,
+    "entropy in the advantage": lambda x, batch: (
+        -x.exp() * (batch.advantages - 0.01 * (batch.old_logp + x).detach()) * batch.mask),
 }  # fmt: skip
 
 
