@@ -38,6 +38,7 @@ _GIVEN_BY = {  # what gives a run's batch a stream
     "kept_mass": "`top_p` or `top_k`, and in an estimator a critic", "values": "a critic (ppo)",
     "returns": "a critic (ppo)", "advantages": "an estimator, which comes before it",
 }  # fmt: skip
+_LAST = "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"
 _UNCHECKED = " (it is random, or keeps a state), so that laws which compare two calls are not checked"
 _TWICE = (
     ", and the run weighs tokens by old_logp over rollout_logp as well: if that is a correction of your own, turn the "
@@ -535,7 +536,7 @@ def _of_rewards(advantages: Callable[[Batch], Tensor], batches: Sequence[Batch],
         return "its advantages fall where the rewards rise", law
     if all(near(up, group_mean(up, group_ids=x)) for (up, *_), x in zip(found, ids, strict=True)):
         return "its advantages are equal for all answers to a prompt: is it the baseline, not the reward minus it?", ""
-    return _unrewarded(batch, same, values=values), ""
+    return _unrewarded(batch, same, values=values) or ("" if values else _whitened(batch, *found[0])), ""
 
 
 def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
@@ -550,5 +551,19 @@ def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
         return "the final reward changes the advantage of an answer's first sampled token only"
     one_turn = [x[:-1] for x, full in zip(answers, counts == lens) if full and len(x) > 1]
     if not values and all(bool(x.all()) for x in one_turn):
-        return "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"
+        return _LAST
     return ""
+
+
+def _whitened(batch: Batch, up: Tensor, *others: Tensor) -> str:
+    """Whether the final reward changes all but the last advantages of each answer of the first group by one scale and
+    one shift, as whitening does of rewards that are not summed, in words; empty if not."""
+    counts = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens).tolist()
+    num = sum(counts[:2])
+    before = torch.ones(num, dtype=torch.bool).index_fill(0, torch.tensor([counts[0] - 1, num - 1]), False)
+    for other in others:
+        x, y = (given[:num] - given[:num][before].mean() for given in (other, up))
+        scale = (x * y)[before].sum() / (x * x)[before].sum().clamp(min=TOLERANCE**2)
+        if scale < 0 or near(scale * x, y) or not near((scale * x)[before], y[before]):
+            return ""
+    return _LAST
