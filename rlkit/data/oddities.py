@@ -106,13 +106,15 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
-    found = (missing, odd, turns, values, escapes, entities, null_arguments(row), sorted(places))
-    return [", ".join(dict.fromkeys(notes)) for notes in found]
+    every = (missing, odd, turns, values, escapes, entities, null_arguments(row), sorted(places))
+    return [", ".join(dict.fromkeys(notes)) for notes in every]
 
 
 def _escape(text: str) -> re.Match[str] | None:
     """The first escape of a line break or character outside quotes, of a text without line breaks."""
-    return None if "\n" in text.strip() else _ESCAPED.search(_QUOTED.sub("", text))
+    text = text.strip()
+    text = text[1:-1] if text[:1] == '"' and isinstance(whole := json_of(text), str) and whole != text else text
+    return None if "\n" in text else _ESCAPED.search(_QUOTED.sub("", text))
 
 
 def _entity(text: str) -> re.Match[str] | None:

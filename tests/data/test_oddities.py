@@ -358,6 +358,7 @@ UNFILLED = "hold the same placeholder, which nothing has filled"
     ("text", "why", "note"),
     [
         (r"line{}\nline2", TWICE, r"\n"), (r"First {}.\n\n- a\n- b", TWICE, r"\n"), (r"Caf\u00e9 {}", TWICE, r"\u00e9"),
+        (r'"The text {}.\nof json.dumps"', TWICE, r"\n"),
         (r"He said \"{}\" twice.\nThen \"ok\".", TWICE, r"\n"),
         ("{} &lt; 3 &amp;&amp; y", ENTITIES, "&lt;"), ("It&#39;s {} &quot;ok&quot;", ENTITIES, "&#39;"),
     ],
