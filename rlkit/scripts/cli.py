@@ -286,9 +286,9 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
         kind = importlib.import_module(module_of(script)).Args
         if name in {flag.name for flag in list_flags(kind)}:
             found.append(script)
-    if len(found) > 3:
+    if len(found) == len(TRAINERS):
         return "is a flag of the commands that train"
-    return f"is for rlkit {' and '.join(found)}" if found else None
+    return f"is for rlkit {' and '.join(filter(None, (', '.join(found[:-1]), found[-1])))}" if found else None
 
 
 def _nearest(name: str, names: set[str]) -> str:
