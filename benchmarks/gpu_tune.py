@@ -1,7 +1,7 @@
 """Measures the constants of the Triton kernels on this device, and prints the best as lines to paste.
 
     PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 420
-    PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 270 --groups statistics backward fused
+    PYTHONPATH=. python benchmarks/gpu_tune.py --seconds 270 --groups statistics backward
     PYTHONPATH=. python benchmarks/gpu_tune.py --rehearse --out /tmp/x   # without a device, in Triton's interpreter
 
 Each group of constants has workloads; a configuration's score is its time over that of the shipped constants,

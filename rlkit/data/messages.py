@@ -153,6 +153,10 @@ def row_tools(row: Row, place: str) -> Sequence[Any] | None:
     tools = json_of(row.get(name) or [])
     if isinstance(tools, list | tuple) and all(isinstance(tool, str) for tool in tools):
         tools = [*map(json_of, tools)]
+    if None in [
+        value for tool in mappings(tools) for value in _properties_of([tool], name_of(tool)).values()
+    ]:  # a table filled the text
+        tools = json.loads(json.dumps(tools))
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         fault = f"column {name!r} must be a list of JSON schemas or its JSON text, got {repr(row[name])[:80]}"
         raise column_error(place, fault, row, f"; rename a column of other content with --rename {name} OTHER")
@@ -184,6 +188,27 @@ def parameters_of(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
     tool = next((tool for tool in tools if isinstance(tool, Mapping) and name_of(tool) == name), {})
     schema = tool.get("function", tool).get("parameters")
     return schema if isinstance(schema, Mapping) else {}
+
+
+def _properties_of(tools: Sequence[Any], name: str | None) -> Mapping[str, Any]:
+    """The schemas of a tool's arguments by their names; empty where there are none."""
+    found = parameters_of(tools, name or "").get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def null_arguments(row: Row) -> Iterator[str]:
+    """The arguments of calls in JSON text, as "name(key)", that are null and may not be by the schemas of the tools."""
+    for column in OF_MESSAGES:
+        given = mappings(row.get(column))
+        if not any(message.get("role") in CALLS or {"tool_calls", "function_call"} & {*message} for message in given):
+            continue
+        for call in (call for message in turns(given) for call in mappings(message.get("tool_calls"))):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(arguments, FromText) and None in arguments.values():
+                known = _properties_of(row_tools(row, "the row") or (), name)
+                for key in (key for key, value in arguments.items() if value is None):
+                    if not known or "null" not in json.dumps(known.get(key, "null")):
+                        yield f"{name}({key})"
 
 
 def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iterator[tuple[str, str]]:

@@ -14,18 +14,32 @@ from rlkit.data.drop import drop
 from rlkit.data.forms import Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import Converted, json_of, mappings
+from rlkit.data.messages import Converted, json_of, mappings, null_arguments
 from rlkit.data.schema import ANSWERS, PAIRED, RESPONSES
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE
 
 _log = logging.getLogger("rlkit.data")
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-_PYTHON = 3  # the place of the note on Python's text in those of `odd_texts`
+_MOSTLY = 3  # from this place on, a note of `odd_texts` is meant in a few rows, and seldom in half of them
 _FEW, _SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
 _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
     "[deleted]", "[removed]", "<noinput>", "<nooutput>",
 }  # fmt: skip
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
+_ESCAPED = re.compile(  # \n is no command of LaTeX
+    r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
+    r"su[bp]\w*|orm\w*|olimits|parallel|prec\w*|succ\w*|sim|ewcommand|ewpage|less|gtr|(left|right)arrow)(?![a-z])))"
+)
+_ENTITY = re.compile(r"&(lt|gt|amp|quot|apos|nbsp|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
+_PLACE = re.compile(  # not \boxed{answer}, x_{ij}, nor a first token of markup
+    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)"
+)
+_PLACES = {  # what a template calls a text that is asked, and one that is answered
+    "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
+    "article", "content", "sentence", "user_input", "question_text",
+}  # fmt: skip
+_SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
 _FURTHER = re.compile(
     r"\S\n\n(Human|### Human|### Instruction):.*\n\n(Assistant|### Assistant|### Response):", re.DOTALL
@@ -41,7 +55,12 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
     again = "repeat the prompt at the beginning of"
     for forms, unit, bad, why in (
-        ((PAIR,), "pairs", lambda x: _repeats_prompt(x, *PAIRED), f"{again} both responses, so that it stands twice"),
+        (
+            (PAIR,),
+            "pairs",
+            lambda row: _repeats_prompt(row, *PAIRED),
+            f"{again} both responses, so that it stands twice",
+        ),
         ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice"),
         ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
         ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
@@ -55,18 +74,25 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
             "hold characters that are seldom meant (of a file in another encoding, or written by Windows)",
             "have further turns inside an answer, which train as its text: give them as messages, or cut them off",
             "have an answer that is Python's text of a value, and train on its quotes and brackets",
+            "hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps",
+            "hold a text that is escaped for HTML, and train on its entities: apply html.unescape",
+            "hold calls in JSON text with arguments that are null, as a table fills them: drop those",
+            "hold the same placeholder, which nothing has filled",
         )
     ):
         noted = [(index, notes[number]) for index, notes in enumerate(texts)]
         num = sum(bool(note) for _, note in noted)
-        if number == _PYTHON and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
+        if number >= _MOSTLY and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
             continue
+        if number == _MOSTLY + 4:
+            same = set.intersection(*({*note.split(", ")} for _, note in noted))
+            noted = [(index, ", ".join(sorted(same))) for index, _ in noted] if len(noted) > 1 else []
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
-    """The notes on what is read of a row, its columns `used` and texts: on missing values, characters, further turns
-    in answers, and answers that are Python's text of a value. Of a text that is all trained, `answers` is `asked`."""
+    """The notes on what is read of a row, its columns `used` and texts: in the order of the lines of
+    `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
     missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
@@ -75,7 +101,32 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     said = [] if answers is asked else answers
     turns = [f"{match[1]}: ... {match[2]}:" for text in said if (match := _FURTHER.search(text))]
     values = [repr(text[:30]) for text in said if _is_value(text)]
-    return [", ".join(dict.fromkeys(notes)) for notes in (missing, odd, turns, values)]
+    escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
+    entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
+    names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
+    places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
+    places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
+    every = (missing, odd, turns, values, escapes, entities, null_arguments(row), sorted(places))
+    return [", ".join(dict.fromkeys(notes)) for notes in every]
+
+
+def _escape(text: str) -> re.Match[str] | None:
+    """The first escape of a line break or character outside quotes, of a text without line breaks."""
+    text = text.strip()
+    text = text[1:-1] if text[:1] == '"' and isinstance(whole := json_of(text), str) and whole != text else text
+    return None if "\n" in text else _ESCAPED.search(_QUOTED.sub("", text))
+
+
+def _entity(text: str) -> re.Match[str] | None:
+    """The first entity of a text that has been escaped for HTML: it has no bare < > or &."""
+    return None if re.search("[<>]", text) or "&" in _ENTITY.sub("", text) else _ENTITY.search(text)
+
+
+def _places(text: str, names: set[str]) -> Iterable[str]:
+    """The placeholders of these names, as they stand in a text."""
+    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<|", "%(")) else ():
+        if {*map(str.lower, filter(None, match.groups()))} <= names:
+            yield match[0]
 
 
 def _is_value(text: str) -> bool:

@@ -38,6 +38,7 @@ _GIVEN_BY = {  # what gives a run's batch a stream
     "kept_mass": "`top_p` or `top_k`, and in an estimator a critic", "values": "a critic (ppo)",
     "returns": "a critic (ppo)", "advantages": "an estimator, which comes before it",
 }  # fmt: skip
+_LAST = "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"
 _UNCHECKED = " (it is random, or keeps a state), so that laws which compare two calls are not checked"
 _TWICE = (
     ", and the run weighs tokens by old_logp over rollout_logp as well: if that is a correction of your own, turn the "
@@ -122,9 +123,11 @@ def try_surrogate(
 
         shape            a loss per token, with a gradient
         mask_isolation   tokens that the policy did not sample (streams 0) change no other token, and are finite
-        on_policy        at ratio 1 the gradient is -A, and changes with A
+        on_policy        at ratio 1 the gradient is -A, and changes with A; or it has that of an entropy bonus, too; or
+                         no token becomes less likely, and one of a higher advantage is raised more (AWR, RAFT)
         descends         no token's gradient has the sign of its advantage near ratio 1, or where the ratio moved
-                         against the advantage; where A is 0, it does not push the ratio away from 1 on both sides
+                         against the advantage; where A is 0, it does not push the ratio away from 1 on both sides.
+                         Near ratio 1, a penalty in proportion to |A| may pull back a ratio that moved with A (SPO)
         clipped          a gradient that is 0 where the ratio moved against the advantage, for either sign of A, is also
                          0 where it moved as far with it, and the loss is 0, too
         additive         the losses of two micro-batches are those of the batch
@@ -174,14 +177,17 @@ def broken_laws(surrogate: Callable[[Tensor, Batch], Tensor], lacks: Collection[
     if not random and (flaw := _isolation(surrogate, batch, (loss, gradient), lacks)):
         yield Broken("mask_isolation", flaw, refused=True)
     g, a = _loss(surrogate, batch, torch.zeros_like(batch.advantages))[0][1][batch.mask], batch.advantages[batch.mask]
-    if not near(g, -a):
+    weighted = not near(g, -a) and not random and _is_weighted(surrogate, batch)
+    if not near(g, -a) and not weighted:
         climbs = bool((g * a > TOLERANCE).any()) and bool((g * a).sum() > TOLERANCE)
-        if climbs or not random:
-            flaw = "" if random or climbs else _independent(surrogate, batch)
+        flaw = "" if random or climbs else _independent(surrogate, batch)
+        if climbs or not (random or (not flaw and _has_entropy(surrogate, batch))):
             yield Broken("on_policy", flaw or f"at ratio 1 the gradient is {_times(g, a)}, expected -A", refused=climbs)
             if flaw:
                 return
-    if flaw := _pushed(batch, log_ratio(batch), gradient) or ("" if random else _far(surrogate, batch)):
+    flaw = _pushed(batch, log_ratio(batch), gradient)
+    flaw = "" if flaw and not random and _pulls_back(surrogate, batch, gradient) else flaw
+    if (flaw := flaw or ("" if random else _far(surrogate, batch))) and not weighted:
         yield Broken("descends", flaw)
     if not random and (flaw := _wrong_side(surrogate, batch)):
         yield Broken("clipped(clip_low=.., clip_high=..)", flaw)
@@ -287,6 +293,41 @@ def _independent(surrogate: Any, batch: Batch) -> str:
     slopes = [_loss(surrogate, some, zeros.clone())[0][1][batch.mask] for some in batches]
     same = bool(slopes[0].any()) and torch.equal(*slopes)
     return "the gradient does not depend on `batch.advantages`" if same else ""
+
+
+def _is_weighted(surrogate: Any, batch: Batch) -> bool:
+    """Whether a loss is the likelihood of the sampled tokens with weights of at least 0 that rise with the advantage.
+
+    So are advantage-weighted regression and training on the best answers (RAFT).
+    """
+    ones, a = batch.mask.float(), batch.advantages[batch.mask]
+    loss = [_loss(surrogate, batch, x * ones)[0][1][batch.mask] for x in (0.0, 1.0, 3.0, -1.0, -3.0)]
+    rises = bool((a[:, None] >= a).logical_and(loss[0][:, None] > loss[0] + TOLERANCE).any().logical_not())
+    return rises and not near(loss[0], loss[0][:1]) and not any(bool((x > TOLERANCE).any()) for x in loss)
+
+
+def _has_entropy(surrogate: Any, batch: Batch) -> bool:
+    """Whether a gradient at ratio 1 is -A + b old_logp + c with b > 0, that of an entropy bonus."""
+    if batch.old_logp is None:
+        return False
+    other = replace(batch, advantages=(1 - 2 * batch.advantages) * batch.mask)
+    rest, moved = (
+        (_loss(surrogate, x, torch.zeros_like(x.advantages))[0][1] + x.advantages)[batch.mask] for x in (batch, other)
+    )
+    logp = batch.old_logp[batch.mask]
+    logp, centred = logp - logp.mean(), rest - rest.mean()
+    slope = (logp * centred).sum() / (logp * logp).sum()
+    return near(rest, moved) and near(centred, slope * logp) and float(slope) > TOLERANCE
+
+
+def _pulls_back(surrogate: Any, batch: Batch, gradient: Tensor) -> bool:
+    """Whether a gradient has the sign of the advantage only where the ratio moved with that, and is linear in its size.
+
+    A penalty of the size of the advantage does that, in place of a clip (SPO).
+    """
+    x = log_ratio(batch)
+    twice = _loss(surrogate, replace(batch, advantages=2 * batch.advantages), x.clone())[0][1]
+    return near(twice, 2 * gradient) and not _pushed(batch, x, gradient * (x * batch.advantages < 0))
 
 
 def _pushed(batch: Batch, x: Tensor, gradient: Tensor) -> str:
@@ -494,7 +535,7 @@ def _of_rewards(advantages: Callable[[Batch], Tensor], batches: Sequence[Batch],
         return "its advantages fall where the rewards rise", law
     if all(near(up, group_mean(up, group_ids=x)) for (up, *_), x in zip(estimates, ids, strict=True)):
         return "its advantages are equal for all answers to a prompt: is it the baseline, not the reward minus it?", ""
-    return _unrewarded(batch, same, values=values), ""
+    return _unrewarded(batch, same, values=values) or ("" if values else _whitened(batch, *estimates[0])), ""
 
 
 def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
@@ -509,5 +550,19 @@ def _unrewarded(batch: Batch, same: Tensor, *, values: bool) -> str:
         return "the final reward changes the advantage of an answer's first sampled token only"
     one_turn = [x[:-1] for x, full in zip(answers, counts == lens) if full and len(x) > 1]
     if not values and all(bool(x.all()) for x in one_turn):
-        return "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"
+        return _LAST
     return ""
+
+
+def _whitened(batch: Batch, up: Tensor, *others: Tensor) -> str:
+    """Whether the final reward changes all but the last advantages of each answer of the first group by one scale and
+    one shift, as whitening does of rewards that are not summed, in words; empty if not."""
+    counts = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens).tolist()
+    num = sum(counts[:2])
+    before = torch.ones(num, dtype=torch.bool).index_fill(0, torch.tensor([counts[0] - 1, num - 1]), False)
+    for other in others:
+        x, y = (x[:num] - x[:num][before].mean() for x in (other, up))
+        scale = (x * y)[before].sum() / (x * x)[before].sum().clamp(min=TOLERANCE**2)
+        if scale < 0 or near(scale * x, y) or not near((scale * x)[before], y[before]):
+            return ""
+    return _LAST

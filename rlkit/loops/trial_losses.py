@@ -60,13 +60,16 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
     """Check a loss of labelled responses, `function(log_ratio, desirable, kl=, ...)`, as `try_pair_loss` does.
 
     Logged: one that rises with the log-ratio of desirable responses, compared with the others; whose gradient does not
-    depend on the labels; or that falls as responses that are not desirable become likelier.
+    depend on the labels; that falls as responses that are not desirable become likelier; or where a larger `kl`, from
+    which log-ratios are measured, makes desirable responses better, or others worse.
     """
     x, desirable = torch.linspace(-0.3, 0.3, 6).requires_grad_(), torch.tensor([True, False] * 3)
-    slope, flipped = (
-        slopes(_called(function, x, labels, kl=torch.tensor(0.0), **options), x)[0]
-        for labels in (desirable, ~desirable)
-    )
+    losses = [
+        _called(function, x, labels, kl=torch.tensor(kl), **options)
+        for labels, kl in ((desirable, 0.0), (~desirable, 0.0), (desirable, 0.1))
+    ]
+    slope, flipped, _ = (slopes(loss, x)[0] for loss in losses)
+    further = (losses[2] - losses[0]).detach() / 0.1
     up, down, least = slope[desirable].sum(), slope[~desirable].sum(), 1e-3 * slope.abs().sum()
     for broken, fault in (
         (
@@ -75,6 +78,10 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
         ),
         (up - down > least, "rises with the log-ratio of desirable responses"),
         (down < -least, "falls as the log-ratio of responses that are not desirable rises"),
+        (
+            further[desirable].sum() < -least or further[~desirable].sum() > least,
+            "takes log-ratios from -kl on: it adds `kl`, which is to be subtracted from a log-ratio",
+        ),
     ):
         if broken:
             _log.warning("%s %s", name_of(function), fault)
@@ -82,7 +89,10 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
 
 
 def try_divergence(function: Callable[..., Any]) -> None:
-    """Check a divergence of student and teacher, `function(log_q, log_p)` of log-probs `[.., V]`, in the same way."""
+    """Check a divergence of student and teacher, `function(log_q, log_p)` of log-probs `[.., V]`, in the same way.
+
+    Logged: one that is larger where the two are equal, or a mean over the vocabulary.
+    """
     _refuse_swapped(function, "student", "teacher")
     logits = torch.sin(torch.arange(1.0, 41.0)).view(5, 8)
     log_q, log_p = logits.log_softmax(1).requires_grad_(), (2 * logits.flip(0)).log_softmax(1)
@@ -91,6 +101,11 @@ def try_divergence(function: Callable[..., Any]) -> None:
         least = function(log_p, log_p)
     if float(loss.detach().sum()) < float(least.sum()) - TOLERANCE:
         _log.warning("%s is larger where the student is the teacher than elsewhere", name_of(function))
+        return
+    with torch.no_grad():  # as many tokens of no probability
+        loss, wide = function(log_q, log_p), function(*(torch.cat([x, x * 0 - 60], 1) for x in (log_q, log_p)))
+    if near(2 * wide, loss) and not near(wide, loss):
+        _log.warning("%s averages over the vocabulary, where a divergence is the sum over it", name_of(function))
 
 
 def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
@@ -100,8 +115,8 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
     ValueError in the loss for one whose expected gradient is 0, as that of k1, or points away from the reference in
     both directions of the KL. Logged, and of these the first: one whose value at a token depends on others; that is not
     0 where the two are equal; whose mean is negative; whose values sum to the KL over the vocabulary, as if no token
-    had been sampled; whose mean is the KL with its arguments exchanged; and outside the loss, whose mean is 0. The
-    forms of `rlkit.losses`, biased or not, pass.
+    had been sampled; that depends on the difference of the probabilities; whose mean is the KL with its arguments
+    exchanged; and outside the loss, whose mean is 0. The forms of `rlkit.losses`, biased or not, pass.
     """
     _refuse_swapped(function, "policy", "ref")
     name, at = name_of(function), torch.arange(1.0, 9.0)
@@ -112,6 +127,7 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
     equal, whole = called(logp, logp.clone()), called(logp, ref_logp)
     parts = [called(*(x.clone() for x in pair)) for pair in zip(logp.split(2), ref_logp.split(2), strict=True)]
     coupled = not near(whole, torch.cat(parts))
+    more = [(x.exp() + 0.1).log() for x in (logp, ref_logp)]
     if all(x.flat for x in numbers) and not coupled:
         fix = "use the form of k2 or of unbiased, or `kl_in` reward"
         raise ValueError(f"{name} in the loss has gradient 0 on average, as k1 does: {fix}")
@@ -122,6 +138,10 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
         (float(equal.abs().max()) > TOLERANCE, "is not 0 where policy and reference are equal"),
         (numbers[0].mean < -TOLERANCE, "has a negative mean over samples of the policy: is its sign right?"),
         (all(x.summed for x in numbers), _SUMMED),
+        (
+            not near(called(logp - 0.5, ref_logp - 0.5), whole) and near(called(*more), whole),
+            "depends on the difference of the probabilities: it gets log-probs, and is to take their difference",
+        ),
         (all(x.exchanged for x in numbers), "is an estimator of the KL with logp and ref_logp exchanged"),
         (
             place != "loss" and all(abs(x.mean) < TOLERANCE for x in numbers),
@@ -134,7 +154,7 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
 
 
 class _Kl(NamedTuple):
-    """The mean of an estimator on a small vocabulary, and what is wrong with it (see `try_kl`)."""
+    """Of an estimator on a small vocabulary: the mean, and what is wrong (see `try_kl`)."""
 
     mean: float
     flat: bool

@@ -286,9 +286,9 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
         kind = importlib.import_module(module_of(script)).Args
         if name in {flag.name for flag in list_flags(kind)}:
             scripts.append(script)
-    if len(scripts) > 3:
+    if len(scripts) == len(TRAINERS):
         return "is a flag of the commands that train"
-    return f"is for rlkit {' and '.join(scripts)}" if scripts else None
+    return f"is for rlkit {' and '.join(filter(None, (', '.join(scripts[:-1]), scripts[-1])))}" if scripts else None
 
 
 def _nearest(name: str, names: set[str]) -> str:
@@ -368,7 +368,7 @@ def _show_traceback(_kind: type[BaseException], error: BaseException, _frames: A
 
 
 def _show_in_thread(args: threading.ExceptHookArgs) -> None:
-    """The exception hook of threads."""
+    """The same of a thread."""
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         args.exc_value.add_note(f"in thread {args.thread.name if args.thread else 'unknown'}")
         _show_traceback(args.exc_type, args.exc_value, args.exc_traceback)

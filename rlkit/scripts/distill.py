@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit._util.ranks import is_first, on_all_ranks
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, places_of
+from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, log, places_of
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import Place, load_tokenizer, open_place
 from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, make_task, with_engine
@@ -172,12 +172,22 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
         check_routes(task, [*paths], column=args.loss.teacher_column)
     has_images = any(prompt.images for prompt in task.prompts)
     load = {name: checked_teacher(args, place, path, has_images=has_images) for name, path in paths.items()}
+    if _teaches_nothing(args):
+        log.warning("--teacher is --model itself: their divergence is 0, and there is nothing to learn from it")
 
     def make() -> Any:
         teachers = {name: make_one() for name, make_one in load.items()}
         return teachers if len(teachers) > 1 else next(iter(teachers.values()))
 
     return make
+
+
+def _teaches_nothing(args: Args) -> bool:
+    """Whether every teacher is the model as it begins, and nothing else trains."""
+    model, part = args.model, args.episodes
+    changed = model.adapter or args.lora.lora_base or part.reward or part.env or part.agent or ":" in args.loss.loss
+    paths = {model.model, *args.loss.teachers().values()}
+    return not changed and len({Path(path).resolve() if Path(path).is_dir() else path for path in paths}) == 1
 
 
 def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) -> Callable[[], Any]:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rlkit._util.ranks import launched
+from rlkit.data.drop import NothingLeft
 from rlkit.data.load import place_of
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
@@ -24,7 +25,7 @@ from rlkit.scripts.start import (
     warn_of_repeats,
 )
 from rlkit.scripts.trial import own_rewards
-from rlkit.settings import Optim, SamplingParams, refuse_if
+from rlkit.settings import Optim, SamplingParams, is_default, refuse_if
 
 if TYPE_CHECKING:
     from rlkit.data.order import Part
@@ -69,9 +70,12 @@ def make_examples(
     """The examples that `read` makes of the training rows, and of those of each held-out set."""
     data, flags, path = brought.data, args.examples, place.model.model
     every_row = chain(*brought.parts, *brought.held_out.values())
+    longest, few = longest_example(flags, *place.configs.values())
+    if few and not is_default(flags, "max_example_tokens"):
+        log.warning("%s", few.pop())
     render: dict[str, Any] = {
         "tokenizer": place.tokenizer,
-        "max_example_tokens": longest_example(flags, *place.configs.values()),
+        "max_example_tokens": longest,
         "images": image_reader(path, place.tokenizer, every_row, place.config),
         **data.rendering(),
     }
@@ -79,7 +83,15 @@ def make_examples(
     num_rows = place.num_rows
 
     def make(rows: Any) -> list[Any]:
-        made = read(rows, **render)[0]
+        dropped = 0
+        try:
+            made, dropped = read(rows, **render)
+        except NothingLeft:
+            dropped = len(rows)
+            raise
+        finally:
+            if dropped and few:
+                log.warning("%s", few.pop())
         check_vocabulary(made, rows=rows, tokenizer=place.tokenizer, num_rows=num_rows)
         return made
 
@@ -88,23 +100,25 @@ def make_examples(
     every, sizes = [example for some in of_part for example in some], [*map(len, of_part)]
     if flags.stream:
         every, sizes = _streamed(data, make, *forms, head=every)
+        if max(sizes) > STREAM_HEAD:
+            log.warning("--stream: what is reported of the data is of the first %d rows of each file", STREAM_HEAD)
     note_strings(data, brought.parts[0])
     warn_of_repeats("--batch-size", flags.batch_size, len(every))
     return Made(every, mixture(data, sizes), {name: make(part) for name, part in brought.held_out.items()})
 
 
-def longest_example(flags: Examples, *configs: Any) -> int:
-    """`max_example_tokens`, or the positions of one of the models where it has fewer, which is logged."""
+def longest_example(flags: Examples, *configs: Any) -> tuple[int, list[str]]:
+    """`max_example_tokens`, or the positions of one of the models where it has fewer, and then a line on that."""
     from rlkit.model.positions import check_positions, positions
 
-    longest = flags.max_example_tokens
+    longest, few = flags.max_example_tokens, list[str]()
     for config in configs:
         try:
             check_positions(longest, config, setting="--max-example-tokens", fix="longer examples count as too long")
         except ValueError as error:
-            log.warning("%s", error)
+            few = [str(error)]
             longest = positions(config, packed=True) or longest
-    return longest
+    return longest, few
 
 
 def check_stream(flags: Examples, optim: Optim, *forms: Any) -> None:

@@ -289,3 +289,35 @@ def test_tools_of_anthropic_and_mcp_have_their_schema_as_parameters(tmp_path, ca
     path = write(tmp_path / "rows.jsonl", [row])
     assert read(path, "sft", tokenizer_of()) == [(f"<system>[{CITY}];{WEATHER_TEXT}", WEATHER_PARTS)]
     assert caplog.messages == []
+
+
+FILLED = '{"city": "Rome", "unit": null}'
+MAY_BE_NULL = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tools", "named"),  # in messages that are objects, and in their JSON text
+    [
+        (FILLED, [], (True, True)), (FILLED, [tool("weather", city=TEXT, unit=TEXT)], (True, True)),
+        (FILLED, [tool("weather", city=TEXT, unit=MAY_BE_NULL)], (False, False)), (ROME, [], (False, False)),
+        ({"city": "Rome", "unit": None}, [], (False, True)), ('{"city": [null]}', [], (False, False)),
+    ],
+)  # fmt: skip
+def test_nulls_that_a_table_left_in_the_json_text_of_calls_are_named(tmp_path, caplog, arguments, tools, named):
+    for road, make in ROADS.items():
+        row = make([called(arguments=arguments)])
+        texts = {name: json.dumps(x) if isinstance(x, list) else x for name, x in row.items()}
+        for given, is_named in zip((row, texts), named, strict=True):
+            path = write(tmp_path / f"{road}.jsonl", [{**given, **({"tools": tools} if tools else {})}] * 2)
+            read(path, road, tokenizer_of())
+            found = [x for x in caplog.messages if "that are null, as a table fills them" in x]
+            assert len(found) == is_named
+            assert all(x.endswith(": line 1 (weather(unit)), line 2 (weather(unit))") for x in found)
+            caplog.clear()
+
+
+def test_tools_whose_json_text_a_table_has_filled_lose_its_nulls(tmp_path):
+    tools = [tool("weather", city=TEXT, x=None), {**tool("add", city=None, x=NUMBER), "strict": None}]
+    row = {**ROADS["sft"]([called(arguments=ROME)]), "tools": json.dumps(tools)}
+    ((text, _),) = read(write(tmp_path / "rows.jsonl", [row]), "sft", tokenizer_of())
+    assert text.startswith(f"<system>[{CITY}, {SUM}];")

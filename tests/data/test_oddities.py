@@ -329,3 +329,96 @@ def test_a_row_without_any_text_is_dropped_and_not_said_to_be_kept(form, road, s
     assert line.startswith("dropped 1 of 2")
     (line,) = said(row("hi", "yo"), row("", "a"), road=road)
     assert "train the answer without a prompt (kept" in line
+
+
+def on_all_roads(texts, *, asked=False):
+    """Rows for each road that reads these texts, as answers or as what is asked."""
+    if asked:
+        yield "prompts", [{"prompt": text} for text in texts]
+        yield (
+            "prompts",
+            [{"messages": [{"role": "system", "content": text}, user(f"u{i}")]} for i, text in enumerate(texts)],
+        )
+        yield "sft", [{"prompt": text, "response": f"a{i}"} for i, text in enumerate(texts)]
+        yield "pairs", [{"prompt": text, "chosen": f"a{i}", "rejected": f"b{i}"} for i, text in enumerate(texts)]
+        yield "labelled", [{"prompt": text, "completion": f"a{i}", "label": i % 2} for i, text in enumerate(texts)]
+        return
+    yield "sft", [{"prompt": f"q{i}", "response": text} for i, text in enumerate(texts)]
+    yield "sft", [{"messages": [user(f"q{i}"), assistant(text)]} for i, text in enumerate(texts)]
+    yield "pairs", [{"prompt": f"q{i}", "chosen": text, "rejected": f"b{i}"} for i, text in enumerate(texts)]
+    yield "pairs", [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": text} for i, text in enumerate(texts)]
+    yield "labelled", [{"prompt": f"q{i}", "completion": text, "label": i % 2} for i, text in enumerate(texts)]
+
+
+TWICE, ENTITIES = "hold the text of escapes and no line break", "hold a text that is escaped for HTML"
+UNFILLED = "hold the same placeholder, which nothing has filled"
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "note"),
+    [
+        (r"line{}\nline2", TWICE, r"\n"), (r"First {}.\n\n- a\n- b", TWICE, r"\n"), (r"Caf\u00e9 {}", TWICE, r"\u00e9"),
+        (r'"The text {}.\nof json.dumps"', TWICE, r"\n"),
+        (r"He said \"{}\" twice.\nThen \"ok\".", TWICE, r"\n"),
+        ("{} &lt; 3 &amp;&amp; y", ENTITIES, "&lt;"), ("It&#39;s {} &quot;ok&quot;", ENTITIES, "&#39;"),
+    ],
+)  # fmt: skip
+def test_texts_that_were_escaped_once_too_often_are_named_where_most_are(text, why, note, said):
+    texts = [text.replace("{}", str(i)) for i in range(4)]
+    for asked in (False, True):
+        for road, rows in on_all_roads(texts, asked=asked):
+            (line,) = [x for x in said(*rows, road=road) if why in x]
+            assert line.startswith("kept 4 of 4 rows")
+            assert f"row 1 ({note}), row 2 (" in line
+    (line,) = said(*[{"text": x} for x in texts])
+    assert why in line
+    rows = [{"prompt": f"q{i}", "response": (texts[i] if i < 4 else f"a{i}")} for i in range(9)]
+    assert [x[:14] for x in said(*rows[:8])] == ["kept 4 of 8 ro"]
+    assert said(*rows) == said(*rows[:3], *rows[4:8]) == []  # fewer than half, or than four
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"print('a\nb')", r'Use "\n" or `\n`: {}', 'x = "a\\n"\ny = 1', r'{"text": "line\nline {}"}',
+        r"\nabla f \neq \nu_{}",
+        r"a \\n {}", r"$x \notin A$, \newline", "C:\\Users", '{"a": "Caf\\u00e9"}', "<b>&lt;</b> {}",
+        "x < 3 &amp; y", "&copy; {}",
+        "AT&T &amp; {}", "R&D", "a && b",
+    ],
+)  # fmt: skip
+def test_code_formulas_json_and_html_are_not_escaped_too_often(text, said):
+    for asked in (False, True):
+        for road, rows in on_all_roads([text.replace("{}", str(i)) + " " * i for i in range(5)], asked=asked):
+            assert not [x for x in said(*rows, road=road) if TWICE in x or ENTITIES in x]
+
+
+@pytest.mark.parametrize(
+    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s"]
+)
+def test_a_placeholder_that_every_row_has_is_named(place, said):
+    texts = [f"Solve {i} of: {place}" for i in range(3)]
+    for road, rows in on_all_roads(texts, asked=True):
+        (line,) = [x for x in said(*rows, road=road) if UNFILLED in x]
+        assert line.startswith("kept 3 of 3 rows")
+        assert line.endswith(f"row 1 ({place.lstrip('$')}), row 2 ({place.lstrip('$')}), row 3 ({place.lstrip('$')})")
+        rows[1] = {**rows[2], **({"prompt": "ho"} if "prompt" in rows[1] else {"messages": [user("ho")]})}
+        assert not [x for x in said(*rows, road=road) if UNFILLED in x]
+    rows = [{"prompt": f"{{premise}} {i}", "premise": "p", "response": "{answer}"} for i in range(2)]
+    (line,) = [x for x in said(*rows) if UNFILLED in x]
+    assert line.endswith("row 1 ({answer}, {premise}), row 2 ({answer}, {premise})")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Put it in \boxed{answer}.", "End with {answer}.", r"x_{text}, \text{question}", "Greet {name}",
+        "{i}", "f({x})",
+        '{"text": 1}', "<|user|>", "<question>", "{question, text}",
+    ],
+)  # fmt: skip
+def test_braces_that_are_meant_are_no_placeholders(text, said):
+    markup = [f"<|prompt|>{i}?<|answer|>{i}<|prompt|>ho<|answer|>x" for i in range(4)]  # of h2oGPT
+    assert said(*[{"text": x} for x in markup]) == said(*[{"prompt": x[:19]} for x in markup], road="prompts") == []
+    for road, rows in on_all_roads([f"{i} {text}" for i in range(4)], asked=True):
+        assert not [x for x in said(*rows, road=road) if UNFILLED in x]

@@ -19,6 +19,7 @@ from rlkit.loops.coefficients import kl_term
 from rlkit.loops.trial import broken_laws, lacking, try_advantage, try_surrogate
 from rlkit.loops.trial_losses import try_divergence, try_kl, try_label_loss, try_pair_loss
 from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
+from rlkit.losses.distillation import jsd_rows, uld_rows
 from rlkit.segments import broadcast_to_tokens, group_mean, sum_per_seq
 from rlkit.settings import Penalties, Rollouts
 from rlkit.testing import Case, laws
@@ -80,6 +81,8 @@ WRONG = {
     "a number": (lambda x, batch: 3.0, "shape", "got float 3.0"),
     "a list": (lambda x, batch: [*x], "shape", "got list"),
     "detached": (lambda x, batch: -(x.exp() * batch.advantages).detach(), "shape", "it has no gradient"),
+    "falling weights": (
+        lambda x, batch: -x * (-batch.advantages).exp() * batch.mask, "on_policy", "is -2.72 where A = -1"),
     "nan": (lambda x, batch: right(x, batch) * float("nan"), "shape", "is NaN or infinite"),
     "0 / 0": (lambda x, batch: -batch.advantages * x / x.abs(), "mask_isolation", "where all streams are 0"),
     "all tokens count": (lambda x, batch: right(x, batch) / len(x), "mask_isolation", "change the loss of those"),
@@ -109,6 +112,19 @@ NAMED = {
         lambda x, batch: right(x, batch) * broadcast_to_tokens(batch.rewards.abs(), cu_seqlens=batch.cu_seqlens),
         {"on_policy": "-1.5 where A = 1"}),
     "likelihood": (lambda x, batch: -x * batch.mask, {"on_policy": "does not depend on `batch.advantages`"}),
+    "weights that push down": (
+        lambda x, batch: -x * (batch.advantages.exp() - 1) * batch.mask, {"on_policy": "-1.72 where A = 1"}),
+    "AWR without detach": (
+        lambda x, batch: -x.exp() * x * batch.advantages.exp() * batch.mask,
+        {"on_policy": "-2.72 where A = 1", "descends": ""}),
+    "entropy that is minimized": (
+        lambda x, batch: (right(x, batch) - 0.1 * x.exp() * (batch.old_logp + x)) * batch.mask,
+        {"on_policy": "", "descends": ""}),
+    "a constant in the place of entropy": (
+        lambda x, batch: right(x, batch) + 0.1 * (batch.old_logp + x) * batch.mask,
+        {"on_policy": "-0.9 where A = 1", "descends": ""}),
+    "pulled too soon": (  # in proportion to A, but also where the ratio moved against it
+        lambda x, batch: right(x, batch) + 8 * batch.advantages * x**2, {"descends": "has the sign of its advantage"}),
     "drifts": (
         lambda x, batch: right(x, batch) - 0.01 * x**2,
         {"descends": "where the advantage is 0, the gradient at ratios 0.37 and 2.7 pushes the ratio further away"}),
@@ -128,6 +144,15 @@ SILENT = {
         right(x, batch) + 1e-3 * x.exp() * L.k1(*to_reference(x, batch), mask=batch.mask)),
     "dropped on both sides": lambda x, batch: right(x, batch) * (x.detach().abs() < 0.5),
     "DRO": lambda x, batch: -x * batch.advantages + 0.05 * x**2,
+    "AWR": lambda x, batch: -x * (batch.advantages / 0.5).exp().clamp(max=20) * batch.mask,
+    "AWR off-policy": lambda x, batch: -x.exp() * batch.advantages.exp() * batch.mask,
+    "RAFT": lambda x, batch: -x * (batch.advantages > 0) * batch.mask,
+    "RAFT by rewards": lambda x, batch: (
+        -x * (broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens) > 0) * batch.mask),
+    "SPO": lambda x, batch: right(x, batch) + batch.advantages.abs() / 0.4 * (x.exp() - 1) ** 2,
+    "entropy": lambda x, batch: (right(x, batch) + 0.01 * x.exp() * (batch.old_logp + x)) * batch.mask,
+    "entropy in the advantage": lambda x, batch: (
+        -x.exp() * (batch.advantages - 0.01 * (batch.old_logp + x).detach()) * batch.mask),
 }  # fmt: skip
 
 
@@ -416,7 +441,17 @@ def test_the_first_token_alone_is_named(caplog):
 CREDIT = {  # without a critic; with one, GAE with lambda 0 is such an estimator
     "the reward of each token": lambda batch, _: Gae(batch.token_rewards * 1, None),
     "a forward sum": lambda batch, _: Gae(forward_sums(batch), None),
+    "the reward of each token, whitened": lambda batch, _: Gae(whiten(batch.token_rewards, mask=batch.mask), None),
+    "a forward sum, whitened": lambda batch, _: Gae(whiten(forward_sums(batch), mask=batch.mask), None),
+    "the final reward alone, whitened": lambda batch, _: Gae(whiten(final_rewards(batch), mask=batch.mask), None),
 }
+
+
+def final_rewards(batch):
+    out = torch.zeros_like(batch.token_rewards)
+    for i, (start, end) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)):
+        out[start + int(batch.mask[start:end].nonzero().max())] = batch.rewards[i]
+    return out
 
 
 def forward_sums(batch):
@@ -596,6 +631,11 @@ OWN_KL = {  # (refused or named in the loss, in the reward)
     "twice k2": (lambda p, q: (p - q) ** 2, "", ""),
     "unbiased": (lambda p, q: (p - p.detach()).exp() * (p - q), "", ""),
     "unbiased, of k3": (lambda p, q: (p - p.detach()).exp() * L.k3(p, q), "", ""),
+    "probabilities in k3": (
+        lambda p, q: L.k3(p.exp(), q.exp()), *["depends on the difference of the probabilities"] * 2),
+    "probabilities in k2": (
+        lambda p, q: L.k2(p.exp(), q.exp()), *["depends on the difference of the probabilities"] * 2),
+    "the ratio of probabilities": (lambda p, q: q.exp() / p.exp() - 1 - (q - p), "", ""),
     "the other direction": (lambda p, q: (q - p).exp().detach() * (q - p), "", ""),
     "the positive part": (lambda p, q: (p - q).clamp(min=0), "", ""),
     "clamped": (lambda p, q: L.k3(p, q).clamp(max=10), "", ""),
@@ -639,6 +679,25 @@ def test_losses_that_change_their_arguments_are_refused():
     for run in (try_pair_loss, try_divergence):
         with pytest.raises(ValueError, match="it changes its arguments in place"):
             run(swapped if run is try_pair_loss else lambda q, p: (p.neg_() * q).sum(-1))
+
+
+DIVERGENCES = {
+    "reverse": (lambda q, p: (q.exp() * (q - p)).sum(-1), ""),
+    "forward": (lambda q, p: (p.exp() * (p - q)).sum(-1), ""),
+    "jsd": (jsd_rows(0.3), ""), "uld": (uld_rows, ""), "squares": (lambda q, p: ((q - p) ** 2).sum(-1), ""),
+    "total variation": (lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2, ""),
+    "reverse, a mean": (lambda q, p: (q.exp() * (q - p)).mean(-1), "averages over the vocabulary"),
+    "kl_div, a mean": (
+        lambda q, p: F.kl_div(q, p, log_target=True, reduction="none").mean(-1), "averages over the vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_that_is_averaged_over_the_vocabulary_is_named(name, caplog):
+    function, expected = DIVERGENCES[name]
+    try_divergence(function)
+    assert len(caplog.messages) == bool(expected)
+    assert expected in "".join(caplog.messages)
 
 
 PAIRS = {
@@ -687,6 +746,7 @@ def test_losses_of_labels_that_ignore_the_label_are_named(caplog):
         for loss in (L.kto_unpaired, bco):
             try_label_loss(loss, beta=beta, **options)
         try_label_loss(L.kto_unpaired, beta=beta, desirable_weight=1.0, undesirable_weight=0.0)
+        try_label_loss(lambda x, d, *, beta, **_: 1 - torch.sigmoid(torch.where(d, x, -x) * beta), beta=beta)
     assert not caplog.records
     for given, expected in (
         (lambda x, d, **_: -x, "it ignores `desirable`"),
@@ -697,6 +757,14 @@ def test_losses_of_labels_that_ignore_the_label_are_named(caplog):
             "falls as the log-ratio of responses that are not desirable rises",
         ),
         (lambda x, d, **_: torch.where(d, x, -x), "rises with the log-ratio of desirable responses"),
+        (
+            lambda x, d, *, kl, beta, **_: 1 - torch.sigmoid(torch.where(d, x + kl, -kl - x) * beta),
+            "it adds `kl`, which is to be subtracted",
+        ),
+        (
+            lambda x, d, *, kl, beta, **_: 1 - torch.sigmoid(torch.where(d, x - kl, -kl - x) * beta),
+            "it adds `kl`, which is to be subtracted",
+        ),
     ):
         try_label_loss(given, beta=0.1, **options)
         (said,) = [record.getMessage() for record in caplog.records]

@@ -143,6 +143,17 @@ def test_each_command_asks_for_the_positions_of_the_model(command, models, tmp_p
     assert "64" in said
 
 
+def test_a_model_of_few_positions_is_named_where_examples_are_dropped_or_the_limit_was_set(models, tmp_path, caplog):
+    words = command_line(models, "sft", "plain", tmp_path / "o")
+    (tmp_path / "short.jsonl").write_text("".join(f'{{"prompt": "p", "response": "{x}"}}\n' for x in "ab"))
+    words[words.index(str(models / "d.jsonl"))] = str(tmp_path / "short.jsonl")
+    cli.main(words)
+    assert not [x for x in caplog.messages if "has 64 positions" in x]
+    words[words.index(str(tmp_path / "o"))] = str(tmp_path / "set")
+    cli.main([*words, "--max-example-tokens", "2047"])
+    assert len([x for x in caplog.messages if "--max-example-tokens is 2047, and the model has 64 positions" in x]) == 1
+
+
 def test_engines_and_the_forward_ask_too(models):
     of = {name: hf.AutoModelForCausalLM.from_pretrained(models / name) for name in ("plain", "yarn")}
     assert LocalEngine(of["plain"]).max_len == 64  # what `rlkit chat` and sampled evaluations take

@@ -471,7 +471,10 @@ WRONG = [
     ("grpo --model m --data d --reward data.py:f=0.5 --group-size 1", "--group-size must be at least 2"),
     ("ppo --model m --baseline gpg", "--baseline is for rlkit grpo"),
     ("grpo --model m --critic-lr 1e-5", "--critic-lr is for rlkit ppo"),
-    ("sft --group-size 8 --model m", "--group-size is for rlkit grpo and ppo"),
+    ("sft --group-size 8 --model m", "--group-size is for rlkit grpo, ppo and distill"),
+    ("sft --loss x --model m", "--loss is for rlkit grpo, distill, dpo, kto and reward_model"),
+    ("kto --temperature 0.5 --model m", "--temperature is for rlkit grpo, ppo and distill"),
+    ("eval m --lr 1", "--lr is a flag of the commands that train"),
     (
         "grpo --model m --data d --reward a:b --parallel.tp 2",
         "--parallel.tp 2 takes 2 processes, and this is one: start",

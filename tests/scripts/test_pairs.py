@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 from contextlib import nullcontext as ok
 from pathlib import Path
@@ -17,10 +18,10 @@ import warm
 from rlkit.model.pretrained import load_config, load_tokenizer
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import cli, distill, dpo
-from rlkit.scripts.args import Data, Model
+from rlkit.scripts.args import Data, Episodes, Lora, Model
 from rlkit.scripts.start import warn_of_steps
 from rlkit.segments import sum_per_seq
-from rlkit.settings import Optim
+from rlkit.settings import Optim, Rollouts
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -187,3 +188,22 @@ def test_more_tokens_of_a_teacher_than_there_are_are_refused_before_it_loads(tas
         place = SimpleNamespace(tokenizer=tokenizer, num_rows=num_rows)
         with pytest.raises(ValueError, match=f"{k} is more than the {num_rows} tokens") if k > num_rows else ok():
             distill.checked_teacher(args, place, path, has_images=False)
+
+
+def test_a_teacher_that_is_the_student_is_named(task, tmp_path, caplog):
+    path, link = str(task / "model"), tmp_path / "link"
+    link.symlink_to(path)
+    tokenizer, of_model = load_tokenizer(path), Model(path)
+    place, asked = SimpleNamespace(tokenizer=tokenizer, num_rows=load_config(path).vocab_size), SimpleNamespace
+    (tmp_path / "copy").symlink_to(shutil.copytree(path, tmp_path / "other"))
+    for teachers, more, named in (
+        (path, {}, True), (f"{link}/", {}, True), ((f"a={path}", f"b={link}"), {}, True),
+        (str(tmp_path / "copy"), {}, False), ((f"a={path}", f"b={tmp_path / 'other'}"), {}, False),
+        (path, {"episodes": Episodes(reward=("r.py:f",)), "rollouts": Rollouts(group_size=2)}, False),
+        (path, {"lora": Lora(lora_rank=4)}, True), (path, {"lora": Lora(lora_rank=4, lora_base="nf4")}, False),
+    ):  # fmt: skip
+        args = distill.Args(of_model, Data("d"), distill.Loss(teachers), **more)
+        prompt = asked(images=(), row={"teacher": "a"})
+        distill.checked_teachers(args, place, asked(prompts=[prompt], eval_sets={}))
+        assert ["--teacher is --model itself" in x for x in caplog.messages] == [True] * named, (teachers, more)
+        caplog.clear()

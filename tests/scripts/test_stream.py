@@ -7,7 +7,7 @@ import json
 import pytest
 import screens
 
-from rlkit.scripts import cli
+from rlkit.scripts import cli, offline
 
 SFT = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(30)]
 ALPACA = [{"instruction": f"Say {i}", "input": "", "output": "ok " * (i % 4 + 1)} for i in range(20)]
@@ -73,3 +73,17 @@ def test_what_does_not_stream_is_one_line(task, tmp_path, monkeypatch, command, 
     code = 1 if data == "bad.jsonl" else 2
     said = screens.refused(cli.main, [command, *given, "--stream", "--device", "cpu", *flags, *more], code=code)
     assert message.format(task=task) in said
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("head", [3, 30])
+def test_what_is_odd_in_the_head_is_reported_and_that_the_rest_is_not_looked_at(
+    make_task, tmp_path, caplog, monkeypatch, head
+):
+    rows = [{**row, "response": "a\r\nb"} for row in SFT[:2]] + SFT[2:]
+    monkeypatch.setattr(offline, "STREAM_HEAD", head)
+    run(make_task(sft=rows), tmp_path / "o", "sft", "sft.jsonl", steps=1, flags=["--stream"])
+    (odd,) = [x for x in caplog.messages if "characters that are seldom meant" in x]
+    assert f"kept 2 of {head} rows" in odd
+    told = [x for x in caplog.messages if "first 3 rows of each file" in x]
+    assert len(told) == (head == 3)
