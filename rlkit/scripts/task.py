@@ -127,11 +127,8 @@ def check_judged(how: Episodes) -> None:
 def check_rl(args: Sampled) -> tuple[Model, Lora]:
     """`check_flags`, also for what scripts that sample have alone."""
     model, lora = check_flags(args)
-    moves, has_reference = args.penalties.ref_sync_steps, needs_reference(args)
     if not hasattr(args.loss, "teacher"):
         check_judged(args.episodes)
-    refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
-    refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     fix = "the tokens that train are those that were sampled without it: drop it"
     refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
     args.evaluation.check_sets(args.data.eval_files())
@@ -218,10 +215,7 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
         agent = function_of("agent", how.agent)
         wrong = not takes(agent, "prompt", "base_url")
         refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
-        refuse_if(how.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
     else:
-        elsewhere = sys.platform != "linux" and how.agent_memory is not None
-        refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
             check_command(how.agent, *parts)
         except ValueError as error:
@@ -230,6 +224,9 @@ def read_agent(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs:
             how.agent, logs=logs, timeout_s=how.agent_timeout, memory_gib=how.agent_memory,
             needs_reward=not how.reward,
         )  # fmt: skip
+    why = "a function runs in this process" if is_function else "it is measured on Linux only"
+    measured = sys.platform == "linux" and not is_function
+    refuse_if(how.agent_memory is not None and not measured, f"`agent_memory` is for commands on Linux: {why}")
     refuse_if(data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
     try:
         check_address(how.agent_address)
