@@ -174,7 +174,7 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     checked = check_architecture(config, forward)
     num, found = head_of(config, bins)
     with _no_report():
-        model, missing = read_pretrained(kind, path, dtype=torch.float32, num_labels=num)
+        model, missing = read_pretrained(kind, path, config, dtype=torch.float32, num_labels=num)
     if found is not None:
         model.config.value_range = found
     _check_head(model)
