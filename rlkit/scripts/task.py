@@ -30,7 +30,8 @@ from rlkit.scripts.start import (
     warn_of_repeats,
 )
 from rlkit.scripts.trial import OfTokenizer, function_of, own_rewards, read_reward, try_env
-from rlkit.settings import Rollouts, is_default, refuse_if
+from rlkit.scripts.unusual import warn_of_clip
+from rlkit.settings import Rollouts, refuse_if
 
 if TYPE_CHECKING:
     from rlkit.loops.task import Task
@@ -135,20 +136,6 @@ def check_rl(args: Sampled) -> tuple[Model, Lora]:
     warn_of_clip(args.loss, args.rollouts)
     warn_of_escapes(args.rollouts.stop)
     return model, lora
-
-
-def warn_of_clip(loss: grpo.Loss | ppo.Loss | distill.Loss, rollouts: Rollouts) -> None:
-    """Warn of clip distances that cannot act, with one optimizer step on a batch every ratio is 1, and of bounds."""
-    low, high = loss.clip_low, loss.clip_high
-    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
-        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
-        log.warning(said, low, high, 1 - low, 1 + high)
-    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
-    if given and rollouts.minibatches * rollouts.epochs == 1:
-        log.warning(
-            "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
-            "--epochs above 1", " and ".join(given),
-        )  # fmt: skip
 
 
 def warn_of_escapes(stop: Sequence[str]) -> None:
