@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 class Range(NamedTuple):
     """The values that a field allows: `Annotated[int, Range("at least 1", lambda x: x >= 1)]`.
 
+    In the type of a tuple's or dict's items it is the range of each, around the type of a tuple that of the whole.
     A lambda that calls more than builtins stands outside the annotation, which is evaluated as a string.
     """
 
@@ -39,6 +40,7 @@ def named(*names: str) -> Range:
     return Range(f"one of {', '.join(names)} or FILE.py:FUNCTION", lambda x: x in names or ":" in x)
 
 
+ASCENDING = Range("from low to high", lambda x: x[0] <= x[1])
 POSITIVE = Range("above 0", lambda x: 0 < x < inf)
 NOT_NEGATIVE = Range("at least 0", lambda x: 0 <= x < inf)
 
@@ -65,6 +67,7 @@ class Relation(NamedTuple):
     values: tuple[str, ...] = ()
     of: tuple[str, ...] = ()
     why: str = ""
+    by: str = ""
 
     @property
     def terms(self) -> str:
@@ -77,10 +80,12 @@ class Relation(NamedTuple):
         """What is wrong, "" if nothing is; `others` has the settings that hold each field of `names`."""
         values, terms, why = {x: getattr(others[x], x) for x in others}, self.terms, f": {self.why}" * bool(self.why)
         if self.kind == "needs":
-            for name in (name for name, holder in others.items() if _is_off_at_0(type(holder), name)):
-                terms = terms.replace(f"`{name}`", f"`{name}` above 0")
+            off = {name: _off(type(holder), name) for name, holder in others.items()}
+            for name in (name for name in off if off[name] is not None):
+                terms = terms.replace(f"`{name}`", f"`{name}` above {off[name]}")
             absent = "" if others else ", which this command does not have"
-            return "" if any(values.values()) else f"requires {terms}{absent}{why}"
+            is_set = any((given[x] and given[x] != off[x]) or getattr(others[x], self.by, False) for x in others)
+            return "" if is_set else f"requires {terms}{absent}{why}"
         if self.kind == "for":
             value = next(iter(values.values()), None)
             held = value if isinstance(value, tuple) else (value,)
@@ -90,9 +95,12 @@ class Relation(NamedTuple):
         return f"excludes {' and '.join(f'`{x}`' for x in both)}{why}" if both else ""
 
 
-def Needs(*names: str, of: tuple[str, ...] = (), why: str = "") -> Relation:
-    """The field has no effect unless one of the fields `names` is set; with `of`, where it has one of these values."""
-    return Relation("needs", names, of=of, why=why)
+def Needs(*names: str, of: tuple[str, ...] = (), why: str = "", by: str = "") -> Relation:
+    """The field has no effect unless one of the fields `names` is set; with `of`, where it has one of these values.
+
+    `by` is a property of the settings that hold one of them, which says that they are set in another way.
+    """
+    return Relation("needs", names, of=of, why=why, by=by)
 
 
 def For(name: str, *values: str, why: str = "") -> Relation:
@@ -106,36 +114,22 @@ def Without(*names: str, of: tuple[str, ...] = (), why: str = "drop one") -> Rel
 
 
 @cache
-def ranges(kind: type) -> dict[str, Range]:
-    """The range of each field of a dataclass whose type has one."""
-    by_field = {name: next(_ranges(hint), None) for name, hint in _hints(kind).items()}
-    return {name: allowed for name, allowed in by_field.items() if allowed is not None}
-
-
-@cache
 def relations(kind: type) -> tuple[tuple[str, Relation], ...]:
     """The relations of each field of a dataclass, with the field's name."""
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in _hints(kind).items()}
     return tuple((name, x) for name in notes for x in notes[name] if isinstance(x, Relation))
 
 
-def _is_off_at_0(kind: type, name: str) -> bool:
-    """Whether the field is a number that has an effect above 0 only."""
-    allowed = ranges(kind).get(name)
-    return allowed is not None and _allows(_hints(kind)[name], 0) and allowed.allows(0) and not allowed.allows(-1)
+def _off(kind: type, name: str) -> int | None:
+    """The value, 0 or 1, of a number that has an effect above it only: the lowest that the field allows."""
+    right = [x for x in (-0.5, 0, 0.5, 1) if not any(_wrong(_hints(kind)[name], x))]
+    return next((x for x in (0, 1) if x in right and x - 0.5 not in right), None)
 
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind)}
-
-
-def _ranges(hint: Any) -> Iterator[Range]:
-    if get_origin(hint) is Annotated:
-        yield from (x for x in hint.__metadata__ if isinstance(x, Range))
-    for inner in get_args(hint):
-        yield from _ranges(inner)
 
 
 _NAMES: dict[Any, str] = {
@@ -204,18 +198,31 @@ def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
 
     ValueError with the field's name. So are relations of the fields to each other (see `check_relations`).
     """
-    allowed, hints = ranges(settings.__class__), _hints(settings.__class__)
     for f in fields(settings):
-        value = getattr(settings, f.name)
-        if value is not f.default and not _allows(hints[f.name], value):
-            refuse_if(True, f"`{f.name}` must be {_meaning(hints[f.name])}, got {value!r}")
-            continue
-        for x in value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,):
-            if x == "" and f.name not in may_be_empty:
-                refuse_if(True, f"`{f.name}` is empty: give a value, or leave it out")
-            elif f.name in allowed and x is not None:
-                refuse_if(not allowed[f.name].allows(x), f"`{f.name}` must be {allowed[f.name].meaning}, got {x}")
+        if (value := getattr(settings, f.name)) is not f.default:
+            found = _wrong(_hints(settings.__class__)[f.name], value, may_be_empty=f.name in may_be_empty)
+            refuse_if(wrong := next(found, ""), f"`{f.name}` {wrong}")
     check_relations(settings, every=False)
+
+
+def _wrong(hint: Any, x: Any, *, may_be_empty: bool = False) -> Iterator[str]:
+    """What is wrong with a value, or with those in it: another type, an empty string, a value out of range."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if not _allows(hint, x):
+        yield f"must be {_meaning(hint)}, got {x!r}"
+    elif kind in (Union, UnionType):
+        yield from _wrong(next(one for one in inner if _allows(one, x)), x, may_be_empty=may_be_empty)
+    elif kind is Annotated:
+        yield from _wrong(inner[0], x, may_be_empty=may_be_empty)
+        if outside := [r for r in hint.__metadata__ if isinstance(r, Range) and x is not None and not r.allows(x)]:
+            yield f"must be {outside[0].meaning}, got {' '.join(map(str, x)) if isinstance(x, tuple) else x}"
+    elif kind is tuple and inner:
+        for one, item in zip(inner[:1] * len(x) if inner[-1] is ... else inner, x, strict=True):
+            yield from _wrong(one, item, may_be_empty=may_be_empty)
+    elif kind is dict and inner:
+        yield from (f"{key} {wrong}" for key in x for wrong in _wrong(inner[1], x[key], may_be_empty=may_be_empty))
+    elif x == "" and not may_be_empty:
+        yield "is empty: give a value, or leave it out"
 
 
 def check_relations(*settings: Any, every: bool = True) -> None:
@@ -233,8 +240,7 @@ def check_relations(*settings: Any, every: bool = True) -> None:
             others = {x: holders[x] for x in relation.names if x in holders}
             acts = not is_default(part, name) and (not relation.of or value in relation.of)
             if acts and (every or len(others) == len(relation.names)):
-                fault = relation.refusal(others)
-                refuse_if(fault, f"`{name}`{f' {value}' * bool(relation.of)} {fault}")
+                refuse_if(wrong := relation.refusal(others), f"`{name}`{f' {value}' * bool(relation.of)} {wrong}")
 
 
 def is_default(settings: Any, name: str) -> bool:
@@ -380,7 +386,7 @@ class Schedule:
     """project (wandb, trackio) or experiment (mlflow)"""
     track_model: Annotated[bool, For("track", *(name for name in get_args(Tracker) if name != "tensorboard"))] = False
     """send the exported model to the trackers, too, as a new version (not to tensorboard)"""
-    profile_steps: tuple[Count, Count] | None = None
+    profile_steps: Annotated[tuple[Count, Count] | None, ASCENDING] = None
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""
     resume: bool = False
     """continue from the newest checkpoint in `output`"""
@@ -393,7 +399,6 @@ class Schedule:
     def __post_init__(self) -> None:
         check(self)
         first, last = self.profile_steps or (0, 0)
-        refuse_if(first > last, f"`profile_steps` is the first and the last step, got {first} {last}")
         refuse_if(last > self.steps, f"`profile_steps` {first} {last} are not all of the {self.steps} `steps`")
         linux = os.path.exists("/proc/self/clear_refs")
         refuse_if(self.profile_memory and not linux, "`profile_memory` reads /proc/self of Linux: drop it")
@@ -432,6 +437,7 @@ class Optim:
         check(self)
 
 
+OF_KL = Needs("kl_coef", "kl_limit", "eval_kl", by="has_kl")
 _HOLDS_KL = ("linear", "exponential", "pid")
 
 
@@ -441,7 +447,7 @@ class Penalties:
 
     kl_coef: NotNegative = 0.0
     """weight of the KL to the reference model, see --kl-in; 0: no reference is loaded"""
-    kl_in: Literal["loss", "reward", "advantage"] | None = None
+    kl_in: Annotated[Literal["loss", "reward", "advantage"] | None, Needs("kl_coef", "kl_limit", by="has_kl")] = None
     """where the KL goes: in the loss of each token, in its reward, or in its advantage. None: loss (PPO: reward)"""
     kl_target: Annotated[Positive | None, Needs("kl_coef")] = None
     """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant"""
@@ -457,7 +463,7 @@ class Penalties:
     """samples over which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
     kl_limit: Positive | None = None
     """constraint: a Lagrange multiplier is added to kl_coef while the KL (nats per token) is above this"""
-    ref_sync_steps: Annotated[CountOr0, Without("lora_rank", why="it copies whole weights")] = 0
+    ref_sync_steps: Annotated[CountOr0, OF_KL, Without("lora_rank", why="it copies whole weights")] = 0
     """steps between copies of the policy into the reference model; 0: the reference is frozen"""
     entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
@@ -473,7 +479,6 @@ class Penalties:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(self.kl_in and not self.has_kl, "`kl_in` requires `kl_coef` above 0, or `kl_limit`")
         rules = {"kl": self.kl_controller or self.kl_target, "kl_limit": self.kl_limit, "entropy": self.entropy_target}
         rules |= {"entropy_limit": self.entropy_limit}
         twice = [name for name in self.controllers if rules.get(name) not in (None, False)]
@@ -528,7 +533,9 @@ class Bins:
     """A critic that classifies: its value is the mean of a distribution over bins (HL-Gauss, arXiv:2403.03950)."""
 
     value_range: Annotated[
-        tuple[Finite, Finite] | None, Without("value_clip", "value_huber", why="the loss of bins is bounded; drop them")
+        tuple[Finite, Finite] | None,
+        Range("from low to high", lambda x: x[0] < x[1]),
+        Without("value_clip", "value_huber", why="the loss of bins is bounded; drop them"),
     ] = None
     """train the critic by HL-Gauss on bins of this range of returns, which must hold them all, e.g. 0 1; a new critic
     starts in its middle. None: one number, and the squared error"""
@@ -537,8 +544,6 @@ class Bins:
 
     def __post_init__(self) -> None:
         check(self)
-        low, high = self.value_range or (0, 1)
-        refuse_if(not low < high, f"`value_range` is from low to high, got {low} {high}")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
@@ -28,7 +30,6 @@ from rlkit.rewards.source import (
     chat_header,
     code_of,
     constants,
-    line_of_items,
     names_in,
     names_of_kwargs,
     uses,
@@ -37,6 +38,7 @@ from rlkit.rewards.text import first_value, last_boxed, no_gold_answer
 from rlkit.rollout.calling import Watched, is_async, report_absent
 
 _log = logging.getLogger("rlkit.rewards")
+_ONE_CHARACTER = "%s, line %d, reads one character of a completion or prompt: %s"
 _NOTE = 500  # characters of a list or dict in the notes
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _OF_TRL = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids"}  # of its `**kwargs`
@@ -128,7 +130,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     as AReaL names it. A function that reads `trainer_state` and can do without it is logged as a warning.
     """
 
-    accepted, texts = _acceptor(reward_func), constants(code_of(reward_func))
+    accepted, texts, calls = _acceptor(reward_func), constants(code_of(reward_func)), count()
     by_ids = "completion_ids" in (
         *inspect.signature(reward_func).parameters,
         *texts,
@@ -142,11 +144,15 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         prompts = [x[:-1] if isinstance(x, list) and begins_answer(x) else x for x in prompts]
         chat = not isinstance(prompts[0], str)
         turns = [ListOfMessages(text) for text in completions]
+        if not chat and not next(calls):
+            prompts, completions = [_Text(str(x)) for x in prompts], [*map(_Text, completions)]
         given = {"prompts": prompts, "completions": turns if chat else completions, "completion_ids": completion_ids}
 
         def read(results: Any) -> Any:
             if any(turn.as_text or (turn.as_repr and not by_ids) for turn in turns):
                 raise WrongResult("read a completion as a text, and it is a list of messages", _TRL_FORM)
+            if lines := [line for x in (*prompts, *completions) if isinstance(x, _Text) for line in x.lone()]:
+                _log.warning(_ONE_CHARACTER, name_of(reward_func), lines[0], _TRL_FORM)
             return added(results)
 
         return reward_func(**accepted({**columns, **given, **logs})), read
@@ -217,6 +223,23 @@ class ListOfMessages(list[dict[str, str]]):
     __hash__ = None
 
 
+class _Text(str):
+    """A completion or prompt where prompts are strings, with the lines that read single characters, by their index."""
+
+    def __init__(self, _: str) -> None:
+        self.lines = dict[int, int]()
+
+    def __getitem__(self, index: Any) -> str:
+        if isinstance(index, int):
+            self.lines[index] = sys._getframe(1).f_lineno
+        return super().__getitem__(index)
+
+    def lone(self) -> list[int]:
+        """The lines, where only the first or only the last character was read; a loop reads others, too."""
+        alone = {*self.lines} == {-1} or ({*self.lines} == {0} and len(self) > 1)
+        return [*self.lines.values()] * alone
+
+
 def _trl_hint(error: BaseException) -> str:
     """The fix of errors that come from what TRL gives a function and we do not, or from the form of a completion."""
     text = str(error)
@@ -226,6 +249,8 @@ def _trl_hint(error: BaseException) -> str:
         "string indices must be" in text or "'ListOfMessages'" in text
     ):
         return _TRL_FORM
+    if isinstance(error, IndexError) and "string index" in text:
+        return f"it reads one character of a completion or prompt: {_TRL_FORM}"
     return ""
 
 
@@ -236,23 +261,17 @@ _TRL_FORM = (
 
 
 def _check_rows(function: Callable[..., Any], said: set[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Log, once, what a call does not show of a function in TRL's form, unless it is in `said`: that it reads a
-    character of a text where a message was meant, and columns that no row has, of which it gets its default."""
-
-    def warn(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            _log.warning("%s%s", name_of(function), text)
-
-    texts = isinstance(rows[0].get("prompt"), str)  # a column has one type in all rows
-    if texts and (line := line_of_items(function)):
-        warn(f", line {line}, reads one character of a completion or prompt: {_TRL_FORM}")
+    """Log, unless it is in `said`, the columns that a function in TRL's form reads and no row has: a call shows the
+    default that it gets of them, not the name."""
     columns, parameters = set[str]().union(*rows), inspect.signature(unwrapped(function)).parameters
     optional = {name for name, p in parameters.items() if p.default in (None, "", (), [], {})}  # no option has it
     absent = [name for asked in (names_of_kwargs(function), optional) for name in sorted(asked - columns - _OF_TRL)]
     if names := ", ".join(repr(name) for name in absent if name not in rows[0]):
         where = ", ".join(getattr(rows, "sources", ())[:2]) or "the data"
-        warn(f" reads {names}, of which {where} has no column; columns found: {', '.join(sorted(columns))}")
+        text = f" reads {names}, of which {where} has no column; columns found: {', '.join(sorted(columns))}"
+        if text not in said:
+            said.add(text)
+            _log.warning("%s%s", name_of(function), text)
 
 
 def _trl_logs(num: int) -> tuple[dict[str, Callable[..., Any]], Callable[[Any], Any]]:

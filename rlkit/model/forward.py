@@ -107,7 +107,7 @@ def load_model(
     config = load_config(path)
     check_causal_lm(config)
     check_architecture(config, forward)
-    model, missing = read_pretrained(vision.auto_class(config), path, dtype=dtype)
+    model, missing = read_pretrained(vision.auto_class(config), path, config, dtype=dtype)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
@@ -135,8 +135,10 @@ def resized(model: Any, min_rows: int) -> Any:
     return model
 
 
-def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **options: Any) -> tuple[Any, list[str]]:
-    """`kind.from_pretrained` in `dtype`, and the names of weights that the checkpoint lacks.
+def read_pretrained(
+    kind: Any, path: str | os.PathLike[str], config: Any, *, dtype: Any, **options: Any
+) -> tuple[Any, list[str]]:
+    """`kind.from_pretrained` in `dtype`, and the names of weights that the checkpoint of this `config` lacks.
 
     The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
@@ -150,8 +152,8 @@ def read_pretrained(kind: Any, path: str | os.PathLike[str], *, dtype: Any, **op
     if (Path(path) / "generation_config.json").is_file():
         with explained(path, "generation_config.json"):
             GenerationConfig.from_pretrained(path)
-    check_sizes(path)
-    had_bar = logging.is_progress_bar_enabled()
+    check_sizes(path, config)
+    shown = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
     try:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rlkit._util.files import weight_files
 from rlkit._util.ranks import is_first
-from rlkit.model.pretrained import load_config
 
 log = logging.getLogger("rlkit.model")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -54,7 +53,7 @@ def stored(path: str | Path) -> dict[str, Stored]:
     return headers
 
 
-def check_sizes(path: str | os.PathLike[str]) -> None:
+def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
     """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
     weights in 8-bit floats, which it would read without their scales."""
     tensors = stored(Path(path) if Path(path).is_dir() else str(path))
@@ -62,7 +61,7 @@ def check_sizes(path: str | os.PathLike[str]) -> None:
         fix = "load the bf16 or fp32 checkpoint instead"
         raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
     num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits
-    config = load_config(path).get_text_config()
+    config = config.get_text_config()
     sizes: dict[str, Any] = {
         name: getattr(config, name, None) for name in ("vocab_size", "num_hidden_layers", "hidden_size")
     }

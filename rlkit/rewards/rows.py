@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from rlkit.data.load import column_error, place_of
 from rlkit.rewards.call import ONE_TURN, needs_of
-from rlkit.rewards.failures import ALARM, is_ours, name_of
-from rlkit.rewards.source import alarm_in, names_of_kwargs
+from rlkit.rewards.failures import is_ours, name_of
+from rlkit.rewards.source import names_of_kwargs
 from rlkit.rewards.text import first_value, is_blank
 
-_log = logging.getLogger("rlkit.rewards")
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
@@ -25,11 +23,8 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
     adapted function (`rlkit.compat.rewards.adapted`) names must be there, and may be null; its gold answer may be "".
 
     Raises ValueError for the first row that lacks one, with its place (`rlkit.data.load.place_of`) and its columns, and
-    what the adapter's own check raises; TypeError for a function that asks for a column as a parameter. An alarm, which
-    raises an error in the thread that runs it, is logged as a warning.
+    what the adapter's own check raises; TypeError for a function that asks for a column as a parameter.
     """
-    if alarm := alarm_in(function):
-        _log.warning("%s uses %s: %s", name_of(function), alarm, ALARM)
     for rows in filter(len, parts):
         if check := getattr(function, "check_rows", None):
             check(rows)

@@ -5,21 +5,25 @@ A mistake in the function is then an error of the command line, and a function t
 
 from __future__ import annotations
 
+import _signal
 import inspect
 import json
 import math
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from functools import partial, wraps
+from itertools import count, pairwise
 from typing import Any
 
 from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, row_given
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, needs_of, run_reward_each
-from rlkit.rewards.failures import is_ours, name_of, unwrapped
+from rlkit.rewards.failures import ALARM, is_ours, name_of, unwrapped
 from rlkit.rewards.text import final_answer, first_value, gold_answer
+from rlkit.rollout.calling import is_async, report_once
 
 _SHOWN = 60  # characters of an answer
 _LONGEST = 1000  # characters of an answer that is tried in other forms
@@ -73,15 +77,15 @@ async def try_reward(
         return None
     index = next((i for i, row in enumerate(rows) if gold_answer(row) is not None), 0)
     row, seen, values = row_given(rows[index]), set[str](), set[float]()
-    gold, other = _text(gold_answer(row)) or None, _other(rows, index)
+    called, gold, other = _with_alarms_named(function), _text(gold_answer(row)) or None, _other(rows, index)
 
     async def call(batch: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
         batch = [text[:1] + text[1:] for text in batch]  # another object than the row's: `is` is no comparison
         samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in batch]
         missing = None if alone else math.nan
-        scored = await run_reward_each(function, samples, timeout_s=timeout_s, missing=missing, stop=stop)
-        values.update(map(_number, scored))
-        return scored
+        found = await run_reward_each(called, samples, timeout_s=timeout_s, missing=missing, stop=stop)
+        values.update(map(_number, found))
+        return found
 
     available = {"index", *_extra(row, "", one_turn=one_turn)}
     try:
@@ -111,6 +115,31 @@ async def try_reward(
         return trial
     same, reads = alone and not is_ours(function) and len(values) == 1, _reads_gold(function, seen)
     return replace(trial, note=_note(function, row, tried, reads)) if same or reads else trial
+
+
+def _with_alarms_named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function, whose first call logs alarms and handlers of `signal`, also where it catches their errors:
+    they work in the main thread only."""
+    if is_ours(function) or is_async(function):
+        return function
+    if isinstance(function, partial):
+        return partial(_with_alarms_named(function.func), *function.args, **function.keywords)
+    calls, name = count(), name_of(function)
+
+    def hook(_: Any, event: str, called: Any) -> None:
+        if event == "c_call" and called in (signal.alarm, signal.setitimer, _signal.signal):
+            report_once(name, f"uses signal.{called.__name__}", f": {ALARM}")
+
+    @wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        before = sys.getprofile()  # of this thread
+        sys.setprofile(before if next(calls) else hook)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.setprofile(before)
+
+    return named
 
 
 async def _random(function: Callable[..., Any], call: Callable[[], Any], tried: Sequence[tuple[str, str, Any]]) -> str:

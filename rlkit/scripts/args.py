@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -305,11 +305,12 @@ class Evaluation:
             refuse_if(kind is None, f"`eval_sampling` {text}: {pair} is not one of {allowed}")
         if None in options.values():
             return {}
-        refuse_if(options.get("samples", 1) < 1, f"`eval_sampling` {text}: samples must be at least 1")
-        alone = options.get("temperature") == 0 and options.get("samples", 1) > 1
-        refuse_if(alone, f"`eval_sampling` {text}: at temperature 0 all samples are the same: drop samples")
         try:
-            SamplingParams(**{key: value for key, value in options.items() if key != "samples"})
+            samples, _ = found.get("samples", 1), SamplingParams(**{k: x for k, x in found.items() if k != "samples"})
+            if samples < 1:
+                raise ValueError("samples must be at least 1")
+            if samples > 1 and found.get("temperature") == 0:
+                raise ValueError("at temperature 0 all samples are the same: drop samples")
         except ValueError as error:
             refuse_if(True, f"`eval_sampling` {text}: {error}")
         return options
@@ -448,10 +449,7 @@ class Episodes:
     def __post_init__(self) -> None:
         check(self)
         self._check_combine()
-        refuse_if(
-            len(self.envs()) < 2 and not is_default(self, "env_column"),
-            "`env_column` chooses among several: give `env` more than one",
-        )
+        check_column_flag(self, "env", self.envs())
 
     @property
     def one_turn(self) -> bool:
@@ -521,6 +519,13 @@ def places_of(flag: str, value: str | tuple[str, ...]) -> dict[str, str]:
         places[name] = place
     refuse_if(not places, f"`{flag}` is empty: give a value, or leave it out")
     return places
+
+
+def check_column_flag(settings: Any, flag: str, places: Mapping[str, str]) -> None:
+    """Refuse the column that chooses among the `places` of a flag where there are not several."""
+    column = f"{flag}_column"
+    wrong = len(places) < 2 and not is_default(settings, column)
+    refuse_if(wrong, f"`{column}` chooses among several: give `{flag}` more than one")
 
 
 def _parsed(text: str) -> tuple[str, float | None, str]:

@@ -17,12 +17,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit._util.ranks import is_first, on_all_ranks
-from rlkit.scripts.args import Correction, Data, Episodes, Evaluation, KlEstimator, Lora, Model, log, places_of
+from rlkit.scripts.args import (
+    Correction,
+    Data,
+    Episodes,
+    Evaluation,
+    KlEstimator,
+    Lora,
+    Model,
+    check_column_flag,
+    places_of,
+)
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import Place, load_tokenizer, open_place
 from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, make_task, with_engine
 from rlkit.scripts.trial import kl_estimator_of, trial_of, tried_function
 from rlkit.settings import (
+    OF_KL,
     OWN,
     CountOr0,
     Engines,
@@ -35,7 +46,6 @@ from rlkit.settings import (
     Schedule,
     Share,
     check,
-    is_default,
     named,
     refuse_if,
 )
@@ -73,16 +83,10 @@ class Loss:
     def __post_init__(self) -> None:
         check(self)
         served = next((url for url in self.teachers().values() if is_url(url)), "")
-        refuse_if(served and self.loss == "uld", f"`loss` uld needs all log-probs of {served}: load that model here")
-        refuse_if(
-            served and self.loss not in ("advantage", "uld") and not self.teacher_top_k,
-            f"`teacher` {served} gives its most likely tokens: add `teacher_top_k` 16, or use `loss` advantage",
-        )
-        several = len(self.teachers()) > 1
-        refuse_if(
-            not several and not is_default(self, "teacher_column"),
-            "`teacher_column` chooses among several: give `teacher` more than one",
-        )
+        what = f"`teacher` {served} gives its most likely tokens: add `teacher_top_k` 16, or use `loss` advantage"
+        what = f"`loss` uld needs all log-probs of {served}: load that model here" if self.loss == "uld" else what
+        refuse_if(served and self.loss != "advantage" and not self.teacher_top_k, what)
+        check_column_flag(self, "teacher", self.teachers())
 
     def teachers(self) -> dict[str, str]:
         """The place of each teacher by its name; that of a single one without a name is ""."""
@@ -104,7 +108,7 @@ class Args:
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
     kl: Flat[KlEstimator] = KlEstimator()
-    reference: str | None = None
+    reference: Annotated[str | None, OF_KL] = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()

@@ -198,8 +198,9 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _size(hint: Any) -> int:
-    """Words of a value of a plain type; 0: any number."""
-    origin, inner = get_origin(hint), get_args(hint)
+    """Words of a value of a type without alternatives; 0: any number."""
+    (plain,) = members_of(hint)
+    origin, inner = get_origin(plain), get_args(plain)
     if origin is tuple and inner[-1] is not ...:
         return len(inner)
     return 0 if origin in (tuple, dict, list, set, Mapping) else 1

@@ -22,6 +22,8 @@ from rlkit.scripts.start import open_place
 from rlkit.scripts.task import baseline_of, bring, load_models, make_task, with_engine
 from rlkit.scripts.trial import advantage_of, kl_estimator_of, own_loss
 from rlkit.settings import (
+    ASCENDING,
+    OF_KL,
     OWN,
     Below1,
     Engines,
@@ -71,7 +73,9 @@ class Loss:
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.
     length: sum over an answer's tokens, divided by --max-new-tokens (Dr. GRPO).
     None: episode for gspo, gmpo and sapo, else token"""
-    max_ratio: Annotated[float | None, _ABOVE_1] = None
+    max_ratio: Annotated[
+        float | None, _ABOVE_1, Needs("minibatches", "epochs", why="with one optimizer step every ratio is 1")
+    ] = None
     """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
     baseline: Annotated[
         Literal[
@@ -94,13 +98,11 @@ class Loss:
     advantage: Estimator | None = None
     """estimator per token: returns or reinforce_pp, as in "returns(gamma=0.99)", on the baseline's value as the last
     reward. Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`. None: the baseline's value on all tokens"""
-    success_range: tuple[Finite, Finite] | None = None
+    success_range: Annotated[tuple[Finite, Finite] | None, ASCENDING] = None
     """dynamic sampling: replace groups whose mean score is outside this range, e.g. 0.01 0.99; None: keep all"""
 
     def __post_init__(self) -> None:
         check(self)
-        low, high = self.success_range or (0, 0)
-        refuse_if(low > high, f"`success_range` is from low to high, got {low} {high}")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Args:
     correction: Flat[Correction] = field(default_factory=Correction)
     penalties: Flat[Penalties] = Penalties()
     kl: Flat[KlEstimator] = KlEstimator()
-    reference: str | None = None
+    reference: Annotated[str | None, OF_KL] = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()
@@ -129,10 +131,6 @@ class Args:
             self.rollouts.group_size < 2 and self.loss.baseline not in ("none", "role_average"),
             "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
             "`baseline` role_average, which compares with earlier steps)",
-        )
-        refuse_if(
-            self.loss.max_ratio and self.rollouts.minibatches * self.rollouts.epochs == 1,
-            "`max_ratio` skips nothing with one optimizer step on a batch, where every ratio is 1: use `minibatches`",
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
@@ -20,6 +20,7 @@ from rlkit.scripts.start import Place, check_rank, open_place
 from rlkit.scripts.task import bring, clipped_loss, load_models, make_task, with_engine
 from rlkit.scripts.trial import advantage_of, kl_estimator_of
 from rlkit.settings import (
+    OF_KL,
     Bins,
     CountOr0,
     Critic,
@@ -69,7 +70,7 @@ class Args:
     critic: str | None = None
     """folder or hub id that the critic starts from, e.g. a reward model; None: `model`"""
     values: Flat[Critic] = Critic()
-    reference: str | None = None
+    reference: Annotated[str | None, OF_KL] = None
     """reference model; None: the initial weights of `model` (with LoRA, and no second copy: `model`
     without its adapter, or with `adapter` as it was)"""
     lora: Flat[Lora] = Lora()

@@ -223,10 +223,11 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
     file, subject = read_adapter(path), f"the adapter {path} has"
     if lora.lora_rank != 0:
         fix = "drop the flag to train the adapter on, or give `lora_rank` 0 to merge it and train all weights"
-        for name, asked, stored in (("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha)):
-            refuse_if(asked not in (None, stored), f"`lora_{name}` {asked}: {subject} {name} {stored:g}: {fix}")
-        same = {*lora.lora_targets} in (set(), file.last_names)
-        refuse_if(not same, f"`lora_targets`: {subject} {', '.join(sorted(file.last_names))}: {fix}")
+        names, targets = ", ".join(sorted(file.last_names)), ", ".join(sorted({*lora.lora_targets})) or None
+        facts = ("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha), ("targets", targets, names)
+        for name, given, own in facts:
+            has = own if isinstance(own, str) else f"{own:g}"
+            refuse_if(given not in (None, own), f"`lora_{name}` {given}: {what} {name} {has}: {fix}")
         lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
         if file.dropout and not lora.lora_dropout:
             fix = f"--lora-rank {file.rank} --lora-dropout {file.dropout:g} keeps it in training on fixed data"

@@ -30,7 +30,8 @@ from rlkit.scripts.start import (
     warn_of_repeats,
 )
 from rlkit.scripts.trial import OfTokenizer, function_of, own_rewards, read_reward, try_env
-from rlkit.settings import Rollouts, is_default, refuse_if
+from rlkit.scripts.unusual import warn_of_clip
+from rlkit.settings import Rollouts, refuse_if
 
 if TYPE_CHECKING:
     from rlkit.loops.task import Task
@@ -127,31 +128,14 @@ def check_judged(episodes: Episodes) -> None:
 def check_rl(args: Sampled) -> tuple[Model, Lora]:
     """`check_flags`, also for what scripts that sample have alone."""
     model, lora = check_flags(args)
-    moves, has_reference = args.penalties.ref_sync_steps, needs_reference(args)
     if not hasattr(args.loss, "teacher"):
         check_judged(args.episodes)
-    refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
-    refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     fix = "the tokens that train are those that were sampled without it: drop it"
     refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
     args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args.loss, args.rollouts)
     warn_of_escapes(args.rollouts.stop)
     return model, lora
-
-
-def warn_of_clip(loss: grpo.Loss | ppo.Loss | distill.Loss, rollouts: Rollouts) -> None:
-    """Warn of clip distances that cannot act, with one optimizer step on a batch every ratio is 1, and of bounds."""
-    low, high = loss.clip_low, loss.clip_high
-    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
-        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
-        log.warning(said, low, high, 1 - low, 1 + high)
-    flags = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
-    if flags and rollouts.minibatches * rollouts.epochs == 1:
-        log.warning(
-            "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
-            "--epochs above 1", " and ".join(flags),
-        )  # fmt: skip
 
 
 def warn_of_escapes(stop: Sequence[str]) -> None:
@@ -215,13 +199,10 @@ def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, 
     assert episodes.agent is not None
     parse, is_function = read_calls(episodes), re.fullmatch(r"\S+\.py:\w+", episodes.agent)
     if is_function:
-        agent = function_of("agent", episodes.agent)
-        other_form = not takes(agent, "prompt", "base_url")
-        refuse_if(other_form, f"`agent` {episodes.agent}: it must be a function of (prompt, base_url)")
-        refuse_if(episodes.agent_memory is not None, "`agent_memory` is for commands: a function runs in this process")
+        agent = function_of("agent", how.agent)
+        wrong = not takes(agent, "prompt", "base_url")
+        refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
     else:
-        elsewhere = sys.platform != "linux" and episodes.agent_memory is not None
-        refuse_if(elsewhere, "`agent_memory` is measured on Linux only: drop it")
         try:
             check_command(episodes.agent, *parts)
         except ValueError as error:
@@ -230,6 +211,9 @@ def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, 
             episodes.agent, logs=logs, timeout_s=episodes.agent_timeout, memory_gib=episodes.agent_memory,
             needs_reward=not episodes.reward,
         )  # fmt: skip
+    why = "a function runs in this process" if is_function else "it is measured on Linux only"
+    measured = sys.platform == "linux" and not is_function
+    refuse_if(how.agent_memory is not None and not measured, f"`agent_memory` is for commands on Linux: {why}")
     refuse_if(data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
     try:
         check_address(episodes.agent_address)

@@ -139,13 +139,11 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
         lacks = lacking(args.rollouts, args.penalties, critic=values, scored=values, estimator=True)
         try_advantage(function, values=values, lacks=lacks, weighs=args.correction.correction != "none")
 
-    spec = text if of_user else f"rlkit.loops.estimators:{text}"
-    function = tried_function("advantage", spec, trial if of_user or "(" in text else callable)
-    refuse_if(
-        name in OF_VALUES and not values,
-        f"`advantage` {name} needs a critic's values: use rlkit ppo --advantage {name}",
-    )
-    refuse_if(name in OF_RETURNS and values, f"`advantage` {name} uses no critic: use rlkit grpo --advantage {name}")
+    given = text if own else f"rlkit.loops.estimators:{text}"
+    function = tried_function("advantage", given, trial if own or "(" in text else callable)
+    why, script = ("uses no critic", "grpo") if values else ("needs a critic's values", "ppo")
+    wrong = name in (OF_RETURNS if values else OF_VALUES)
+    refuse_if(wrong, f"`advantage` {name} {why}: use rlkit {script} --advantage {name}")
     if critic is None:
         return tried(function) if of_user else function
     bound, parameters = getattr(function, "keywords", {}), inspect.signature(function).parameters
@@ -165,7 +163,6 @@ def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss
     name = kl.kl_estimator
     if name is None:
         return None
-    refuse_if(not penalties.has_kl, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`")
     from rlkit import losses
     from rlkit.loops.coefficients import kl_term
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from math import inf, log
 from typing import Any, NamedTuple
 
+from rlkit.settings import Rollouts, is_default
+
 _log = logging.getLogger("rlkit.scripts")
 
 
@@ -39,6 +41,21 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
     """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
     values = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
     for flag, where, says in UNUSUAL:
-        x = values.get(flag)
-        if x is not None and where(x, values):
-            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **values))
+        x = given.get(flag)
+        if x is not None and where(x, given):
+            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **given))
+
+
+def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:
+    """Log clip distances that are bounds of the ratio, and those that cannot act: with one optimizer step on a batch
+    every ratio is 1."""
+    low, high = loss.clip_low, loss.clip_high
+    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
+        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
+        _log.warning(said, low, high, 1 - low, 1 + high)
+    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
+    if given and rollouts.minibatches * rollouts.epochs == 1:
+        _log.warning(
+            "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
+            "--epochs above 1", " and ".join(given),
+        )  # fmt: skip

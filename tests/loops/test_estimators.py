@@ -187,7 +187,7 @@ def test_the_settings_name_the_place_and_the_keyword_the_estimator(kl_in, estima
     [
         ({"kl_coef": 0.1}, k1, "`kl_estimator` k1 in the loss has gradient 0 on average"),
         ({"kl_coef": 0.1, "kl_in": "reward"}, unbiased_kl, "`kl_estimator` unbiased is for `kl_in` loss"),
-        ({"kl_in": "reward"}, None, "`kl_in` requires `kl_coef` above 0, or `kl_limit`"),
+        ({"kl_in": "reward"}, None, "`kl_in` requires `kl_coef` above 0 or `kl_limit`"),
         ({}, k2, "`kl_estimator` requires `kl_coef` above 0, or `kl_limit`"),
     ],
 )

@@ -19,7 +19,7 @@ from rlkit.model.heads import load_value_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.scripts.grpo import Loss
-from rlkit.scripts.task import warn_of_clip
+from rlkit.scripts.unusual import warn_of_clip
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 
 PROMPTS = [Prompt([20 + i, 60], {}, i) for i in range(4)]

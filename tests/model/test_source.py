@@ -260,7 +260,7 @@ def neox(folder, change=lambda weights: weights, file="model.safetensors"):
 
 
 def read(folder):
-    return read_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.float32)[0]
+    return read_pretrained(hf.AutoModelForCausalLM, folder, load_config(folder), dtype=torch.float32)[0]
 
 
 def test_a_head_that_files_call_otherwise_is_no_tied_one(tmp_path, caplog):

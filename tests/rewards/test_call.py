@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from rlkit.compat.rewards import adapted
+from rlkit.data.load import Rows
 from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each, timeouts
 from rlkit.rewards.call import check_signature
 from rlkit.rewards.load import load_function
-from rlkit.rewards.rows import check_rows
+from rlkit.rewards.trial import try_reward
+from rlkit.run.sync import run_sync
 
 
 def samples(*texts, **extra):
@@ -295,11 +297,11 @@ def reward(completion, row):
     return score(completion)""": "signal.alarm",
     """
 def reward(completions, answer, **kwargs):
-    return [float(verify(parse(a), parse(c))) for a, c in zip(answer, completions)]""": "math_verify with a timeout",
+    return [float(verify(parse(a), parse(c))) for a, c in zip(answer, completions)]""": "signal.signal",
     """
 def reward(completion, row):
     from math_verify import parse
-    return len(parse(completion))""": "math_verify with a timeout",
+    return len(parse(completion))""": "signal.signal",
     """
 def reward(completion, row):
     return len(parse(completion, parsing_timeout=None))""": "",
@@ -324,11 +326,16 @@ def test_an_alarm_is_named_before_the_run(source, tmp_path, caplog):
     imports = (
         "import multiprocessing, signal\nfrom contextlib import contextmanager\nfrom math_verify import parse, verify"
     )
-    (tmp_path / "alarming.py").write_text(f"{imports}{source}\n")
-    check_rows(adapted(load_function(f"{tmp_path}/alarming.py:reward")), [{"prompt": "q", "answer": "1", "signal": ""}])
+    path = tmp_path / f"alarming_{list(ALARMED).index(source)}.py"
+    path.write_text(f"{imports}{source}\n")
+    rows = Rows([{"prompt": "q", "answer": "1", "signal": ""}], source="rows.jsonl", places=(1,))
+    try:
+        run_sync(try_reward(adapted(load_function(f"{path}:reward")), rows, timeout_s=5))
+    finally:
+        signal.alarm(0)
     said = [record.getMessage() for record in caplog.records if "main thread" in record.getMessage()]
     assert len(said) == bool(ALARMED[source])
-    assert not said or (f"alarming.py:reward uses {ALARMED[source]}" in said[0] and "--reward-timeout" in said[0])
+    assert not said or (f"{path.name}:reward uses {ALARMED[source]}" in said[0] and "--reward-timeout" in said[0])
 
 
 async def test_a_timeout_of_math_verify_is_explained():

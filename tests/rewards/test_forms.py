@@ -355,10 +355,6 @@ def test_a_function_that_reads_messages_is_not_refused_nor_warned_of(source, tmp
 
 OPENRLHF = "def f(queries, prompts, labels):\n    return [float(len(q.split({})[-1])) for q in queries]"
 WARNED = {  # row, source, what is said of it
-    "an item of a prompt": (
-        TEXT, "def f(prompts, completions, **kw):\n    return [float(len(p[-1])) for p in prompts]",
-        "reward.py:f, line 11, reads one character of a completion or prompt: as in TRL",
-    ),
     "a column that is popped": (
         TEXT, "def f(completions, **kwargs):\n    return [float(len(g)) for g in kwargs.pop('target', ['', ''])]",
         "reward.py:f reads 'target', of which rows.jsonl has no column",
@@ -372,8 +368,6 @@ WARNED = {  # row, source, what is said of it
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return float(data_source == 'mine')",
         "reward.py:f reads data_source, which is None: the data has no such column",
     ),
-    "an item": (TEXT, each("c[-1]"), "reward.py:f, line 11, reads one character of a completion or prompt: as in TRL"),
-    "the first": (TEXT, each("c[0] == '<'"), "reward.py:f, line 11, reads one character of a completion or prompt"),
     "no such column": (
         TEXT,
         "def f(completions, **kwargs):\n    gold = kwargs.get('target', [''] * 2)\n    return [float(g in c) for c, g in zip(completions, gold)]",
@@ -393,6 +387,30 @@ WARNED = {  # row, source, what is said of it
     ),
     "a header of the file": (TEXT, "HEAD = 'ASSISTANT:'\n" + OPENRLHF.format("HEAD"), "looks for 'ASSISTANT:'"),
 }  # fmt: skip
+
+
+ITEMS = [
+    "def f(prompts, completions, **kw):\n    return [float(len(p[-1])) for p in prompts]",
+    each("c[-1]"),
+    each("c[0] == '<'"),
+    each("c and c[-1]"),
+]
+
+
+@pytest.mark.parametrize("source", ITEMS)
+def test_a_character_that_is_read_for_a_message_is_named_when_it_is_tried(source, tmp_path, caplog):
+    function = adapted(load_function(of(source, tmp_path)))
+    trial = run_sync(try_reward(function, [TEXT], timeout_s=60))
+    said = [*caplog.messages, *(f"{error.cause}: {error.fix}" for _, error in trial.failures)]
+    assert any(
+        "line 11" in line and "reads one character of a completion or prompt: as in TRL" in line for line in said
+    )
+
+
+@pytest.mark.parametrize("expression", ["[c[i] for i in range(len(c))]", "c[:1]", "[*c]", "c.startswith('<')"])
+def test_texts_that_are_read_as_texts_are_not_spoken_of(expression, tmp_path, caplog):
+    run_sync(try_reward(adapted(load_function(of(each(expression), tmp_path))), [TEXT], timeout_s=60))
+    assert "one character" not in caplog.text
 
 
 @pytest.mark.parametrize("name", WARNED)

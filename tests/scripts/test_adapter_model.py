@@ -152,7 +152,10 @@ def test_an_engine_of_its_own_gets_the_adapter(command, task, tmp_path):
     [
         ("--model adapter --lora-rank 8", "--lora-rank 8: the adapter adapter has rank 3: drop the flag to train"),
         ("--model adapter --lora-rank 3 --lora-alpha 9", "--lora-alpha 9.0: the adapter adapter has alpha 5: drop"),
-        ("--model adapter --lora-rank 3 --lora-targets q_proj", "--lora-targets: the adapter adapter has v_proj: drop"),
+        (
+            "--model adapter --lora-rank 3 --lora-targets q_proj",
+            "--lora-targets q_proj: the adapter adapter has targets v",
+        ),
         ("--model adapter --adapter adapter2", "--model adapter is an adapter too: give one, or its base model"),
         ("--model model --adapter model", "the adapter 'model' is not a folder with adapter_config.json"),
         ("--model lost", "the adapter 'lost' is of the base model '/gone', which is not there: give it: --model BASE"),

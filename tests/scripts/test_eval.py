@@ -138,7 +138,7 @@ FIXED = ("--data", "turns.jsonl")
         ("sft", (*FIXED, "--eval-data", "turns.jsonl", "--eval-sampling", "samples:2"), "--eval-sampling requires"),
         ("sft", (*FIXED, "--eval-data", "turns.jsonl", "--eval-reward", "x=reward.py:score"), "--eval-reward x=...:"),
         ("eval", ("--eval-data", "a.jsonl"), "give --reward, --env or --agent"),
-        ("eval", ("--eval-data", "a.jsonl", *REWARDED, "--output", "model"), "--output model is there already"),
+        ("eval", ("--eval-data", "a.jsonl", *REWARDED, "--output", "model"), "--output must be a new folder"),
         ("eval", ("--eval-data", "a.jsonl", *REWARDED, "--rename", "x", "y"), "--rename x: --eval-data does not have"),
         ("eval", ("--eval-data", "x=a.jsonl", *REWARDED, "--max-prompt-tokens", "2"), "a.jsonl: all 6 prompts are"),
     ],

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -34,7 +34,7 @@ from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
 from rlkit.scripts.trial import advantage_of
 from rlkit.scripts.unusual import warn_of_unusual
-from rlkit.settings import Critic, Engines, Penalties, Rollouts, ranges
+from rlkit.settings import Critic, Engines, Penalties, Rollouts, check, collected
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
@@ -73,9 +73,15 @@ def test_every_number_of_every_script_has_a_range_and_refuses_what_is_outside(sc
         for name, number in numbers_of(kind):
             if name in without:
                 continue
-            assert name in ranges(kind), f"{kind.__name__}.{name} has no range"
             bad = math.nan if number is float else -1
-            assert not ranges(kind)[name].allows(bad)
+            for value in (bad, (bad,), (bad, bad)):
+                settings = object.__new__(kind)
+                vars(settings).update({f.name: getattr(kind, f.name, None) for f in fields(kind)} | {name: value})
+                with collected() as messages:
+                    check(settings)
+                assert any(x.startswith(f"`{name}` must be ") for x in messages), (
+                    f"{kind.__name__}.{name} takes {value}"
+                )
 
 
 def args_of(kind=grpo.Args, **changes):
@@ -107,12 +113,12 @@ def refused(kind, **changes):
         ({"temperature": 0.0}, "--temperature must be above 0, got 0.0"),
         ({"top_p": 1.5}, "--top-p must be above 0 and at most 1, got 1.5"),
         ({"success_range": (0.1, math.nan)}, "--success-range must be a finite number, got nan"),
-        ({"success_range": (0.9, 0.1)}, "--success-range is from low to high, got 0.9 0.1"),
+        ({"success_range": (0.9, 0.1)}, "--success-range must be from low to high, got 0.9 0.1"),
         ({"seed": 10**30}, "--seed must be from 0 to 2**63 - 1"),
         ({"output": Path()}, "--output must be a folder other than the current one, got ."),
         ({"eval_data": ""}, "--eval-data is empty: give a value, or leave it out"),
         ({"stop": ("",)}, "--stop is empty"),
-        ({"rename": {"prompt": ""}}, "--rename is empty"),
+        ({"rename": {"prompt": ""}}, "--rename prompt is empty"),
         ({"template_args": "[1]"}, "--template-args must be a JSON object"),
         (
             {"engine_cpus": (0, 10**6)},
@@ -127,11 +133,11 @@ def refused(kind, **changes):
         ({"minibatches": 9}, "--minibatches 9 is more than the 8 groups of --prompts-per-step"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
         ({"keep_best": "reward/mean"}, "--keep-best must be a metric of held-out data, as eval/greedy, got rew"),
-        ({"profile_steps": (3, 2)}, "--profile-steps is the first and the last step, got 3 2"),
+        ({"profile_steps": (3, 2)}, "--profile-steps must be from low to high, got 3 2"),
         ({"profile_steps": (3, 201)}, "--profile-steps 3 201 are not all of the 200 --steps"),
         ({"optimizer": "lion"}, "--optimizer must be one of adamw, muon or FILE.py:FUNCTION, got lion"),
         ({"ref_sync_steps": 3}, "--ref-sync-steps requires --kl-coef above 0"),
-        ({"reference": "x"}, "--reference requires --kl-coef, --kl-limit or --eval-kl"),
+        ({"reference": "x"}, "--reference requires --kl-coef above 0, --kl-limit or --eval-kl"),
     ],
 )
 def test_an_error_names_its_flag(flags, message):
@@ -175,7 +181,7 @@ def test_meaningful_values_are_accepted():
     none = {"lr": 0.0, "steps": 0, "eval_steps": 0, "save_steps": 0, "system_prompt": "", "entropy_coef": -0.1}
     check_rl(args_of(ppo.Args, **free, **none, tis_max_weight=math.inf))
     assert refused(ppo.Args, gamma=1.5) == "--gamma must be from 0 to 1, got 1.5"
-    assert refused(ppo.Args, value_range=(1.0, 0.0)) == "--value-range is from low to high, got 1.0 0.0"
+    assert refused(ppo.Args, value_range=(1.0, 0.0)) == "--value-range must be from low to high, got 1.0 0.0"
     how = {"tools": ("a:b",), "tool_calls": "json", "max_turns": 3, "max_sampled_tokens": 9}
     args = args_of(eval_data="x", reference="y", kl_coef=0.1, minibatches=8, success_range=(0.1, 0.9))
     rollouts = replace(args.rollouts, max_dropped=3, staleness=0.5, drop_off_policy=True)
@@ -709,7 +715,11 @@ def test_a_reward_has_arguments_and_a_weight():
             "--kl-estimator k1 in the loss has gradient 0 on average: use k2",
         ),
         (ppo, {"kl_estimator": "unbiased", "kl_coef": 0.1}, "--kl-estimator unbiased is for --kl-in loss, not reward"),
-        (grpo, {"max_ratio": 20.0}, "--max-ratio skips nothing with one optimizer step on a batch"),
+        (
+            grpo,
+            {"max_ratio": 20.0},
+            "--max-ratio requires --minibatches above 1 or --epochs above 1: with one optimizer step",
+        ),
         (grpo, {"group_size": 1}, "--group-size must be at least 2"),
         (
             ppo,

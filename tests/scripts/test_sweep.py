@@ -143,9 +143,9 @@ def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
         ([*SPACE, "--metric", "scores"], [], "/metrics.jsonl has it; perhaps score"),
         ([*SPACE, "--metric", "loss"], [], "/metrics.jsonl has it; it has score, x"),
         ([*SPACE], ["--x", "3"], "--x of the command is searched by the sweep: drop it there"),
-        (["--log-range", "x", "3", "1"], [], "--log-range x: lowest first and above 0, got 3 1"),
-        (["--log-range", "x", "0", "1"], [], "--log-range x: lowest first and above 0, got 0 1"),
-        (["--range", "x", "3", "1"], [], "--range x: lowest first, got 3 1"),
+        (["--log-range", "x", "3", "1"], [], "--log-range x must be from low to high and above 0, got 3.0 1.0"),
+        (["--log-range", "x", "0", "1"], [], "--log-range x must be from low to high and above 0, got 0.0 1.0"),
+        (["--range", "x", "3", "1"], [], "--range x must be from low to high, got 3.0 1.0"),
         (["--range", "x", "0", "1", "--sampler", "grid"], [], "--sampler grid has no values of x: give values, as in"),
     ]:
         with pytest.raises((SystemExit, RuntimeError)) as ended:

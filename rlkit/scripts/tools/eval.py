@@ -35,11 +35,12 @@ from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets
 from rlkit.scripts.tools.chat import kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
-from rlkit.settings import Count, CountOr0, Engines, Positive, Rollouts, Schedule, Seed, Share, check, refuse_if
+from rlkit.settings import Count, CountOr0, Engines, Positive, Range, Rollouts, Schedule, Seed, Share, check, refuse_if
 
 if TYPE_CHECKING:
     from rlkit.loops.evaluate import EvalSet
 
+_NEW = Range("a new folder", lambda path: not Path(path).exists())
 _KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
 
 
@@ -78,12 +79,11 @@ class Args:
     device: str | None = None
     """cpu, cuda or mps (untested). None: cuda if there is a GPU, else cpu"""
     engine: Flat[Engines] = Engines()
-    output: Path | None = None
+    output: Annotated[Path | None, _NEW] = None
     """folder for metrics.json and answers.jsonl; None: print only"""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(self.output and self.output.exists(), f"`output` {self.output} is there already: give a new folder")
         refuse_if(self.episodes.eval_kl, "`eval_kl` compares a run with its reference: drop it")
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -40,13 +40,14 @@ from rlkit.run.folder import read_metrics
 from rlkit.run.signals import resume_command
 from rlkit.scripts.cli import fail, parsed, run, with_config
 from rlkit.scripts.flags import list_flags, wrong_words
-from rlkit.settings import Count, Seed, check, refuse_if
+from rlkit.settings import ASCENDING, Count, Range, Seed, check, refuse_if
 
 DEFAULTS = {  # the metric of each script, and whether less is better
     "grpo": ("eval/sampled", False), "ppo": ("eval/sampled", False), "dpo": ("eval/accuracy", False),
     "kto": ("eval/accuracy", False), "reward_model": ("eval/accuracy", False), "sft": ("eval/loss", True),
 }  # fmt: skip
 
+_ABOVE_0 = Range("from low to high and above 0", lambda x: 0 < x[0] <= x[1])
 _SHOWN = 10  # trials of the table
 _FEWEST = 4  # trials whose importances mean something
 
@@ -66,9 +67,9 @@ class Args:
     reward_model), or eval/loss, minimized (sft)"""
     minimize: bool = False
     """minimize the metric instead"""
-    range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    range: dict[str, Annotated[tuple[float, float], ASCENDING]] = field(default_factory=dict, hash=False)
     """flags and their lowest and highest value: `--range clip-high 0.2 0.4 temperature 0.7 1.2`"""
-    log_range: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    log_range: dict[str, Annotated[tuple[float, float], _ABOVE_0]] = field(default_factory=dict, hash=False)
     """the same on a logarithmic scale: `--log-range lr 1e-6 1e-4`"""
     choice: dict[str, str] = field(default_factory=dict, hash=False)
     """flags and the values to choose from: `--choice group-size 4,8,16`"""
@@ -85,13 +86,8 @@ class Args:
         for name in self.choice:
             fix = "several values are separated by commas, as in group-size 4,8"
             refuse_if(not name[:1].isalpha(), f"`choice` {name} is no flag: {fix}")
-        for name, (low, high) in self.range.items():
-            refuse_if(low > high, f"`range` {name}: lowest first, got {low:g} {high:g}")
-        for name, (low, high) in self.log_range.items():
-            refuse_if(not 0 < low <= high, f"`log_range` {name}: lowest first and above 0, got {low:g} {high:g}")
-        fix = "give values, as in --choice lr 1e-6,1e-5"
-        ranges = [*self.range, *self.log_range]
-        refuse_if(self.sampler == "grid" and ranges, f"`sampler` grid has no values of {', '.join(ranges)}: {fix}")
+        ranges, fix = ", ".join([*self.range, *self.log_range]), "give values, as in --choice lr 1e-6,1e-5"
+        refuse_if(self.sampler == "grid" and ranges, f"`sampler` grid has no values of {ranges}: {fix}")
         refuse_if(self.sampler == "gp" and not find_spec("scipy"), "`sampler` gp needs scipy: pip install scipy")
 
 
