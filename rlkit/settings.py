@@ -84,7 +84,7 @@ class Relation(NamedTuple):
             for name in (name for name in off if off[name] is not None):
                 terms = terms.replace(f"`{name}`", f"`{name}` above {off[name]}")
             absent = "" if others else ", which this command does not have"
-            is_set = any((given[x] and given[x] != off[x]) or getattr(others[x], self.by, False) for x in others)
+            is_set = any((values[x] and values[x] != off[x]) or getattr(others[x], self.by, False) for x in others)
             return "" if is_set else f"requires {terms}{absent}{why}"
         if self.kind == "for":
             value = next(iter(values.values()), None)
@@ -122,7 +122,7 @@ def relations(kind: type) -> tuple[tuple[str, Relation], ...]:
 
 def _off(kind: type, name: str) -> int | None:
     """The value, 0 or 1, of a number that has an effect above it only: the lowest that the field allows."""
-    right = [x for x in (-0.5, 0, 0.5, 1) if not any(_wrong(_hints(kind)[name], x))]
+    right = [x for x in (-0.5, 0, 0.5, 1) if not any(_faults(_hints(kind)[name], x))]
     return next((x for x in (0, 1) if x in right and x - 0.5 not in right), None)
 
 
@@ -200,27 +200,27 @@ def check(settings: Any, *, may_be_empty: tuple[str, ...] = ()) -> None:
     """
     for f in fields(settings):
         if (value := getattr(settings, f.name)) is not f.default:
-            found = _wrong(_hints(settings.__class__)[f.name], value, may_be_empty=f.name in may_be_empty)
-            refuse_if(wrong := next(found, ""), f"`{f.name}` {wrong}")
+            faults = _faults(_hints(settings.__class__)[f.name], value, may_be_empty=f.name in may_be_empty)
+            refuse_if(fault := next(faults, ""), f"`{f.name}` {fault}")
     check_relations(settings, every=False)
 
 
-def _wrong(hint: Any, x: Any, *, may_be_empty: bool = False) -> Iterator[str]:
+def _faults(hint: Any, x: Any, *, may_be_empty: bool = False) -> Iterator[str]:
     """What is wrong with a value, or with those in it: another type, an empty string, a value out of range."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if not _allows(hint, x):
         yield f"must be {_meaning(hint)}, got {x!r}"
     elif kind in (Union, UnionType):
-        yield from _wrong(next(one for one in inner if _allows(one, x)), x, may_be_empty=may_be_empty)
+        yield from _faults(next(one for one in inner if _allows(one, x)), x, may_be_empty=may_be_empty)
     elif kind is Annotated:
-        yield from _wrong(inner[0], x, may_be_empty=may_be_empty)
+        yield from _faults(inner[0], x, may_be_empty=may_be_empty)
         if outside := [r for r in hint.__metadata__ if isinstance(r, Range) and x is not None and not r.allows(x)]:
             yield f"must be {outside[0].meaning}, got {' '.join(map(str, x)) if isinstance(x, tuple) else x}"
     elif kind is tuple and inner:
         for one, item in zip(inner[:1] * len(x) if inner[-1] is ... else inner, x, strict=True):
-            yield from _wrong(one, item, may_be_empty=may_be_empty)
+            yield from _faults(one, item, may_be_empty=may_be_empty)
     elif kind is dict and inner:
-        yield from (f"{key} {wrong}" for key in x for wrong in _wrong(inner[1], x[key], may_be_empty=may_be_empty))
+        yield from (f"{key} {fault}" for key in x for fault in _faults(inner[1], x[key], may_be_empty=may_be_empty))
     elif x == "" and not may_be_empty:
         yield "is empty: give a value, or leave it out"
 
@@ -240,7 +240,7 @@ def check_relations(*settings: Any, every: bool = True) -> None:
             others = {x: holders[x] for x in relation.names if x in holders}
             acts = not is_default(part, name) and (not relation.of or value in relation.of)
             if acts and (every or len(others) == len(relation.names)):
-                refuse_if(wrong := relation.refusal(others), f"`{name}`{f' {value}' * bool(relation.of)} {wrong}")
+                refuse_if(fault := relation.refusal(others), f"`{name}`{f' {value}' * bool(relation.of)} {fault}")
 
 
 def is_default(settings: Any, name: str) -> bool:

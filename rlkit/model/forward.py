@@ -153,7 +153,7 @@ def read_pretrained(
         with explained(path, "generation_config.json"):
             GenerationConfig.from_pretrained(path)
     check_sizes(path, config)
-    shown = logging.is_progress_bar_enabled()
+    had_bar = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
     try:

@@ -175,8 +175,8 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     num, value_range = head_of(config, bins)
     with _no_report():
         model, missing = read_pretrained(kind, path, config, dtype=torch.float32, num_labels=num)
-    if found is not None:
-        model.config.value_range = found
+    if value_range is not None:
+        model.config.value_range = value_range
     _check_head(model)
     if others := sorted(name for name in missing if not name.startswith(_HEAD)):
         raise ValueError(f"model {str(path)!r} has no weights for {', '.join(others[:5])}: is it another model's?")

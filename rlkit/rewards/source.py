@@ -53,7 +53,7 @@ def names_of_kwargs(function: Callable[..., Any]) -> set[str]:
     if code is None:
         return set()
     tree = _tree(function)
-    own = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
+    names = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}
     arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names = {name for name in names - stored if arguments.count(name) == 1}

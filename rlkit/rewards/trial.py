@@ -83,9 +83,9 @@ async def try_reward(
         batch = [text[:1] + text[1:] for text in batch]  # another object than the row's: `is` is no comparison
         samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in batch]
         missing = None if alone else math.nan
-        found = await run_reward_each(called, samples, timeout_s=timeout_s, missing=missing, stop=stop)
-        values.update(map(_number, found))
-        return found
+        scored = await run_reward_each(called, samples, timeout_s=timeout_s, missing=missing, stop=stop)
+        values.update(map(_number, scored))
+        return scored
 
     available = {"index", *_extra(row, "", one_turn=one_turn)}
     try:

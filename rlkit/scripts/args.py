@@ -306,10 +306,11 @@ class Evaluation:
         if None in options.values():
             return {}
         try:
-            samples, _ = found.get("samples", 1), SamplingParams(**{k: x for k, x in found.items() if k != "samples"})
+            samples = options.get("samples", 1)
+            SamplingParams(**{k: x for k, x in options.items() if k != "samples"})
             if samples < 1:
                 raise ValueError("samples must be at least 1")
-            if samples > 1 and found.get("temperature") == 0:
+            if samples > 1 and options.get("temperature") == 0:
                 raise ValueError("at temperature 0 all samples are the same: drop samples")
         except ValueError as error:
             refuse_if(True, f"`eval_sampling` {text}: {error}")

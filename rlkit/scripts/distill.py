@@ -26,6 +26,7 @@ from rlkit.scripts.args import (
     Lora,
     Model,
     check_column_flag,
+    log,
     places_of,
 )
 from rlkit.scripts.cli import Flat, run

@@ -62,11 +62,11 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
 
 def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:
     """Refuse what would not show the prompts' images, and warn of what would show old features of them."""
-    wrong, own = how.serves and config.model_type == "gemma3", ":" in how.engine
-    what = f"servers write other tokens around the images of {config.model_type}: use local"
-    what = f"the prompts show images, which only local, {' and '.join(SERVERS)} are given" if own else what
-    refuse_if(wrong or own, f"`engine` {how.engine}: {what}")
-    if train_vision and how.engine_urls and (env := server_kind(how).api().vision_env):
+    moves, of_user = engines.serves and config.model_type == "gemma3", ":" in engines.engine
+    why = f"servers write other tokens around the images of {config.model_type}: use local"
+    why = f"the prompts show images, which only local, {' and '.join(SERVERS)} are given" if of_user else why
+    refuse_if(moves or of_user, f"`engine` {engines.engine}: {why}")
+    if train_vision and engines.engine_urls and (env := server_kind(engines).api().vision_env):
         said = " ".join(f"{name}={value}" for name, value in env.items())
         log.warning("start the servers of `engine_urls` with %s: they keep features of images", said)
 
@@ -90,9 +90,9 @@ def _sync_kind(engines: Engines, device: str | None) -> str:
                 return "group" if engines.weight_sync_folder is None else "disk"
         except ValueError as error:
             raise ValueError(f"`engine_urls` {error}") from None
-    if how.weight_sync != "auto":
-        return how.weight_sync
-    return "ipc" if not SERVERS[how.engine].one_gpu_ipc or _one_gpu(how, device) else "disk"
+    if engines.weight_sync != "auto":
+        return engines.weight_sync
+    return "ipc" if not SERVERS[engines.engine].one_gpu_ipc or _one_gpu(engines, device) else "disk"
 
 
 def _one_gpu(engines: Engines, device: str | None) -> bool:

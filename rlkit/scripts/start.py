@@ -225,9 +225,9 @@ def with_adapter(model: Model, lora: Lora) -> tuple[Model, Lora]:
         fix = "drop the flag to train the adapter on, or give `lora_rank` 0 to merge it and train all weights"
         names, targets = ", ".join(sorted(file.last_names)), ", ".join(sorted({*lora.lora_targets})) or None
         facts = ("rank", lora.lora_rank, file.rank), ("alpha", lora.lora_alpha, file.alpha), ("targets", targets, names)
-        for name, given, own in facts:
-            has = own if isinstance(own, str) else f"{own:g}"
-            refuse_if(given not in (None, own), f"`lora_{name}` {given}: {what} {name} {has}: {fix}")
+        for name, flag, value in facts:
+            has = value if isinstance(value, str) else f"{value:g}"
+            refuse_if(flag not in (None, value), f"`lora_{name}` {flag}: {subject} {name} {has}: {fix}")
         lora = replace(lora, lora_rank=file.rank, lora_alpha=file.alpha)
         if file.dropout and not lora.lora_dropout:
             fix = f"--lora-rank {file.rank} --lora-dropout {file.dropout:g} keeps it in training on fixed data"

@@ -199,9 +199,9 @@ def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, 
     assert episodes.agent is not None
     parse, is_function = read_calls(episodes), re.fullmatch(r"\S+\.py:\w+", episodes.agent)
     if is_function:
-        agent = function_of("agent", how.agent)
-        wrong = not takes(agent, "prompt", "base_url")
-        refuse_if(wrong, f"`agent` {how.agent}: it must be a function of (prompt, base_url)")
+        agent = function_of("agent", episodes.agent)
+        callable_so = takes(agent, "prompt", "base_url")
+        refuse_if(not callable_so, f"`agent` {episodes.agent}: it must be a function of (prompt, base_url)")
     else:
         try:
             check_command(episodes.agent, *parts)
@@ -213,7 +213,7 @@ def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, 
         )  # fmt: skip
     why = "a function runs in this process" if is_function else "it is measured on Linux only"
     measured = sys.platform == "linux" and not is_function
-    refuse_if(how.agent_memory is not None and not measured, f"`agent_memory` is for commands on Linux: {why}")
+    refuse_if(episodes.agent_memory is not None and not measured, f"`agent_memory` is for commands on Linux: {why}")
     refuse_if(data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
     try:
         check_address(episodes.agent_address)

@@ -139,8 +139,8 @@ def advantage_of(text: str | None, args: grpo.Args | ppo.Args, *, critic: Critic
         lacks = lacking(args.rollouts, args.penalties, critic=values, scored=values, estimator=True)
         try_advantage(function, values=values, lacks=lacks, weighs=args.correction.correction != "none")
 
-    given = text if own else f"rlkit.loops.estimators:{text}"
-    function = tried_function("advantage", given, trial if own or "(" in text else callable)
+    source = text if of_user else f"rlkit.loops.estimators:{text}"
+    function = tried_function("advantage", source, trial if of_user or "(" in text else callable)
     why, script = ("uses no critic", "grpo") if values else ("needs a critic's values", "ppo")
     wrong = name in (OF_RETURNS if values else OF_VALUES)
     refuse_if(wrong, f"`advantage` {name} {why}: use rlkit {script} --advantage {name}")

@@ -41,9 +41,9 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
     """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
     values = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
     for flag, where, says in UNUSUAL:
-        x = given.get(flag)
-        if x is not None and where(x, given):
-            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **given))
+        x = values.get(flag)
+        if x is not None and where(x, values):
+            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **values))
 
 
 def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:
@@ -53,9 +53,9 @@ def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:
     if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
         said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
         _log.warning(said, low, high, 1 - low, 1 + high)
-    given = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
-    if given and rollouts.minibatches * rollouts.epochs == 1:
+    flags = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
+    if flags and rollouts.minibatches * rollouts.epochs == 1:
         _log.warning(
             "%s: nothing is clipped with one optimizer step on a batch, where every ratio is 1; use --minibatches or "
-            "--epochs above 1", " and ".join(given),
+            "--epochs above 1", " and ".join(flags),
         )  # fmt: skip
