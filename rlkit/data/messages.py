@@ -192,22 +192,22 @@ def parameters_of(tools: Sequence[Any], name: str) -> Mapping[str, Any]:
 
 def _properties_of(tools: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     """The schemas of a tool's arguments by their names; empty where there are none."""
-    found = parameters_of(tools, name or "").get("properties")
-    return found if isinstance(found, Mapping) else {}
+    properties = parameters_of(tools, name or "").get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def null_arguments(row: Row) -> Iterator[str]:
     """The arguments of calls in JSON text, as "name(key)", that are null and may not be by the schemas of the tools."""
     for column in OF_MESSAGES:
-        given = mappings(row.get(column))
-        if not any(message.get("role") in CALLS or {"tool_calls", "function_call"} & {*message} for message in given):
+        said = mappings(row.get(column))
+        if not any(message.get("role") in CALLS or {"tool_calls", "function_call"} & {*message} for message in said):
             continue
-        for call in (call for message in turns(given) for call in mappings(message.get("tool_calls"))):
+        for call in (call for message in turns(said) for call in mappings(message.get("tool_calls"))):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, FromText) and None in arguments.values():
-                known = _properties_of(row_tools(row, "the row") or (), name)
+                properties = _properties_of(row_tools(row, "the row") or (), name)
                 for key in (key for key, value in arguments.items() if value is None):
-                    if not known or "null" not in json.dumps(known.get(key, "null")):
+                    if not properties or "null" not in json.dumps(properties.get(key, "null")):
                         yield f"{name}({key})"
 
 
