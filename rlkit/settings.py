@@ -56,6 +56,7 @@ Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 BelowHalf = Annotated[float, Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5)]
 Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
 Tracker = Literal["wandb", "mlflow", "tensorboard", "trackio"]  # `rlkit.run.trackers` has each
+TAKE_MODELS = "wandb", "mlflow", "trackio"
 OWN = "FILE.py:FUNCTION"  # among the values of `For`: any function of the user
 
 
@@ -384,7 +385,7 @@ class Schedule:
     """trackers that get metrics, arguments, sampled answers, use of the machine and the picture; none: no tracker"""
     track_project: Annotated[str, Needs("track")] = "rlkit"
     """project (wandb, trackio) or experiment (mlflow)"""
-    track_model: Annotated[bool, For("track", *(name for name in get_args(Tracker) if name != "tensorboard"))] = False
+    track_model: Annotated[bool, For("track", *TAKE_MODELS)] = False
     """send the exported model to the trackers, too, as a new version (not to tensorboard)"""
     profile_steps: Annotated[tuple[Count, Count] | None, ASCENDING] = None
     """first and last step of a torch.profiler trace (`profile/`), e.g. 10 12: the steps are slower. None: no trace"""

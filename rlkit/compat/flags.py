@@ -14,7 +14,6 @@ from collections.abc import Collection
 _MICRO = "max_tokens (it bounds a micro-batch)"
 _SHARE = "warmup_steps (ratio * steps)"
 _PASSES = "steps (epochs * rows / rows of a step)"
-_ENGINE = "engine (local, process, sglang or vllm)"
 _SERVED = "reward (FILE.py:FUNCTION, with rlkit.rewards.judge.remote_reward_model)"
 _EVAL = {
     "temperature": "eval_sampling temperature:T", "top_p": "eval_sampling top_p:P", "top_k": "eval_sampling top_k:K",

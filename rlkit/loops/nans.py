@@ -28,6 +28,7 @@ ORIGIN = {
     "values": "the critic's forward",
     "returns": "the trace of rewards and values",
     "advantages": "the advantage estimator",
+    "teacher_logp": "the teacher",
 }
 Describe = Callable[[Sequence[int]], str]
 X = TypeVar("X")
@@ -105,6 +106,7 @@ def finite_batch(batch: Batch, *, step: int, describe: Describe, skip: bool) -> 
     ends = torch.zeros_like(batch.mask)
     ends[batch.cu_seqlens[1:][batch.truncated] - 1] = True
     streams = {name: x for name in ORIGIN if name != "rewards" and (x := getattr(batch, name)) is not None}
+    streams = {name: x if x.ndim == 1 else x.amax(-1) for name, x in streams.items()}  # -inf pads a teacher's top k
     bad = {name: ~x.isfinite() & (batch.mask | (ends & (name == "values"))) for name, x in streams.items()}
     if not any(x.any() for x in bad.values()):
         return Finite(batch, 0, "", range(batch.num_seqs))

@@ -19,7 +19,9 @@ from rlkit.loops.coefficients import kl_term
 from rlkit.loops.trial import broken_laws, lacking, try_advantage, try_surrogate
 from rlkit.loops.trial_losses import try_divergence, try_kl, try_label_loss, try_pair_loss
 from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
+from rlkit.losses import kl
 from rlkit.losses.distillation import jsd_rows, uld_rows
+from rlkit.scripts.grpo import CONSTANTS
 from rlkit.segments import broadcast_to_tokens, group_mean, sum_per_seq
 from rlkit.settings import Penalties, Rollouts
 from rlkit.testing import Case, laws
@@ -56,6 +58,10 @@ SHIPPED = {
     "sapo": partial(L.sapo, tau_pos=1.0, tau_neg=1.05), "clipped": clipped,
     "skip_above": partial(skip_above, surrogate=clipped, max_ratio=20.0),
 }  # fmt: skip
+
+
+def test_every_loss_of_the_flag_is_tried_here():
+    assert SHIPPED.keys() >= CONSTANTS.keys()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -607,10 +613,8 @@ def test_advantages_are_floats():
         try_advantage(lambda batch, _: Gae(batch.targets * 1, batch.targets * 1), values=True)
 
 
-KL_SILENT = {
-    "loss": ["k2", "k3", "abs_kl", "k1_straight_through", "k3_straight_through"],
-    "reward": ["k1", "k2", "k3", "abs_kl", "k1_straight_through", "k3_straight_through"],
-}
+KL_NAMES = [x for x in kl.__all__ if x not in ("kl_from_logits", "kl_in_reward", "unbiased_kl")]  # of the two log-probs
+KL_SILENT = {"loss": [x for x in KL_NAMES if x != "k1"], "reward": KL_NAMES}  # k1 has no gradient on average
 OWN_KL = {  # (refused or named in the loss, in the reward)
     "k1": (lambda p, q: p - q, "in the loss has gradient 0 on average", ""),
     "k1 in bits": (lambda p, q: (p - q) / 0.6931, "in the loss has gradient 0 on average", ""),

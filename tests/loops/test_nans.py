@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from rlkit.data.examples import Example, Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
 from rlkit.loops.grpo import grpo
+from rlkit.loops.nans import ORIGIN
 from rlkit.loops.ppo import ppo
 from rlkit.loops.preference import dpo, kto
 from rlkit.loops.sft import sft
@@ -30,7 +31,7 @@ from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import single_turn
 from rlkit.rollout.limits import success_between
-from rlkit.types import Trajectory
+from rlkit.types import Batch, Trajectory
 
 PROMPTS = [Prompt([65 + i, 60], {}, i) for i in range(4)]
 LOSSES = {dpo: losses.dpo, kto: losses.kto_unpaired}
@@ -249,9 +250,27 @@ def batch_of(**streams):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "values", "returns", "advantages"]
-)
+STREAMS = ["token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "values", "returns", "advantages"]
+
+
+def test_every_float_stream_has_its_origin():
+    kinds = {field.name: str(field.type) for field in fields(Batch)}
+    assert {*ORIGIN} == {name for name, kind in kinds.items() if kind.startswith("Float")}
+    assert {*STREAMS} == {*ORIGIN} - {"rewards", "teacher_logp"}
+
+
+def test_a_nan_of_a_teacher_is_told_and_its_padding_is_not():
+    finite_batch, batch = batch_of()
+    logp = torch.full((batch.num_tokens, 2), -1.0)
+    logp[5, 1] = -math.inf  # a teacher that gave one candidate
+    padded = replace(batch, teacher_logp=logp)
+    assert finite_batch(padded, step=7, describe=str, skip=False).num_dropped == 0
+    logp[5, 1] = math.nan
+    with pytest.raises(ValueError, match=r"step 7: teacher_logp \(made by the teacher\) has nan in 1 of 4 samples"):
+        finite_batch(padded, step=7, describe=str, skip=False)
+
+
+@pytest.mark.parametrize("name", STREAMS)
 def test_every_stream_of_a_batch_is_watched_at_its_trained_places(name):
     how = {"step": 7, "describe": lambda ids: f"prompt {ids}"}
     finite_batch, batch = batch_of(**{name: ([5], math.inf)})

@@ -21,7 +21,7 @@ from rlkit.run.cores import Usage
 from rlkit.run.trackers import TRACKERS
 from rlkit.run.tracking import System, track
 from rlkit.scripts import cli
-from rlkit.settings import Tracker
+from rlkit.settings import TAKE_MODELS, Tracker
 
 
 def test_each_tracker_has_a_name_on_the_command_line_and_a_reader_here():
@@ -187,7 +187,7 @@ def test_a_tracker_has_a_run_once_and_a_second_call_continues(name, folder):
     assert found == {0: [("eval/greedy", 0.5)], 1: [("loss", 2.0)], 2: [("loss", 1.0)]}
     assert answers == ["<b>|\\x1b[31m 7 |"] * 16
     assert picture == png(7, 5)
-    assert models == (None if name == "tensorboard" else ["config.json"])
+    assert models == (["config.json"] if name in TAKE_MODELS else None)
 
 
 def test_following_sends_new_lines_and_survives_lost_steps(tmp_path):

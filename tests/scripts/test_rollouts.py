@@ -17,10 +17,10 @@ from scripted import Script, check_exact, tokenizer_with
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.data.turns import PROMPT
-from rlkit.losses import cispo, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
+from rlkit.losses import cispo, dual_clip, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
 from rlkit.scripts.args import Data, Episodes, Model
-from rlkit.scripts.grpo import Args, Loss, keep_group, policy_loss
+from rlkit.scripts.grpo import CONSTANTS, Args, Loss, keep_group, policy_loss
 from rlkit.scripts.start import open_place
 from rlkit.scripts.task import bring, check_lengths, load_models, make_task, read_env, render
 from rlkit.scripts.trial import read_reward
@@ -103,12 +103,13 @@ PAPERS = {  # with the constants of docs/recipes.md
     "ppo_clip": lambda x, a, seq: token_mean(seq["mask"]) * ppo_clip(x, a, clip_low=0.2, clip_high=0.28),
     "gspo": lambda x, a, seq: seq_mean(**seq) * gspo(x, a, clip_low=3e-4, clip_high=4e-4, **seq),
     "gmpo": lambda x, a, seq: seq_mean(**seq) * gmpo(x, a, clip_low=0.4, clip_high=0.4, **seq),
+    "dual_clip": lambda x, a, seq: token_mean(seq["mask"]) * dual_clip(x, a, clip_low=0.2, clip_high=0.28, clip_c=3.0),
     "cispo": lambda x, a, seq: token_mean(seq["mask"]) * cispo(x, a, max_weight=5.0),
     "sapo": lambda x, a, seq: seq_mean(**seq) * sapo(x, a, tau_pos=1.0, tau_neg=1.05),
 }
 
 
-@pytest.mark.parametrize("loss", PAPERS)
+@pytest.mark.parametrize("loss", CONSTANTS)
 def test_a_loss_of_the_command_line_equals_that_of_its_paper(loss):
     rows = [Trajectory([5], [6] * n, [True] * n, [-1.0] * n, [0] * n) for n in (1, 4, 2, 6)]
     noise = torch.randn(2, 13, generator=torch.Generator().manual_seed(0))
