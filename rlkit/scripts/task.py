@@ -43,14 +43,14 @@ def bring(args: Sampled) -> Brought:
     """What the user brought: rows, rewards and environment, checked before torch is loaded."""
     from rlkit.data.turns import PROMPT
 
-    model, lora = check_rl(args)
+    model, lora, episodes = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
     limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
     parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     own = own_rewards(args.evaluation, args.episodes, held_out)
     output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in own)
     env = read_env(args.episodes, args.data, args.rollouts, *parts, *held_out.values(), output=output)
-    reward = read_reward(args.episodes, *parts, *unnamed, trial=args.evaluation.trial)
+    reward = read_reward(episodes, *parts, *unnamed, trial=args.evaluation.trial)
     return Brought(model, lora, args.data.expanded(), parts, held_out, own, env, reward)
 
 
@@ -118,18 +118,27 @@ def needs_reference(args: Sampled) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
-def check_judged(how: Episodes) -> None:
-    """Refuse (ValueError) episodes that nothing gives a reward."""
-    judged = how.reward or how.env is not None or how.agent is not None
-    refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
+def judged(how: Episodes, files: Sequence[str]) -> Episodes:
+    """The episodes, where nothing judges with the scorer of the package that makes all data of `files`; ValueError
+    where there is none."""
+    from rlkit.data.packages import package_of
+
+    if how.reward or how.env is not None or how.agent is not None:
+        return how
+    scorers = {package.reward if package else "" for package in map(package_of, files)}
+    lacking = scorers == {""} or len(scorers) != 1
+    refuse_if(lacking, "give `reward`, `env` or `agent`: something has to judge")
+    (scorer,) = scorers
+    log.warning("the reward is the package's own scorer of each task, %s (--reward names another)", scorer)
+    return replace(how, reward=scorer)
 
 
-def check_rl(args: Sampled) -> tuple[Model, Lora]:
-    """`check_flags`, also for what scripts that sample have alone."""
+def check_rl(args: Sampled) -> tuple[Model, Lora, Episodes]:
+    """`check_flags`, also for what scripts that sample have alone, and the episodes with what judges them."""
     model, lora = check_flags(args)
+    files = [spec for specs, _ in args.data.parts() for spec in specs]
+    episodes = args.episodes if hasattr(args.loss, "teacher") else judged(args.episodes, files)
     moves, has_reference = args.penalties.ref_sync_steps, needs_reference(args)
-    if not hasattr(args.loss, "teacher"):
-        check_judged(args.episodes)
     refuse_if(args.reference and not has_reference, "`reference` requires `kl_coef`, `kl_limit` or `eval_kl`")
     refuse_if(moves and not has_reference, "`ref_sync_steps` requires `kl_coef` above 0")
     fix = "the tokens that train are those that were sampled without it: drop it"
@@ -137,7 +146,7 @@ def check_rl(args: Sampled) -> tuple[Model, Lora]:
     args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args.loss, args.rollouts)
     warn_of_escapes(args.rollouts.stop)
-    return model, lora
+    return model, lora, episodes
 
 
 def warn_of_clip(loss: grpo.Loss | ppo.Loss | distill.Loss, rollouts: Rollouts) -> None:
