@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -16,6 +21,7 @@ from rlkit.data.prompts import shared
 from rlkit.data.sources import expand
 from rlkit.rewards.packages import reasoning_gym as score
 from rlkit.rewards.rows import check_rows
+from rlkit.scripts import cli
 from rlkit.scripts.args import Data
 from rlkit.scripts.task import judged
 from rlkit.scripts.trial import Episodes
@@ -132,6 +138,17 @@ class TestReasoningGym:
         assert solved >= 99
         (row,) = reasoning_gym("prime_factorization", size=1)
         assert score("abc", row)["reason"].startswith("ValueError: ")
+
+    @pytest.mark.usefixtures("no_pictures")
+    def test_the_recipe_runs_at_its_smallest(self, make_task, tmp_path):
+        readme = (Path(__file__).parents[2] / "recipes/three_tasks/README.md").read_text()
+        names = dict(re.findall(r'^    ([A-Z]+)="(.*)"$', readme, re.MULTILINE))
+        command = re.search(r"rlkit (grpo .*?)\n\n", readme, re.DOTALL)[1].replace("\\\n", " ")
+        given = [Template(word).substitute(names).replace("2000", "20") for word in shlex.split(command)]
+        small = "--steps 1 --eval-steps 1 --eval-limit 2 --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
+        cli.main([*given, "--model", str(make_task() / "model"), "--output", str(tmp_path / "run"), *small.split()])
+        (metrics,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1:])
+        assert {"eval/sums/greedy", "eval/gcd/greedy", "eval/back/greedy"} <= metrics.keys()
 
     @pytest.mark.parametrize(
         ("given", "message"),
