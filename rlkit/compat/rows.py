@@ -244,7 +244,7 @@ def _likeness(form: Form, row: Row) -> tuple[int, int]:
 def _hint(error: LacksColumn) -> str:
     """The first that applies: the form of the first row, what to do about the columns, or what reads the row."""
     looks, own = _looks(error.row, error.near, error.first), getattr(error.row, "own", error.row)
-    flag = advised(own, own) if error.form.missing(own)[:1] == [PROMPTS] else ""
+    flag = advised(own, own) if error.form is PROMPT else ""
     advice = [f"; write the prompt of its columns, as in {flag}" if flag else _instead(own, error.form), looks]
     if error.first or error.near is not error.form:
         advice.reverse()
