@@ -1,7 +1,8 @@
-"""Text for a terminal and for files that others may read: no control characters, no passwords."""
+"""Text for a terminal and for files that others may read (no control characters, no passwords), and of flags."""
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -33,3 +34,14 @@ def masked(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(masked, value)) if type(value) in (list, tuple) else value
     return value
+
+
+def keywords(text: str) -> dict[str, Any]:
+    """The arguments in the text of a call, `n=512, tags=("a", "b")`; ValueError for all but literals with a name."""
+    try:
+        call: Any = ast.parse(f"f({text})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (ValueError, SyntaxError, AttributeError):
+        raise ValueError("arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))") from None

@@ -8,6 +8,7 @@ A form is a row of `FOREIGN`: the columns that it needs, and the function that g
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +16,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlkit.data import columns
-from rlkit.data.columns import is_copied, is_empty
+from rlkit.data.columns import advised, is_copied, is_empty
 from rlkit.data.forms import RENAME, Form, LacksColumn
 from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
+from rlkit.data.packages import reasoning_gym as reasoning_gym
+from rlkit.data.prompt_columns import columns_in, filled, letter_of
 from rlkit.data.rows import check_dicts, checked
 from rlkit.data.schema import ANSWERS, IN_SFT, LABELS, PAIRED, PROMPTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT, ends_with_answer
 
+_log = logging.getLogger("rlkit.data")
 _ROLES, _TEXTS = ("user", "assistant"), ("input", "output")
 _RESPONSE_LIKE = re.compile("respon|reject|chosen|prefer")
 _QUESTIONS = ("question", "problem", "instruction")
@@ -46,7 +50,7 @@ class Foreign(NamedTuple):
     fits: Callable[[Row], bool] = bool
 
 
-def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) -> list[Row]:
+def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True, prompt: str | None = None) -> list[Row]:
     """The rows in rlkit's columns (`rlkit.data.rows`); those that are so already as they are.
 
         read([{"question": "1 + 1 =", "answer": "2"}])       [{"prompt": "1 + 1 =", "completion": "2", ...}]
@@ -56,18 +60,23 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True) ->
     form says what it looks like and what to do, and of PROMPT only the prompt is converted: rewards see the columns of
     the file, and an answer at the end of `messages` is left out where another column holds it.
 
+    `prompt` is a format string over columns, "{context}\\n\\n{question}", that makes the prompt of each row in place
+    of the form's own (`rlkit.data.prompt_columns`).
+
     Raises ValueError, with the row (see `place_of`), for a row in two forms of different content, for one in another
     form than the first, and for one that cannot be converted.
     """
     check_dicts(rows)
-    source = source_of(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) else None
     found, place, plain = list[Row](), partial(place_of, rows), not apply_chat_template
+    convert = partial(_converted, plain=plain) if prompt is None else _of_columns(rows, prompt)
+    asked = prompt is not None and PROMPT in forms  # whatever else the columns are
+    source = source_of(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) and not asked else None
 
     def each() -> Iterator[Row]:
         for index, row in enumerate(rows):
             if source:
                 _check_form(row, source, place(index), place(0))
-            found.append(_converted(row, source, forms, place(index), plain=plain))
+            found.append(convert(row, source, forms, place(index)))
             yield found[-1]
 
     try:
@@ -148,6 +157,37 @@ def _converted(row: Row, source: Foreign | None, forms: Sequence[Form], place: s
     return Converted(row, new, source.form if source else None) if new or source else row
 
 
+def _of_columns(rows: Sequence[Row], template: str) -> Callable[[Row, Foreign | None, Sequence[Form], str], Row]:
+    """`_converted`, with the prompt that the template makes of the columns of a row."""
+    names, there = columns_in(template), dict.fromkeys(name for row in rows for name in row)
+    if unknown := [name for name in names if name not in there]:
+        raise column_error(place_of(rows, 0), f"no column {unknown[0]!r} for `prompt`", there)
+    letters = [letter_of(template, row) for row in rows]
+    if lettered := None not in letters:
+        _log.warning(
+            "the answer %s is the place of a choice, and is read as its letter, %s", rows[0]["answer"], letters[0]
+        )
+
+    def convert(row: Row, source: Foreign | None, forms: Sequence[Form], place: str) -> Row:
+        if other := [name for name in PROMPTS if name not in names and not is_empty(row.get(name))]:
+            fix = f"; write {{{other[0]}}} into it, or --rename {other[0]} OTHER"
+            raise column_error(place, f"column {other[0]!r} is a prompt, too, beside that of `prompt`", row, fix)
+        more = {"answer": letter_of(template, row)} if lettered else {}
+        try:
+            more["prompt"] = filled(template, row)
+        except (KeyError, ValueError) as error:
+            what = f"no column {error} for `prompt`" if isinstance(error, KeyError) else f"`prompt`: {error}"
+            raise column_error(place, what, row) from None
+        new = {} if PROMPT in forms else _columns({**row, **more}, source, place)
+        if source and "messages" in new and not {*ANSWERS} & {*new}:
+            raise column_error(place, f"is {source.form.title}, whose answers are turns: drop `prompt`", row)
+        read = (*ANSWERS, *(name for name in source.form.names & IN_SFT)) if source else ANSWERS
+        form = Form("row with a prompt of columns", (("prompt",),), (*names, *read))
+        return Converted(row, {name: new[name] for name in new if name not in PROMPTS} | more, form)
+
+    return convert
+
+
 def _columns(row: Row, source: Foreign | None, place: str) -> Row:
     """rlkit's columns of a row in the form `source`, and those that are encoded otherwise."""
     try:
@@ -203,8 +243,9 @@ def _likeness(form: Form, row: Row) -> tuple[int, int]:
 
 def _hint(error: LacksColumn) -> str:
     """The first that applies: the form of the first row, what to do about the columns, or what reads the row."""
-    looks = _looks(error.row, error.near, error.first)
-    advice = [_instead(error.row, error.form), looks]
+    looks, own = _looks(error.row, error.near, error.first), getattr(error.row, "own", error.row)
+    flag = advised(own, own) if error.form is PROMPT else ""
+    advice = [f"; write the prompt of its columns, as in {flag}" if flag else _instead(own, error.form), looks]
     if error.first or error.near is not error.form:
         advice.reverse()
     return advice[0] or advice[1] or error.fix
@@ -244,7 +285,8 @@ def _instead(row: Row, form: Form) -> str:
     for one, two in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
         if {one, two} <= {*own}:
             pairs |= {one: "prompt"} | ({} if form is PROMPT else {two: "response"})
-    fix = ""
+    bare = form is PROMPT and not any(isinstance(value, str) for value in own.values())
+    fix = f"; no column holds a text: write one round them, --prompt '... {{{'} {'.join([*own][:3])}}}'" if bare else ""
     read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
     theirs = [known.form for known in FOREIGN if known.form.names & {*read} and len(known.form.missing(own)) == 1]
     near = max(theirs, key=lambda known: _likeness(known, read), default=None)

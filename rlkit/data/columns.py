@@ -36,6 +36,8 @@ _KNOWN = (
 )  # fmt: skip
 _KINDS = re.compile(r"source|split|license|dataset(_name)?|ability")  # columns with few values
 _MOST = 6  # names in a line
+_BEFORE = ("context", "passage", "article", "story", "paragraph", "numbers", "nums")  # what a question is about
+_AFTER = ("choices", "options", "endings", "answer_choices")
 
 _log = logging.getLogger("rlkit.data")
 
@@ -221,7 +223,19 @@ class Unused:
                     files.setdefault(names, []).append(file)
             for names, of in files.items():
                 source = f"{_short(of)}: " if of != [""] else ""
-                _log.warning("%s%s %s", source, _listed(noun, names), fact)
+                flag = advised(getattr(self._rows[0], "own", self._rows[0]), names) if noun == "column" else ""
+                _log.warning("%s%s %s%s", source, _listed(noun, names), fact, flag and f"; to include: {flag}")
+
+
+def advised(row: Row, lost: Iterable[str]) -> str:
+    """The flag that writes the columns `lost` into the prompt, where the row's question is a text; else ""."""
+    question = next((name for name in ASKED if isinstance(row.get(name), str) and name not in _BEFORE), None)
+    lost = [*lost]
+    before, after = ([name for name in names if name in lost] for names in (_BEFORE, _AFTER))
+    if question is None or not before + after:
+        return ""
+    text = "".join(f"{{{name}}}\\n\\n" for name in before) + f"{{{question}}}" + "".join(f"\\n{{{x}}}" for x in after)
+    return f"--prompt '{text}'"
 
 
 def _is_content(value: Any) -> bool:

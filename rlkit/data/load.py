@@ -82,6 +82,7 @@ def load_rows(
     A folder was written by `save_to_disk` of a `Dataset` or `DatasetDict`, or holds data files of one format, such as
     the shards of a hub snapshot. There, file names (train-00000-of-00002.parquet, dev.jsonl) or the names of their
     folders tell the split; files without it are one split. FOLDER:SPLIT and FOLDER:SUBFOLDER:SPLIT name a part.
+    PACKAGE:TASK(arguments) is a task of a package that makes data (`rlkit.data.packages`), "reasoning_gym:chain_sum".
     Anything else is a hub id, optionally with configuration and split.
 
     CSV has no types: every cell is text, also "07" and "NA", because rewards compare answers as text. Each row keeps

@@ -1,4 +1,4 @@
-"""Where rows come from: the files, folders, splits and hub data sets that a path stands for."""
+"""Where rows come from: the files, folders, splits, hub data sets and packages that a path stands for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file
+from rlkit.data.packages import package_of, rows_of
 
 _log = logging.getLogger("rlkit.data")
 _SPLITS = {  # the words by which file and folder names name a split, as `datasets` knows them
@@ -27,7 +28,7 @@ _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state
 
 
 class Source(NamedTuple):
-    """A file, a saved split or a hub data set: its name in messages, and its rows with their places."""
+    """A file, a saved split, a hub data set or a package's task: its name in messages, and its rows with places."""
 
     name: str
     rows: Callable[[], Placed]
@@ -36,7 +37,7 @@ class Source(NamedTuple):
 def expand(spec: str | Path) -> list[str]:
     """The paths that a glob matches, sorted; anything else as it is. FileNotFoundError for a glob without a match."""
     text, path = str(spec), Path(spec).expanduser()
-    if path.exists() or not re.search(r"[*?\[]", text):
+    if path.exists() or package_of(text) or not re.search(r"[*?\[]", text):
         return [text]
     paths = sorted(glob(str(path), recursive=True))
     if not paths:
@@ -47,7 +48,7 @@ def expand(spec: str | Path) -> list[str]:
 def identity(specs: Sequence[str | Path]) -> str:
     """The names of some files and a number of their contents: their sizes and up to 16 pieces of 64 KiB of each.
 
-    A hub data set, or a folder of `save_to_disk`, is known by its name alone.
+    A hub data set, a package's task, or a folder of `save_to_disk`, is known by its name alone.
     """
     crc = 0
     for path in (Path(path).expanduser() for spec in specs for path in expand(spec)):
@@ -70,6 +71,9 @@ def find(spec: str | Path, *, name: str | None, split: str | None, held_out: boo
         hub = re.fullmatch(r"(?:hf|https?)://(?:huggingface\.co/)?datasets/([^/]+/[^/]+).*", text)
         instead = f"for the hub data set give {hub[1]}" if hub else "download it, and give the file"
         raise ValueError(f"{text}: {scheme[0]} addresses are not read: {instead}")
+    if package_of(text):
+        name = f"{text} held out" if held_out else text
+        return [Source(name, lambda: numbered(rows_of(text, held_out=held_out)))]
     if path.is_file():
         return [Source(text, partial(read_file, path))]
     if path.is_dir():

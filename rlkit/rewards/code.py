@@ -63,10 +63,11 @@ async def stdin_tests(
 ) -> dict[str, Any]:
     """Test a program that reads stdin and writes stdout: one run per test, each in its own sandbox.
 
-    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or that as JSON. A row without that column gives
-    `ground_truth` or `reward_model.ground_truth`. A test passes if the program exits with code 0 within the
-    limits, and `same(stdout, output)` (default: `same_lines`). The program only receives the input; the outputs stay in
-    this process. With `all_or_nothing` testing stops at the first failure.
+    `row[column]` is `{"inputs": [text, ...], "outputs": [text, ...]}`, or a list of `{"input": text, "output": text}`
+    (codeforces, LiveCodeBench), or either as JSON. A row without that column gives `ground_truth` or
+    `reward_model.ground_truth`. A test passes if the program exits with code 0 within the limits, and
+    `same(stdout, output)` (default: `same_lines`). The program only receives the input; the outputs stay in this
+    process. With `all_or_nothing` testing stops at the first failure.
 
     Tests run one after another. `total_s` is their total budget in seconds of wall time (default: three times
     `limits.wall_s`), not counting waits for a core; tests that do not start within it fail. `url` is the address of a
@@ -194,8 +195,13 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
     cases = _column(row, column)
     if isinstance(cases, str):
         cases = json.loads(cases)
+    if isinstance(cases, list) and cases and all(isinstance(x, dict) and {"input", "output"} <= {*x} for x in cases):
+        if any(case.get("testtype", "stdin") != "stdin" for case in cases):  # of LiveCodeBench
+            raise ValueError(f"row[{column!r}] tests a function: write asserts and use assert_tests")
+        cases = {f"{name}s": [case[name] for case in cases] for name in ("input", "output")}
     if not isinstance(cases, dict) or not {"inputs", "outputs"} <= set(cases):
-        raise ValueError(f"row[{column!r}] must be {{'inputs': [...], 'outputs': [...]}}, got {repr(cases)[:80]}")
+        forms = "{'inputs': [...], 'outputs': [...]} or a list of {'input': ..., 'output': ...}"
+        raise ValueError(f"row[{column!r}] must be {forms}, got {repr(cases)[:80]}")
     if cases.get("fn_name"):
         raise ValueError(f"row[{column!r}] calls the function {cases['fn_name']!r}: write asserts and use assert_tests")
     inputs, outputs = list(cases["inputs"]), list(cases["outputs"])

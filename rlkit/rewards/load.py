@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rlkit._util.extras import MissingExtra
+from rlkit._util.text import keywords
 
 PRIVATE = "_rlkit_"  # how the module of a file begins that no `import` would find
 _CALL = re.compile(r"(.+?:\w+)\((.*)\)", re.DOTALL)  # FILE.py:FUNCTION(arguments)
@@ -58,14 +58,9 @@ def load_function(spec: str) -> Callable[..., Any]:
 def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., Any]:
     """The function with the keyword arguments in `text`; ValueError for anything but literals, and for other names."""
     try:
-        call: Any = ast.parse(f"f({text})", mode="eval").body
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (ValueError, SyntaxError, AttributeError):
-        raise ValueError(
-            f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
-        ) from None
+        arguments = keywords(text)
+    except ValueError as error:
+        raise ValueError(f"{spec}: {error}") from None
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [x for x in arguments if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:

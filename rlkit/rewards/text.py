@@ -380,7 +380,8 @@ def _normalizer(reference: str) -> Callable[[str], str]:
 
 @needing(lambda column: (column,))
 def exact_match(completion: str, row: dict[str, Any], *, column: str = "answer") -> float:
-    """1 if the completion is one of the references `row[column]` (a text or a list of texts) after `squad_normalize`.
+    """1 if the completion is one of the references `row[column]` (a text, a list of texts, or SQuAD's object with such
+    a list in `text`) after `squad_normalize`.
 
     Limits:  texts, not values: `2.50` is not `2.5` (`rlkit.rewards.math.boxed`). `C++` is `C`.
     Differs: SQuAD takes `-3` for `3`, `2.5` for `25`, and `A` or `+` for an empty text (`_normalizer`).
@@ -487,6 +488,7 @@ def _script(name: str) -> str:
 
 def _references(row: dict[str, Any], column: str) -> list[str]:
     value = row.get(column)
+    value = value.get("text") if isinstance(value, Mapping) else value  # of SQuAD, beside answer_start
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = format(Decimal(str(value)), "f").removesuffix(".0")  # 4.0 of a column with gaps is written 4
     references = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []

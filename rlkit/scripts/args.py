@@ -92,10 +92,14 @@ class Data:
 
     data: str | tuple[str, ...]
     """training data: JSON, JSONL, CSV, TSV (also .gz), Parquet or Arrow files or a glob, folders (of shards, or of
-    save_to_disk; FOLDER:SPLIT names a split) or hub ids OWNER/NAME:CONFIG:SPLIT. Several are read one after the
-    other, or mixed by weights: a.jsonl=2 b.jsonl=1"""
+    save_to_disk; FOLDER:SPLIT names a split), hub ids OWNER/NAME:CONFIG:SPLIT or tasks of a package, as in
+    "reasoning_gym:chain_sum(size=2000)". Several are read one after the other, or mixed by weights: a.jsonl=2
+    b.jsonl=1"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name: `--rename question prompt output response`"""
+    prompt: str | None = None
+    r"""the prompt of each row as a format string over its columns, "{context}\n\n{question}", where \n is a line break
+    (docs/data.md). None: the column that a form has for it"""
     eval_data: str | tuple[str, ...] | None = None
     """held-out data, in the same formats; of several splits the only test or validation split. NAME=FILE is a set that
     is measured by itself, as eval/NAME/...; files without a name are one set. None: no evaluation"""
@@ -215,7 +219,8 @@ class Data:
         """The rows in the columns of rlkit."""
         from rlkit.compat.rows import read
 
-        return read(rows, *forms, apply_chat_template=bool(self.chat_template))
+        made = None if self.prompt is None else self.prompt.replace("\\n", "\n")
+        return read(rows, *forms, apply_chat_template=bool(self.chat_template), prompt=made)
 
     def files(self) -> list[str]:
         """What `data` names, as a list."""

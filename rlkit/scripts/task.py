@@ -44,14 +44,14 @@ def bring(args: Sampled) -> Brought:
     """What the user brought: rows, rewards and environment, checked before torch is loaded."""
     from rlkit.data.turns import PROMPT
 
-    model, lora = check_rl(args)
+    model, lora, episodes = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
     limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
     parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     rewards = own_rewards(args.evaluation, args.episodes, held_out)
     output, unnamed = args.schedule.output, (held_out[x] for x in held_out if x not in rewards)
     env = read_env(args.episodes, args.data, args.rollouts, *parts, *held_out.values(), output=output)
-    reward = read_reward(args.episodes, *parts, *unnamed, trial=args.evaluation.trial)
+    reward = read_reward(episodes, *parts, *unnamed, trial=args.evaluation.trial)
     return Brought(model, lora, args.data.expanded(), parts, held_out, rewards, env, reward)
 
 
@@ -119,23 +119,32 @@ def needs_reference(args: Sampled) -> bool:
     return args.penalties.has_kl or args.episodes.eval_kl
 
 
-def check_judged(episodes: Episodes) -> None:
-    """Refuse (ValueError) episodes that nothing gives a reward."""
-    judged = episodes.reward or episodes.env is not None or episodes.agent is not None
-    refuse_if(not judged, "give `reward`, `env` or `agent`: something has to judge")
+def judged(episodes: Episodes, files: Sequence[str]) -> Episodes:
+    """The episodes, where nothing judges with the scorer of the package that makes all data of `files`; ValueError
+    where there is none."""
+    from rlkit.data.packages import package_of
+
+    if episodes.reward or episodes.env is not None or episodes.agent is not None:
+        return episodes
+    scorers = {package.reward if package else "" for package in map(package_of, files)}
+    lacking = scorers == {""} or len(scorers) != 1
+    refuse_if(lacking, "give `reward`, `env` or `agent`: something has to judge")
+    (scorer,) = scorers
+    log.warning("the reward is the package's own scorer of each task, %s (--reward names another)", scorer)
+    return replace(episodes, reward=scorer)
 
 
-def check_rl(args: Sampled) -> tuple[Model, Lora]:
-    """`check_flags`, also for what scripts that sample have alone."""
+def check_rl(args: Sampled) -> tuple[Model, Lora, Episodes]:
+    """`check_flags`, also for what scripts that sample have alone, and the episodes with what judges them."""
     model, lora = check_flags(args)
-    if not hasattr(args.loss, "teacher"):
-        check_judged(args.episodes)
+    files = [spec for specs, _ in args.data.parts() for spec in specs]
+    episodes = args.episodes if hasattr(args.loss, "teacher") else judged(args.episodes, files)
     fix = "the tokens that train are those that were sampled without it: drop it"
     refuse_if(args.lora.lora_dropout, f"`lora_dropout` is for training on fixed data; {fix}")
     args.evaluation.check_sets(args.data.eval_files())
     warn_of_clip(args.loss, args.rollouts)
     warn_of_escapes(args.rollouts.stop)
-    return model, lora
+    return model, lora, episodes
 
 
 def warn_of_escapes(stop: Sequence[str]) -> None:

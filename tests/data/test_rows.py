@@ -432,7 +432,10 @@ NAMED = {  # what the screen says of the row above
     "a topic as label beside kto_tag": "{file}: column label is not part of the prompt or the response",
     "UltraFeedback": "{file}: columns score_chosen, score_rejected are not part of the prompt or the response",
     "CommonGen": "{file}: column input is not part of the prompt or the response",
-    "a context that the answer repeats": "{file}: column context is not part of the prompt or the response",
+    "a context that the answer repeats": (
+        "{file}: column context is not part of the prompt or the response; to include: --prompt "
+        r"'{{context}}\n\n{{question}}'"
+    ),
     "starter code that both responses repeat": "{file}: column starter_code is not part of the prompt or the response",
     "a word to repeat": "{file}: column input is not part of the prompt or the response",
     "an input that is the name of a role": "{file}: column input is not part of the prompt or the response",
@@ -482,9 +485,18 @@ NAMED = {  # what the screen says of the row above
     "Dolly": "{file}: column category is not part of the prompt or the response",
     "Hermes": "{file}: column category is not part of the prompt or the response",
     "OpenAI function_call and functions": "{file}: message key name is not written by the chat template",
-    "HotpotQA": "{file}: column context is not part of the prompt (rewards see all columns)",
-    "MMLU": "{file}: column choices is not part of the prompt (rewards see all columns)",
-    "a question about a context": "{file}: column context is not part of the prompt or the response",
+    "HotpotQA": (
+        "{file}: column context is not part of the prompt (rewards see all columns); to include: --prompt "
+        r"'{{context}}\n\n{{question}}'"
+    ),
+    "MMLU": (
+        "{file}: column choices is not part of the prompt (rewards see all columns); to include: --prompt "
+        r"'{{question}}\n{{choices}}'"
+    ),
+    "a question about a context": (
+        "{file}: column context is not part of the prompt or the response; to include: --prompt "
+        r"'{{context}}\n\n{{question}}'"
+    ),
 }
 
 

@@ -70,6 +70,8 @@ async def test_bad_tests_are_errors_and_not_failed_answers():
         ({"test_cases": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"test_cases": {"inputs": [1], "outputs": ["1"]}}, "must be texts"),
         ({"test_cases": {**DOUBLE, "fn_name": "f"}}, "use assert_tests"),
+        ({"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, "use assert_tests"),
+        ({"test_cases": [{"input": "1"}]}, "must be"),
     ]:
         with pytest.raises(RewardError, match=message):
             await run_reward(stdin_tests, [Sample(block("print(1)"), row, 0)], timeout_s=60)

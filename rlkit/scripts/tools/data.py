@@ -60,6 +60,8 @@ class Args:
     completion and another row's answer"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name"""
+    prompt: str | None = None
+    """the prompt of each row as a format string over its columns, as for grpo"""
     system_prompt: str | None = None
     """system message for conversations that have none"""
     chat_template: ChatTemplate = True
@@ -94,7 +96,7 @@ def _main(args: Args) -> None:
     from rlkit.data.load import load_rows, name_splits
 
     rendering = {name: getattr(args, name) for name in ("system_prompt", "chat_template", "template_args")}
-    data = Data(args.files, rename=args.rename, **rendering)
+    data = Data(args.files, rename=args.rename, prompt=args.prompt, **rendering)
     if args.model:
         check_model_path(args.model)
     with data_progress():

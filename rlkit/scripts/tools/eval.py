@@ -31,7 +31,7 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
-from rlkit.scripts.task import check_context, check_judged, engine_of, eval_sets, read_env
+from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read_env
 from rlkit.scripts.tools.chat import kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
@@ -68,6 +68,8 @@ class Args:
     """strings that end a turn, in addition to the model's own stop tokens"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name"""
+    prompt: str | None = None
+    """the prompt of each row as a format string over its columns, as for grpo"""
     system_prompt: str | None = None
     """system message for conversations that have none; None: the run's"""
     chat_template: ChatTemplate = True
@@ -130,8 +132,9 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
         check_model_path(flags.model.model)
     served = f"`engine` {flags.engine.engine} has no adapter {args.model}: use local, or give the merged model"
     refuse_if(flags.engine.engine != "local" and is_adapter(args.model), served)
-    check_judged(flags.episodes)
-    flags.evaluation.check_sets(flags.data.eval_files())
+    files = flags.data.eval_files()
+    episodes = judged(flags.episodes, [spec for specs in files.values() for spec in specs])
+    flags.evaluation.check_sets(files)
     check_engine(flags.engine, device=args.device)
     check_device(args.device)
     with data_progress():
@@ -140,7 +143,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
     rewards = own_rewards(args.evaluation, args.episodes, rows)
     env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
     others = (part for name, part in rows.items() if name not in rewards)
-    score = read_reward(flags.episodes, *others, trial=args.evaluation.trial)
+    score = read_reward(episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not saved
     config = load_config(flags.model.model if exported else saved["model"])
     check_context(args.episodes, flags.rollouts, config, packed=False)
@@ -198,7 +201,10 @@ def flags_of_grpo(args: Args, saved: Mapping[str, Any]) -> grpo.Args:
     options = {name: saved[name] for name in _KEPT if name in saved and not (plain and name in _KEPT[:2])} | flags
     rendering = {name: options[name] for name in _KEPT[:2] if name in options}
     sampling = {name: options[name] for name in _KEPT[2:] if name in options}
-    data = Data("-", eval_data=args.eval_data, rename=args.rename, chat_template=args.chat_template, **rendering)
+    data = Data(
+        "-", rename=args.rename, prompt=args.prompt, eval_data=args.eval_data, chat_template=args.chat_template,
+        **rendering,
+    )  # fmt: skip
     served = replace(args.engine, weight_sync_lora="merged") if args.engine.serves else args.engine
     exported = Path(args.model) / "model"
     path = str(exported) if (exported / "config.json").is_file() else args.model
