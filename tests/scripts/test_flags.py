@@ -716,6 +716,12 @@ def test_a_reward_has_arguments_and_a_weight():
         (ppo, {"advantage": "gae(gamma=0.2)", "gamma": 0.9}, "--gamma and --advantage gae(gamma=0.2) both give gamma"),
         (ppo, {"advantage": "td_lambda", "lam_value": 0.9}, "--advantage td_lambda has no argument --lam-value, so it"),
         (ppo, {"advantage": "reinforce_pp"}, "--advantage reinforce_pp uses no critic: use rlkit grpo"),
+        (ppo, {"advantage": "gigpo"}, "--advantage gigpo uses no critic: use rlkit grpo"),
+        (
+            grpo,
+            {"advantage": "turn_returns(gamma=0.9)", "baseline": "role_average"},
+            "--advantage turn_returns(gamma=0.9) compares turns, and --baseline role_average episodes",
+        ),
         (
             ppo,
             {"advantage": "vtrace"},
