@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from string import Formatter
 from typing import Any
 
 # all but \n and \t: C0, DEL, C1, line separators, overrides of the direction, and halves of a surrogate pair
@@ -33,3 +34,15 @@ def masked(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(masked, value)) if type(value) in (list, tuple) else value
     return value
+
+
+def format_names(text: str) -> list[str]:
+    """The names in braces of a format string; ValueError for one that is malformed, or has a place without a name."""
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no format string ({error}): write {{{{ and }}}} for braces") from None
+    names = [re.split(r"[.\[]", field)[0] for field in fields]
+    if not all(name.isidentifier() for name in names):
+        raise ValueError(f"{text!r}: each place in braces names a column, as in {{answer}}; write {{{{ for a brace")
+    return names

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rlkit._util.text import format_names
 from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
 from rlkit.data.drop import TooLong, check_begun, drop, shorten
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from rlkit.types import Picture
 
-__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts", "shared"]
+__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "reworded", "rl_prompts", "shared"]
 
 _log = logging.getLogger("rlkit.data")
 
@@ -121,25 +122,13 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     """The prompt with as much of the text of its last user message as fits, rendered again; without a chat template,
     of its whole text. None where no character of it fits, and for images. The row has the text that is left.
     """
-    row = prompt.row
-    if prompt.images:
+    if prompt.images or (last := _last_user(prompt.row)) is None:
         return None
-    column = next(name for name in PROMPTS if row.get(name) is not None)
-    if isinstance(row[column], str):
-        text, with_text = row[column], lambda text: {column: text}
-    else:
-        messages = prompt_messages(row)
-        place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if place is None:
-            return None
-        head, user, tail = messages[:place], messages[place], messages[place + 1 :]
-        text, with_text = user["content"], lambda text: {column: [*head, {**user, "content": text}, *tail]}
+    text, with_text = last
 
     def cut(size: int) -> Prompt:
-        own = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
-        written = prompt_text(own, place_of(rows, prompt.index), template)
-        (ids,) = encode_all(template.tokenizer, [written], ready_made=not template.apply)
-        return replace(prompt, ids=ids, row=own)
+        own = with_text(text[len(text) - size :] if left else text[:size])
+        return replace(prompt, ids=_tokens(own, place_of(rows, prompt.index), template), row=own)
 
     (whole,) = encode_all(template.tokenizer, [text])
     room = len(template.tokenizer.decode(whole[-limit:] if left else whole[:limit])) + 16  # no more characters fit
@@ -147,6 +136,40 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     while size and len((found := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
         size -= 1
     return found if size else None
+
+
+def _last_user(row: Row) -> tuple[str, Callable[[str], Row]] | None:
+    """The text of a prompt's last user message, or the whole text of one, and the row with another in its place."""
+    column = next(name for name in PROMPTS if row.get(name) is not None)
+    if isinstance(row[column], str):
+        return row[column], lambda text: {**row, column: text}
+    messages = prompt_messages(row)
+    place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if place is None:
+        return None
+    head, user, tail = messages[:place], messages[place], messages[place + 1 :]
+    return user["content"], lambda text: {**row, column: [*head, {**user, "content": text}, *tail]}
+
+
+def _tokens(row: Row, place: str, template: Template) -> list[int]:
+    (ids,) = encode_all(template.tokenizer, [prompt_text(row, place, template)], ready_made=not template.apply)
+    return ids
+
+
+def reworded(prompt: Prompt, text: str, template: Template, values: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids of the prompt with the format string `text` as its last user message (of a string, as the whole).
+
+    `{prompt}` is the text that it replaces; other names are columns of the row, and `values`, which win. "\\n" is a
+    line break. Errors: ValueError, with the row, for a name that is neither or is null, and a prompt without a user.
+    """
+    place = f"row {prompt.index + 1}"
+    if (last := _last_user(prompt.row)) is None:
+        raise ValueError(f"{place}: no message is the user's, so there is none to write anew")
+    given = {**prompt.row, **(values or {}), "prompt": last[0]}
+    lacks = [name for name in format_names(text) if given.get(name) is None]
+    if lacks:
+        raise ValueError(f"{place}: there is no {lacks[0]!r} to write into {text!r}: name a column that every row has")
+    return _tokens(last[1](text.replace("\\n", "\n").format(**given)), place, template)
 
 
 def row_given(row: dict[str, Any]) -> dict[str, Any]:

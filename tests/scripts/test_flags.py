@@ -647,6 +647,11 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
         ({"teacher": ("x=a", "x=b")}, "`teacher` has two of the name x: rename one"),
         ({"teacher": ()}, "`teacher` is empty: give a value, or leave it out"),
         ({"teacher": "a", "teacher_column": "x"}, "`teacher_column` chooses among several"),
+        ({"teacher": "self"}, "`teacher` self says what the model says: add `teacher_prompt` with more"),
+        ({"teacher": "self", "teacher_prompt": "Q: {prompt}"}, "`teacher` self says what the model says"),
+        ({"teacher": "a", "teacher_ema": 0.1}, "`teacher_ema` is for `teacher` self alone"),
+        ({"teacher": "a", "teacher_prompt": "{prompt} {}"}, "'{prompt} {}': each place in braces names a column"),
+        ({"teacher": "a", "teacher_prompt": "{prompt"}, "'{prompt' is no format string (expected '}' before end"),
     ],
 )
 def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
