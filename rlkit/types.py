@@ -255,7 +255,8 @@ class Batch:
 
     `roles` numbers the roles of the sequences (`Trajectory.role`); None: there is one. Of a distillation: `teachers` is
     the index of each sequence's teacher, `teacher_ids` are K tokens at each position and `teacher_logp` the teacher's
-    log-probs of them.
+    log-probs of them; `teacher_prompts` are the tokens that the teacher reads in place of each sequence's prompt, then
+    -1 (None: it reads the student's).
     """
 
     tokens: Int[Tensor, "T"]
@@ -286,6 +287,7 @@ class Batch:
     teachers: Int[Tensor, "N"] = None  # type: ignore[assignment]
     teacher_ids: Int[Tensor, "T K"] = None  # type: ignore[assignment]
     teacher_logp: Float[Tensor, "T K"] = None  # type: ignore[assignment]
+    teacher_prompts: Int[Tensor, "N L"] | None = None
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:

@@ -1,4 +1,4 @@
-"""Advantages that need statistics of the whole batch: whitening, REINFORCE++, multiple rewards, step groups.
+"""Advantages that need statistics of the whole batch: whitening, REINFORCE++, multiple rewards.
 
 The batch is the data of one optimizer step over all ranks. Rollout metadata is replicated on every rank before the
 split, so no collective is needed. Computed on a shard, these functions give a different estimator.
@@ -6,17 +6,13 @@ split, so no collective is needed. Computed on a shard, these functions give a d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._util.tensors import (
-    check_below,
     check_cu_seqlens,
     check_float,
-    check_ids,
     check_mask,
     check_not_negative,
     masked,
@@ -26,7 +22,7 @@ from rlkit.advantages.groups import group_centered, group_zscore
 from rlkit.advantages.traces import discounted_returns
 from rlkit.segments import broadcast_to_tokens
 
-__all__ = ["gdpo", "gigpo", "normalize_then_sum", "reinforce_pp", "reinforce_pp_baseline", "whiten"]
+__all__ = ["gdpo", "normalize_then_sum", "reinforce_pp", "reinforce_pp_baseline", "whiten"]
 
 
 def whiten(
@@ -151,30 +147,3 @@ def gdpo(
     Reference: Liu et al. 2026, https://arxiv.org/abs/2601.05242
     """
     return whiten(normalize_then_sum(rewards, group_ids=group_ids, weights=weights, eps=eps), eps=eps)
-
-
-def gigpo(
-    rewards: Float[Tensor, "N"],
-    step_returns: Float[Tensor, "S"],
-    *,
-    group_ids: Int[Tensor, "N"],
-    step_seq_ids: Int[Tensor, "S"],
-    step_group_ids: Int[Tensor, "S"],
-    step_weight: float = 1.0,
-    baseline: Callable[..., Tensor] = group_centered,
-) -> Float[Tensor, "S"]:
-    """Two levels of groups for agents: episodes of one task, and steps that start in the same state (GiGPO).
-
-        A_s = baseline(rewards)[episode of s] + step_weight * baseline(step_returns, by anchor state)[s]
-
-    `step_seq_ids` is the index of each step's episode. Steps with equal `step_group_ids` start in the same state of the
-    same task; ids must differ between tasks. `step_returns` are the returns of the steps (`discounted_returns` over
-    steps). `baseline` is any `(rewards, *, group_ids)` function of this package.
-
-    Limits:   with step_weight = 0, or if no state repeats, this is the episode's advantage.
-    Reference: Feng et al. 2025, https://arxiv.org/abs/2505.10978, eq. 3-8
-    """
-    check_ids(step_returns, step_seq_ids=step_seq_ids, step_group_ids=step_group_ids)
-    check_below(rewards.shape[0], step_seq_ids=step_seq_ids)
-    episode = baseline(rewards, group_ids=group_ids)[step_seq_ids]
-    return episode + step_weight * baseline(step_returns, group_ids=step_group_ids)

@@ -323,7 +323,7 @@ VALUES = {  # of a flag here
         "dr_grpo": "group_centered", "gae": "rlkit ppo", "group": "group_zscore", "group_norm": "group_zscore",
         "grpo": "group_zscore", "rloo": "leave_one_out", "reinforce_plus_plus": "none, with --advantage reinforce_pp",
         "reinforce_plus_plus_baseline": "group_centered, with --advantage reinforce_pp",
-        "reinforce": "none, with --advantage reinforce_pp",
+        "reinforce": "none, with --advantage reinforce_pp", "gigpo": "group_zscore, with --advantage gigpo",
         "reinforce_baseline": "group_centered, with --advantage reinforce_pp", "opo": "group_centered (opo in Python)",
     },
     "lr_schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant, with --warmup-steps"},

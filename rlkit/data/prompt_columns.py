@@ -21,15 +21,15 @@ from typing import Any
 from rlkit.data.columns import is_empty
 
 
-def columns_in(template: str) -> list[str]:
+def columns_in(template: str, *, flag: str = "prompt") -> list[str]:
     """The columns that a template names; ValueError for one that names none, or is malformed."""
     try:
-        found = [*Formatter().parse(template)]
+        places = [*Formatter().parse(template)]
     except ValueError as error:
-        raise ValueError(f"`prompt` {template!r}: {error}; braces are written {{{{ and }}}}") from None
-    names = [(name, spec, conversion) for _, name, spec, conversion in found if name is not None]
+        raise ValueError(f"`{flag}` {template!r}: {error}; braces are written {{{{ and }}}}") from None
+    names = [(name, spec, conversion) for _, name, spec, conversion in places if name is not None]
     if not names or any(not name or spec or conversion for name, spec, conversion in names):
-        raise ValueError(f"`prompt` {template!r}: a column is written {{name}}, as in '{{context}}\\n\\n{{question}}'")
+        raise ValueError(f"`{flag}` {template!r}: a column is written {{name}}, as in '{{context}}\\n\\n{{question}}'")
     return [*dict.fromkeys(name for name, *_ in names)]
 
 

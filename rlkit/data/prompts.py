@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from rlkit.data.drop import TooLong, check_begun, drop, shorten
 from rlkit.data.images import COLUMNS, ImageReader
 from rlkit.data.load import Row, place_of
 from rlkit.data.messages import decoded
+from rlkit.data.prompt_columns import columns_in, filled
 from rlkit.data.rows import read_rows
 from rlkit.data.schema import OF_TEMPLATE, PROMPTS
 from rlkit.data.template import Template
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from rlkit.types import Picture
 
-__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "rl_prompts", "shared"]
+__all__ = ["Prompt", "joined_parts", "prompt_messages", "question_messages", "reworded", "rl_prompts", "shared"]
 
 _log = logging.getLogger("rlkit.data")
 
@@ -121,25 +122,13 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     """The prompt with as much of the text of its last user message as fits, rendered again; without a chat template,
     of its whole text. None where no character of it fits, and for images. The row has the text that is left.
     """
-    row = prompt.row
-    if prompt.images:
+    if prompt.images or (last := _last_user(prompt.row)) is None:
         return None
-    column = next(name for name in PROMPTS if row.get(name) is not None)
-    if isinstance(row[column], str):
-        text, with_text = row[column], lambda text: {column: text}
-    else:
-        messages = prompt_messages(row)
-        place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if place is None:
-            return None
-        head, user, tail = messages[:place], messages[place], messages[place + 1 :]
-        text, with_text = user["content"], lambda text: {column: [*head, {**user, "content": text}, *tail]}
+    text, with_text = last
 
     def cut(size: int) -> Prompt:
-        shorter = {**row, **with_text(text[len(text) - size :] if left else text[:size])}
-        written = prompt_text(shorter, place_of(rows, prompt.index), template)
-        (ids,) = encode_all(template.tokenizer, [written], ready_made=not template.apply)
-        return replace(prompt, ids=ids, row=shorter)
+        shorter = with_text(text[len(text) - size :] if left else text[:size])
+        return replace(prompt, ids=_tokens(shorter, place_of(rows, prompt.index), template), row=shorter)
 
     (whole,) = encode_all(template.tokenizer, [text])
     room = len(template.tokenizer.decode(whole[-limit:] if left else whole[:limit])) + 16  # no more characters fit
@@ -147,6 +136,42 @@ def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, lim
     while size and len((short := cut(size)).ids) > limit:  # the number of tokens may fall as characters are added
         size -= 1
     return short if size else None
+
+
+def _last_user(row: Row) -> tuple[str, Callable[[str], Row]] | None:
+    """The text of a prompt's last user message, or the whole text of one, and the row with another in its place."""
+    column = next(name for name in PROMPTS if row.get(name) is not None)
+    if isinstance(row[column], str):
+        return row[column], lambda text: {**row, column: text}
+    messages = prompt_messages(row)
+    place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if place is None:
+        return None
+    head, user, tail = messages[:place], messages[place], messages[place + 1 :]
+    return user["content"], lambda text: {**row, column: [*head, {**user, "content": text}, *tail]}
+
+
+def _tokens(row: Row, place: str, template: Template) -> list[int]:
+    (ids,) = encode_all(template.tokenizer, [prompt_text(row, place, template)], ready_made=not template.apply)
+    return ids
+
+
+def reworded(prompt: Prompt, text: str, template: Template, values: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids of the prompt with the format string `text` as its last user message (of a string, as the whole).
+
+    `{prompt}` is the text that it replaces; other names are columns of the row, and `values`, which win. "\\n" is a
+    line break. Errors: ValueError, with the row, for a name that is neither or is null, and a prompt without a user.
+    """
+    place = f"row {prompt.index + 1}"
+    if (last := _last_user(prompt.row)) is None:
+        raise ValueError(f"{place}: no message is the user's, so there is none to write anew")
+    columns = {**prompt.row, **(values or {}), "prompt": last[0]}
+    missing = [name for name in columns_in(text, flag="teacher_prompt") if columns.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"{place}: there is no {missing[0]!r} to write into {text!r}: name a column that every row has"
+        )
+    return _tokens(last[1](filled(text.replace("\\n", "\n"), columns)), place, template)
 
 
 def row_given(row: dict[str, Any]) -> dict[str, Any]:

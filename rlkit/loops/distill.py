@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlkit.advantages import group_centered
 from rlkit.loops import coefficients
@@ -24,9 +25,9 @@ from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
-from rlkit.model.teachers import Divergence, LocalTeacher, with_divergence
+from rlkit.model.teachers import Divergence, LocalTeacher, as_teachers_read, with_divergence
 from rlkit.packing import pack, select, with_streams
-from rlkit.rollout.groups import Group, mix
+from rlkit.rollout.groups import Group, Prompt, mix
 from rlkit.run.sync import blocking
 from rlkit.segments import broadcast_to_tokens
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
@@ -43,11 +44,17 @@ class Distillation:
             difference of the log-probs of the sampled token is its advantage (`opd_advantages`), for `loss`.
         top_k: the teacher's distribution is its k most likely tokens and one for all others; 0: the whole vocabulary.
         coef: weight of the divergence, or of that advantage.
+        prompt: `prompt(prompt, trajectory)`, the token ids that the teacher reads in place of the answer's prompt: with
+            the gold answer, a demonstration, or what a verifier said of this answer (`trajectory.info`). None: its own.
+        ema: the teacher is a second copy of the model and follows it, w += ema (model - w) after each step. 0: it does
+            not. It is saved and restored as a moving reference is.
     """
 
     divergence: Divergence | None = reverse_kl_rows
     top_k: int = 0
     coef: float = 1.0
+    prompt: Callable[[Prompt, Trajectory], Sequence[int]] | None = None
+    ema: float = 0.0
 
 
 async def distill(
@@ -78,13 +85,16 @@ async def distill(
     A divergence over the whole vocabulary needs teachers in this process (`LocalTeacher`), which are forwarded with
     each micro-batch; the top k and the log-probs of the sampled tokens come from any `Teacher`, once per step.
 
+    Self-distillation (SDFT, SDPO, OPSD) is a teacher of the same weights that reads more: `distillation.prompt`, and as
+    the teacher `LocalTeacher(Policy(model, temperature))`, a frozen copy, or a copy that follows by `distillation.ema`.
+
     Logged: `teacher/loss`, the divergence per trained token in nats; of advantages, the mean of log q - log p.
 
     Differs: TRL's `DistillationTrainer` and `GKDTrainer` have no reward; their divergence and mean over tokens are the
     same (tested). Off-policy distillation is `rlkit.loops.sft` on the teacher's samples.
     Errors: ValueError for a row that names no teacher, for a whole vocabulary of a teacher that does not give it, and
     those of `rlkit.loops.grpo.grpo`.
-    Reference: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM).
+    Reference: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM), arXiv:2601.19897 (SDFT), arXiv:2601.20802 (SDPO).
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)
     check_functions(loss, advantage, rollouts, penalties, scored=distillation.divergence is None)
@@ -92,6 +102,8 @@ async def distill(
     named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
     check_teachers(named, distillation)
     task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task
+    task = prompted(task, distillation.prompt, shares=runs_packed(model))
+    average = averaged(distillation, named, model, penalties)
     has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, kl_estimator)
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
@@ -107,8 +119,7 @@ async def distill(
             batch = with_old_logp(policy, batch, **scoring)
         batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         batch = with_kept_mass(policy, batch, params=rollouts.params, **scoring)
-        of_group = torch.tensor([teacher_of(group, [*named]) for group in groups])
-        return with_teachers(replace(batch, teachers=of_group[batch.group_ids]), by_index, distillation)
+        return with_teachers(with_routes(batch, groups, [*named]), by_index, distillation)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, divergence = lr_at(step.index), distillation.divergence
@@ -119,11 +130,10 @@ async def distill(
             kl_coef=step.kl_coef * (kl.place == "loss"), entropy_coef=step.entropy_coef, kl=kl.in_loss,
             seed=mix(schedule.seed, step.index), teacher=whole, teacher_coef=distillation.coef,
         )  # fmt: skip
-        if divergence is None:
-            metrics["teacher/loss"] = mean(batch.old_logp - batch.teacher_logp[:, 0], mask=batch.mask)
-        return metrics | {"lr": mean(lr)}
+        follow(average, model, rate=distillation.ema)
+        return metrics | ({} if divergence else sampled_gap(batch)) | {"lr": mean(lr)}
 
-    state = {"model": model, "optimizer": optimizer, "reference": reference if penalties.ref_sync_steps else None}
+    state = {"model": model, "optimizer": optimizer, "reference": reference if penalties.ref_sync_steps else average}
     return await rl(
         policy, tokenizer, engine, task, rollouts, schedule, penalties, prepare=prepare, update=update, state=state,
         reference=ref_policy, max_tokens=optim.max_tokens,
@@ -166,6 +176,80 @@ def teacher_of(group: Group, names: Sequence[str]) -> int:
     return names.index(next((t.info["teacher"] for t in group if "teacher" in t.info), names[0]))
 
 
+def with_routes(batch: Batch, groups: Sequence[Group], names: Sequence[str]) -> Batch:
+    """The batch with each sequence's teacher, and the prompts that the teachers read."""
+    of_group = torch.tensor([teacher_of(group, names) for group in groups])
+    ids = [torch.tensor(t.info["teacher_prompt"]) for group in groups for t in group if "teacher_prompt" in t.info]
+    prompts = pad_sequence(ids, batch_first=True, padding_value=-1) if ids else None
+    return replace(batch, teachers=of_group[batch.group_ids], teacher_prompts=prompts)
+
+
+def sampled_gap(batch: Batch) -> Metrics:
+    """log q - log p of the sampled tokens."""
+    return {"teacher/loss": mean(batch.old_logp - batch.teacher_logp[:, 0], mask=batch.mask)}
+
+
+def prompted(task: Task, prompt_of: Callable[[Prompt, Trajectory], Sequence[int]] | None, *, shares: bool) -> Task:
+    """The task whose trajectories carry the prompt that the teacher reads, as "teacher_prompt" in `info`; those of
+    held-out prompts do not. Unchanged for None.
+
+    Errors: ValueError for a model that runs without shared prompts; for an episode in pieces, and for images.
+    """
+    if prompt_of is None:
+        return task
+    if not shares:
+        raise ValueError("a prompt of the teacher's own needs a model that runs packed (docs/models.md)")
+
+    async def score(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        group = group if task.score is None else await task.score(prompt, group)
+        if prompt.images or any(t.continues or t.later_images for t in group):
+            what = "images" if prompt.images or any(t.later_images for t in group) else "an episode in several pieces"
+            raise ValueError(f"row {prompt.index + 1}: a prompt of the teacher's own does not suit {what}")
+        return [replace(t, info={**t.info, "teacher_prompt": [*prompt_of(prompt, t)]}) for t in group]
+
+    async def unchanged(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
+        return group
+
+    judge = task.score or unchanged
+    held_out = {name: replace(one, score=one.score or judge) for name, one in task.held_out.items()}
+    return replace(task, score=score, eval_prompts=(), eval_sets=held_out)
+
+
+def averaged(
+    distillation: Distillation, teachers: Mapping[str, Teacher], model: Any, penalties: Penalties = Penalties()
+) -> Any:
+    """The model of the teacher that follows by `distillation.ema`; None for a fixed one.
+
+    Errors: ValueError for an `ema` outside [0, 1], beside a reference that moves, and for several teachers, one
+    elsewhere, that which trains, and one of other parameters.
+    """
+    if not 0 <= distillation.ema <= 1:
+        raise ValueError(f"`ema` must be in [0, 1], got {distillation.ema}")
+    if not distillation.ema:
+        return None
+    if penalties.ref_sync_steps:
+        raise ValueError("`ema` of the teacher and `ref_sync_steps` of the reference: a checkpoint holds one of them")
+    found = next(iter(teachers.values()))
+    mine = found.policy.model if isinstance(found, LocalTeacher) and len(teachers) == 1 else None
+    if mine is None or mine is model or [*shapes(mine)] != [*shapes(model)]:
+        raise ValueError("`ema` needs one teacher in this process: a second copy of the model, with its parameters")
+    return mine
+
+
+def shapes(model: Any) -> Iterator[tuple[str, torch.Size]]:
+    """Name and shape of each parameter."""
+    return ((name, x.shape) for name, x in model.named_parameters())
+
+
+@torch.no_grad()
+def follow(average: Any, model: Any, *, rate: float) -> None:
+    """Move each parameter of `average`, if there is one, towards that of `model`: w += rate (model - w)."""
+    if average is None:
+        return
+    for x, now in zip(average.parameters(), model.parameters(), strict=True):
+        x.lerp_(now.to(x.dtype), rate)
+
+
 def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Distillation) -> Batch:
     """The batch with `teacher_ids` and `teacher_logp` of each sequence's teacher, and for a divergence of None with
     coef (log p - log q) added to the advantages. Unchanged for the whole vocabulary.
@@ -178,7 +262,7 @@ def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Disti
     ids, logp = torch.zeros(batch.num_tokens, k, dtype=torch.long), torch.zeros(batch.num_tokens, k)
     for i, teacher in enumerate(teachers):
         mine = batch.teachers == i
-        part = batch if bool(mine.all()) else select(batch, mine.nonzero().flatten())
+        part = as_teachers_read(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
         if distillation.divergence is None:
             outputs = part.targets[:, None], teacher.logp(part)[:, None]
         else:

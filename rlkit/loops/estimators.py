@@ -5,15 +5,17 @@ The batch has `token_rewards` (the KL is in them where it belongs there), the cr
 `partial(vapo, alpha=0.1)`, on the command line `--advantage "vapo(alpha=0.1)"`.
 
 With a critic (`rlkit.loops.ppo`): `gae`, `vapo`, `td_lambda`, `n_step`, `vtrace`, `retrace`. Without
-(`rlkit.loops.grpo`): `returns`, `reinforce_pp`.
+(`rlkit.loops.grpo`): `returns`, `reinforce_pp`, and per turn `turn_returns`, `gigpo`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,11 +27,21 @@ from rlkit.loops.coefficients import KlTerm
 from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
 from rlkit.rewards.failures import unwrapped
-from rlkit.segments import broadcast_to_tokens, episode_advantages, group_mean, group_sum, sum_per_seq
+from rlkit.segments import (
+    broadcast_to_tokens,
+    cumulative,
+    episode_advantages,
+    group_mean,
+    group_sum,
+    is_first_piece,
+    seq_count,
+    seq_ids,
+    sum_per_seq,
+)
 from rlkit.types import Batch
 
 _log = logging.getLogger("rlkit.losses")
-Advantage = Callable[[Batch, Tensor], Gae]
+Advantage = Callable[..., Gae]  # (batch, bootstrap); of turns also baseline=
 
 
 def gae(
@@ -128,6 +140,102 @@ def reinforce_pp(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 
     return plain._replace(advantages=whiten(plain.advantages, mask=batch.mask))
 
 
+class _Turns(NamedTuple):
+    """The turns [S] of a batch: sampled tokens, sequence, episode, reward; groups and rewards of its episodes [E]."""
+
+    lens: Tensor
+    seq_ids: Tensor
+    episode_ids: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    episode_rewards: Tensor
+
+    def on_tokens(self, advantages: Tensor, batch: Batch) -> Gae:
+        """The advantage of each turn on its tokens."""
+        per_token = advantages.to(batch.token_rewards).repeat_interleave(self.lens)
+        spread = torch.zeros_like(batch.token_rewards).masked_scatter(batch.mask, per_token)
+        return Gae(spread, spread)
+
+
+def _turns(batch: Batch) -> _Turns:
+    """The terminal reward, which `pack` puts on the last action of each piece, counts at an episode's last turn."""
+    lens = library.turn_lens(batch.mask, cu_seqlens=batch.cu_seqlens)
+    starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens)
+    seq = seq_ids(batch.cu_seqlens, num_tokens=batch.num_tokens)[starts]
+    first, episodes = is_first_piece(batch.episode_ids), batch.episode_ids.unique(return_inverse=True)[1]
+    groups = batch.group_ids
+    if batch.roles is not None:
+        groups = groups * (batch.roles.max() + 1) + batch.roles
+    order = batch.episode_ids[first].argsort()
+    ends_piece, ends_episode = (is_first_piece(x.flip(0)).flip(0) for x in (seq, episodes[seq]))
+    rewards = sum_per_seq(batch.token_rewards[batch.mask], cu_seqlens=cumulative(lens))
+    rewards = rewards - batch.rewards[seq].where(ends_piece & ~ends_episode, 0.0)
+    acts = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0
+    of_turns = sum_per_seq(batch.token_rewards, cu_seqlens=batch.cu_seqlens) - batch.rewards.where(acts, 0.0)
+    totals = batch.rewards + group_sum(of_turns, group_ids=batch.episode_ids)
+    return _Turns(lens, seq, episodes[seq], rewards, groups[first][order], totals[first][order])
+
+
+def turn_returns(
+    batch: Batch,
+    bootstrap: Float[Tensor, "N"],  # noqa: ARG001
+    *,
+    gamma: float = 1.0,
+    baseline: Callable[..., Tensor] | None = None,
+) -> Gae:
+    """`rlkit.advantages.turn_returns`: the return from each turn on, compared with the k-th turns of the group.
+
+    `baseline` is the loop's; outside of a loop `group_centered`. The pieces of an episode are one sequence of turns.
+    """
+    turns = _turns(batch)
+    advantages = library.turn_returns(
+        turns.rewards, group_ids=turns.group_ids, step_seq_ids=turns.episode_ids, gamma=gamma,
+        baseline=baseline or library.group_centered,
+    )  # fmt: skip
+    return turns.on_tokens(advantages, batch)
+
+
+def gigpo(
+    batch: Batch,
+    bootstrap: Float[Tensor, "N"],  # noqa: ARG001
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    baseline: Callable[..., Tensor] | None = None,
+) -> Gae:
+    """`rlkit.advantages.gigpo`: episodes of a group, and turns of a group that start in the same state.
+
+    The state is what the policy was shown last: the tokens between its turns, before the first turn of a piece its
+    prompt. `baseline` is that of both levels: the loop's; outside of a loop `group_centered`.
+    Errors: ValueError for pictures that are shown in later turns, which are not compared.
+    """
+    turns = _turns(batch)
+    advantages = library.gigpo(
+        turns.episode_rewards,
+        library.step_returns(turns.rewards, step_seq_ids=turns.episode_ids, gamma=gamma),
+        group_ids=turns.group_ids, step_seq_ids=turns.episode_ids, step_group_ids=_states(batch, turns),
+        step_weight=step_weight, baseline=baseline or library.group_centered,
+    )  # fmt: skip
+    return turns.on_tokens(advantages, batch)
+
+
+def _states(batch: Batch, turns: _Turns) -> Tensor:
+    """Equal ids for the turns of a group before which the same tokens were shown."""
+    if batch.images is not None and any(batch.images[batch.prefix_cu.numel() - 1 :]):
+        raise ValueError("gigpo compares the tokens of observations, and these show pictures: use turn_returns")
+    starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens).nonzero().flatten().tolist()
+    targets, bounds = batch.targets.cpu().numpy(), batch.cu_seqlens.tolist()
+    states: dict[tuple[int, int, int, bytes], int] = {}
+    ids, after = [], -1
+    for start, n, i, e in zip(starts, *(x.tolist() for x in (turns.lens, turns.seq_ids, turns.episode_ids))):
+        first = after <= bounds[i]
+        shown = targets[max(after, bounds[i]) : start].tobytes()
+        prompt = (int(batch.prefix_ids[i]), int(batch.tokens[bounds[i]])) if first else (-1, -1)
+        ids.append(states.setdefault((int(turns.group_ids[e]), *prompt, shown), len(states)))
+        after = start + n
+    return torch.tensor(ids, dtype=torch.long, device=batch.targets.device)
+
+
 def with_estimates(
     batch: Batch,
     *,
@@ -140,7 +248,9 @@ def with_estimates(
 
         A_t = baseline(R)[episode of t]                        R: terminal rewards, with the episode's KL in `kl.place`
         A   = advantage(r)                                     r_t: token rewards, baseline(R) at the last action
+        A   = advantage(r, baseline=baseline)                  r_t: token rewards, R at the last action
 
+    The last is that of an estimator with an argument `baseline` that is None: of turns, which it compares itself.
     A KL in the reward or the advantage is `kl_coef * kl.estimator(old_logp, ref_logp)` at each token.
     """
     penalty = torch.zeros_like(batch.token_rewards)
@@ -156,11 +266,21 @@ def with_estimates(
         batch = with_advantages(replace(batch, rewards=rewards - per_episode), baseline)
         batch = replace(batch, rewards=rewards)
     else:
-        shift = episode_advantages(baseline, batch) - batch.rewards
-        at_end = broadcast_to_tokens(shift, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
-        scored = replace(batch, token_rewards=batch.token_rewards + at_end - in_reward)
+        scored = replace(batch, token_rewards=batch.token_rewards - in_reward)
+        if compares_turns(advantage):
+            advantage = partial(advantage, baseline=baseline)
+        else:
+            shift = episode_advantages(baseline, batch) - batch.rewards
+            at_end = broadcast_to_tokens(shift, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
+            scored = replace(scored, token_rewards=scored.token_rewards + at_end)
         batch = with_streams(batch, advantages=advantage(scored, torch.zeros_like(batch.rewards)).advantages)
     return with_streams(batch, advantages=batch.advantages - penalty) if kl.place == "advantage" else batch
+
+
+def compares_turns(advantage: Advantage) -> bool:
+    """Whether an estimator asks for the loop's baseline, by an argument `baseline` that is None."""
+    given = inspect.signature(advantage).parameters.get("baseline")
+    return given is not None and given.default is None
 
 
 def _refuse_turn_rewards(batch: Batch) -> None:
@@ -168,8 +288,8 @@ def _refuse_turn_rewards(batch: Batch) -> None:
     terminal = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
     if not torch.allclose(batch.token_rewards, terminal.to(batch.token_rewards.dtype)):
         raise ValueError(
-            "the episodes have rewards of turns, and a baseline alone reads terminal rewards: use `advantage` returns, "
-            "or end an episode with reward=sum(turn_rewards)"
+            "the episodes have rewards of turns, and a baseline alone reads terminal rewards: use `advantage` returns "
+            "or turn_returns, or end an episode with reward=sum(turn_rewards)"
         )
 
 

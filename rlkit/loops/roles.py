@@ -40,6 +40,8 @@ def against(averages: Mapping[str, float], groups: Sequence[Group]) -> Callable[
     values = [averages.get(t.role, 0.0) for group in groups for t in group if not t.continues]
 
     def baseline(rewards: Tensor, *, group_ids: Tensor) -> Tensor:  # noqa: ARG001
+        if rewards.numel() != len(values):
+            raise ValueError("an average of a role's earlier rewards suits episodes, not turns: use another `baseline`")
         return rewards - torch.tensor(values).to(rewards)
 
     return baseline

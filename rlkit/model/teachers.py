@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from rlkit.model.forward import (
 )
 from rlkit.model.routing import own_routing
 from rlkit.packing import select
-from rlkit.segments import broadcast_to_tokens
+from rlkit.segments import broadcast_to_tokens, cumulative
 from rlkit.types import Batch, LogProbs
 
 Divergence = Callable[[Tensor, Tensor], Tensor]  # log-probs of student and teacher [.., V] -> a loss per row [..]
@@ -74,6 +74,24 @@ class LocalTeacher:
         if rows is None:
             return states, torch.ones_like(batch.mask)
         return states[rows.clamp(min=0).to(states.device)], rows >= 0
+
+
+def as_teachers_read(batch: Batch) -> Batch:
+    """The batch with `teacher_prompts` as its prompts, which must be shared prefixes; its rows `[T]` keep their places.
+
+    A sequence `[last prompt token, s_1 .. s_{n-1}]` changes in its first token only, so what a teacher says of this
+    batch is about the same targets.
+    """
+    if batch.teacher_prompts is None:
+        return batch
+    prompts, prefix_ids = batch.teacher_prompts.unique(dim=0, return_inverse=True)
+    lens = (prompts >= 0).sum(1)
+    in_prefix = torch.arange(prompts.shape[1], device=prompts.device) < lens[:, None] - 1
+    last = prompts.gather(1, lens[:, None] - 1)[prefix_ids, 0]
+    return replace(
+        own_routing(batch), tokens=batch.tokens.index_copy(0, batch.cu_seqlens[:-1].long(), last), images=None,
+        prefix_tokens=prompts[in_prefix], prefix_cu=cumulative(lens - 1), prefix_ids=prefix_ids, teacher_prompts=None,
+    )  # fmt: skip
 
 
 def logits_of(policy: Policy) -> Callable[[Tensor], Tensor]:
@@ -130,7 +148,7 @@ def with_divergence(
             theirs, same = logits_of(teacher.policy), teacher.tokenizers is None
 
             def whole(x: Tensor, t: Tensor, theirs: Any = theirs, same: bool = same) -> Tensor:
-                both = [logits(x), theirs(t)]
+                both = [logits(x), theirs(t).detach()]  # the head may be the student's own
                 if same:  # a matrix may have rows for tokens that the tokenizer lacks
                     both = [z[:, : min(z.shape[1] for z in both)] for z in both]
                 return _per_row(divergence, *(z.log_softmax(-1).clamp(min=MIN_LOGP) for z in both))
@@ -156,7 +174,8 @@ def _rows_of(index: int, teacher: LocalTeacher, batch: Batch) -> tuple[LocalTeac
     On many ranks each runs every teacher, also on none of its sequences.
     """
     mine = batch.teachers == index
-    states, has = teacher.hidden(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
+    own = as_teachers_read(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
+    states, has = teacher.hidden(own)
     tokens = broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
     whole = states.new_zeros(batch.num_tokens, *states.shape[1:])  # of another pipeline stage: no second axis
     whole[tokens.to(states.device)] = states

@@ -39,7 +39,7 @@ from rlkit.types import Batch, Picture, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "teacher_ids", "teacher_logp")
-_PER_SEQ = ("rewards", "truncated", "roles", "teachers")
+_PER_SEQ = ("rewards", "truncated", "roles", "teachers", "teacher_prompts")
 _IDS = ("group_ids", "episode_ids")
 
 

@@ -546,7 +546,8 @@ def _parsed(text: str) -> tuple[str, float | None, str]:
 
 
 OF_VALUES = ("gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace")
-OF_RETURNS = ("returns", "reinforce_pp")
+OF_TURNS = ("turn_returns", "gigpo")
+OF_RETURNS = ("returns", "reinforce_pp", *OF_TURNS)
 Estimator = Annotated[
     str,
     Range(

@@ -4,9 +4,10 @@
     rlkit distill ... --teacher http://HOST:8000 --teacher-top-k 16
     rlkit distill ... --teacher math=M code=C --teacher-column subject
     rlkit distill ... --reward my_rewards.py:score --teacher-coef 0.1
+    rlkit distill ... --teacher self --teacher-prompt "{prompt}\\n\\nHint: {answer}"
 
-A teacher is a folder, a hub id, or the URL of an SGLang or vLLM server. Data, environments and engines are those of
-`rlkit grpo`.
+A teacher is a folder, a hub id, the URL of an SGLang or vLLM server, or the model itself, which then reads a hint.
+Data, environments and engines are those of `rlkit grpo`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit._util.ranks import is_first, on_all_ranks
+from rlkit.data.prompt_columns import columns_in
 from rlkit.scripts.args import (
     Correction,
     Data,
@@ -31,7 +33,7 @@ from rlkit.scripts.args import (
 )
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import Place, load_tokenizer, open_place
-from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, make_task, with_engine
+from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, load_tools, make_task, with_engine
 from rlkit.scripts.trial import kl_estimator_of, trial_of, tried_function
 from rlkit.settings import (
     OF_KL,
@@ -57,7 +59,14 @@ class Loss:
     """The teacher, and what becomes of its log-probs."""
 
     teacher: str | tuple[str, ...]
-    """folder, hub id or URL (SGLang, vLLM) of the teacher; several as NAME=TEACHER, chosen by --teacher-column"""
+    """folder, hub id or URL (SGLang, vLLM) of the teacher; several as NAME=TEACHER, chosen by --teacher-column.
+    self: the model itself, which reads --teacher-prompt"""
+    teacher_prompt: str | None = None
+    """what the teacher reads as the last user message: a format string of {prompt}, of columns of the row, and of texts
+    and numbers that the reward returned by name, as "{prompt}\\n\\nHint: {answer}". None: what the student reads"""
+    teacher_ema: Share = 0.0
+    """--teacher self: the teacher is a copy that moves this share of the way to the model after each step
+    (0: the current weights)"""
     loss: Annotated[str, named("reverse_kl", "forward_kl", "jsd", "advantage", "uld")] = "reverse_kl"
     """divergence of student q and teacher p at each token: reverse_kl is KL(q, p), forward_kl KL(p, q), jsd has --beta.
     advantage: log p - log q of the sampled token is its advantage, for PPO's clip. uld: of two tokenizers.
@@ -88,6 +97,13 @@ class Loss:
         what = f"`loss` uld needs all log-probs of {served}: load that model here" if self.loss == "uld" else what
         refuse_if(served and self.loss != "advantage" and not self.teacher_top_k, what)
         check_column_flag(self, "teacher", self.teachers())
+        alone = [*self.teachers().values()] == ["self"]
+        refuse_if(self.teacher_ema and not alone, "`teacher_ema` is for `teacher` self alone")
+        names = columns_in(self.teacher_prompt, flag="teacher_prompt") if self.teacher_prompt is not None else []
+        refuse_if(
+            "self" in self.teachers().values() and set(names) <= {"prompt"},
+            "`teacher` self says what the model says: add `teacher_prompt` with more, as '{prompt} Hint: {answer}'",
+        )
 
     def teachers(self) -> dict[str, str]:
         """The place of each teacher by its name; that of a single one without a name is ""."""
@@ -123,6 +139,8 @@ class Args:
         )
         nothing = self.loss.teacher_coef == 0 and not judged
         refuse_if(nothing, "`teacher_coef` 0 trains nothing without a `reward`: give one of them")
+        copied = self.loss.teacher_ema and (self.lora.lora_rank or self.model.adapter)
+        refuse_if(copied, "`teacher_ema` copies whole weights: drop it, or `lora_rank` and `adapter`")
         served = next((place for place in self.loss.teachers().values() if is_url(place)), "")
         refuse_if(
             served and self.rollouts.temperature != 1,
@@ -140,12 +158,13 @@ def main(args: Args) -> Path:
     task = make_task(args, brought, place)
     from rlkit.loops.distill import distill
 
-    load_teachers = checked_teachers(args, place, task)
+    load_teachers, prompt_of = checked_teachers(args, place, task), teacher_prompt_of(args, place, task)
     model, reference, rollouts = load_models(args, place)
-    teachers = load_teachers()
+    teachers = load_teachers(model)
     return with_engine(args, place, model, lambda engine: distill(
         model, teachers, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
-        distillation=distillation_of(flags, divergence), loss=clipped_loss(flags, args.correction, flags.aggregate),
+        distillation=distillation_of(flags, divergence, prompt_of),
+        loss=clipped_loss(flags, args.correction, flags.aggregate),
         baseline=baseline_of(flags), kl_estimator=kl_estimator, reference=reference, column=flags.teacher_column,
     ))  # fmt: skip
 
@@ -155,8 +174,8 @@ def is_url(place: str) -> bool:
     return place.startswith(("http://", "https://"))
 
 
-def distillation_of(flags: Loss, divergence: Any) -> Any:
-    """The `Distillation` of the flags, with the user's `divergence`; None is for advantages."""
+def distillation_of(flags: Loss, divergence: Any, prompt_of: Any = None) -> Any:
+    """The `Distillation` of the flags, with the user's `divergence` (None is for advantages)."""
     from rlkit.loops.distill import Distillation
     from rlkit.losses import distillation
 
@@ -165,11 +184,43 @@ def distillation_of(flags: Loss, divergence: Any) -> Any:
         rows = distillation.jsd_rows(flags.beta)
     elif divergence is None and flags.loss != "advantage":
         rows = getattr(distillation, f"{flags.loss}_rows")
-    return Distillation(rows, flags.teacher_top_k, flags.teacher_coef)
+    return Distillation(rows, flags.teacher_top_k, flags.teacher_coef, prompt_of, flags.teacher_ema)
 
 
-def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
-    """A function that loads the teacher, or several by name, which are checked now (see `checked_teacher`)."""
+def teacher_prompt_of(args: Args, place: Place, task: Any) -> Callable[[Any, Any], list[int]] | None:
+    """The teacher's prompt for a prompt and an answer to it; None for the student's.
+
+    Those of all rows are made now: ValueError for a name that no column has (with a reward or an environment, which may
+    give it, later), and for one that is too long with its answer.
+    """
+    if (text := args.loss.teacher_prompt) is None:
+        return None
+    from rlkit.data.prompts import reworded
+    from rlkit.data.template import Template
+    from rlkit.model.positions import check_positions
+
+    data, episodes = args.data.rendering(), args.episodes
+    template = Template(
+        place.tokenizer, data["system_prompt"], data["apply_chat_template"], load_tools(episodes) or None,
+        data["template_args"], of_run=True,
+    )  # fmt: skip
+    judged, names = episodes.reward or episodes.env or episodes.agent, {*columns_in(text)} - {"prompt"}
+    readable = [prompt for prompt in task.prompts if not judged or names <= prompt.row.keys()]
+    longest = max((len(reworded(x, text, template)) for x in readable), default=0)
+    most = longest + args.rollouts.max_new_tokens
+    check_positions(most, place.config, setting="`teacher_prompt` + `max_new_tokens`", fix="shorten it")
+    says = f"the teacher's prompt with its answer may have {most} tokens, and a micro-batch holds `max_tokens`"
+    refuse_if(most > place.optim.max_tokens, f"{says} {place.optim.max_tokens}: raise it, or lower `max_new_tokens`")
+
+    def prompt_of(prompt: Any, trajectory: Any) -> list[int]:
+        info = trajectory.info
+        return reworded(prompt, text, template, {**info, **info.get("metrics", {}), **info.get("notes", {})})
+
+    return prompt_of
+
+
+def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[Any], Any]:
+    """A function of the model that loads the teacher, or several by name, which are checked now (`checked_teacher`)."""
     from rlkit.loops.distill import check_routes
 
     paths = args.loss.teachers()
@@ -180,8 +231,8 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
     if _teaches_nothing(args):
         log.warning("--teacher is --model itself: their divergence is 0, and there is nothing to learn from it")
 
-    def make() -> Any:
-        teachers = {name: make_one() for name, make_one in load.items()}
+    def make(model: Any) -> Any:
+        teachers = {name: make_one(model) for name, make_one in load.items()}
         return teachers if len(teachers) > 1 else next(iter(teachers.values()))
 
     return make
@@ -190,14 +241,15 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[], Any]:
 def _teaches_nothing(args: Args) -> bool:
     """Whether every teacher is the model as it begins, and nothing else trains."""
     model, part = args.model, args.episodes
-    changed = model.adapter or args.lora.lora_base or part.reward or part.env or part.agent or ":" in args.loss.loss
+    judged = part.reward or part.env or part.agent
+    changed = model.adapter or args.lora.lora_base or judged or args.loss.teacher_prompt or ":" in args.loss.loss
     paths = {model.model, *args.loss.teachers().values()}
     return not changed and len({Path(path).resolve() if Path(path).is_dir() else path for path in paths}) == 1
 
 
-def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) -> Callable[[], Any]:
-    """A function that makes the teacher, which is checked now: that it answers, that it has the tokenizer, and that it
-    reads images where the prompts show some."""
+def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) -> Callable[[Any], Any]:
+    """A function of the model that makes the teacher, which is checked now: that it answers, that it has the tokenizer,
+    and that it reads images where the prompts show some."""
     from rlkit.data.chat import check_same_tokens
     from rlkit.model.pretrained import load_config
     from rlkit.model.vision import reads_images
@@ -209,7 +261,8 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
 
         served = ServedTeacher(path.rstrip("/"))
         on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
-        return lambda: served
+        return lambda _model: served
+    live, path = path == "self" and not args.loss.teacher_ema, args.model.model if path == "self" else path
     config = load_config(path)
     fault = f"`teacher` {path} reads text only, and the prompts show images"
     refuse_if(has_images and not reads_images(config), f"{fault}: take one that reads them (docs/models.md)")
@@ -221,13 +274,14 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
     elif (theirs := load_tokenizer(path)).get_vocab() != tokenizer.get_vocab():
         tokenizers = tokenizer, theirs
 
-    def make() -> Any:
+    def make(model: Any) -> Any:
         from rlkit.model.forward import Policy
         from rlkit.model.launch import load_policy, report_model
         from rlkit.model.teachers import LocalTeacher
 
-        model = load_policy(path, frozen=True, **place.loading())
-        report_model(model, dtype=str(place.optim.dtype), name="teacher")
+        if not live:  # one that follows has weights as exact as the model's
+            model = load_policy(path, frozen=not args.loss.teacher_ema, **place.loading())
+            report_model(model, dtype=str(place.optim.dtype), name="teacher")
         policy = Policy(model, args.rollouts.temperature, str(place.optim.dtype))
         return LocalTeacher(policy, place.optim.max_tokens, tokenizers)
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlkit.scripts.args import Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model
+from rlkit.scripts.args import OF_TURNS, Correction, Data, Episodes, Estimator, Evaluation, KlEstimator, Lora, Model
 from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import open_place
 from rlkit.scripts.task import baseline_of, bring, load_models, make_task, with_engine
@@ -97,12 +97,18 @@ class Loss:
     """weight of what `--baseline role_average` was before in each step"""
     advantage: Estimator | None = None
     """estimator per token: returns or reinforce_pp, as in "returns(gamma=0.99)", on the baseline's value as the last
-    reward. Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`. None: the baseline's value on all tokens"""
+    reward. Per turn: turn_returns (the baseline of each turn's return), gigpo (also of turns in the same state).
+    Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`. None: the baseline's value on all tokens"""
     success_range: Annotated[tuple[Finite, Finite] | None, ASCENDING] = None
     """dynamic sampling: replace groups whose mean score is outside this range, e.g. 0.01 0.99; None: keep all"""
 
     def __post_init__(self) -> None:
         check(self)
+        turns = (self.advantage or "").partition("(")[0] in OF_TURNS
+        refuse_if(
+            turns and self.baseline == "role_average",
+            f"`advantage` {self.advantage} compares turns, and `baseline` role_average episodes: use another baseline",
+        )
 
 
 @dataclass(frozen=True)

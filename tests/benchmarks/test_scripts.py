@@ -35,6 +35,8 @@ RUNS = {  # its smallest run, with OUT for a folder of the test, and what it pri
     "examples/in_transformers.py": ("--steps 1 --output OUT", "'train_loss'"),
     "examples/own_dpo.py": ("--steps 1", "accuracy"),
     "examples/own_ppo.py": ("--steps 1", "reward"),
+    "examples/self_distillation.py": ("--steps 1 --seeds 1 --copy-steps 1", "average  "),
+    "examples/turn_credit.py": ("--steps 1 --seeds 1", "turn_returns   share of digits in turn 2"),
     "examples/tic_tac_toe.py": (
         "--sft-steps 2 --eval-games 2 --steps 1 --prompts-per-step 2 --output OUT", "of a perfect player to imitate",
     ),

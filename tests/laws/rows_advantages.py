@@ -224,6 +224,21 @@ def gigpo(rewards, step_returns, cu_seqlens, group_ids):
     return A.gigpo(rewards, step_returns, group_ids=group_ids, step_seq_ids=episode, step_group_ids=state)
 
 
+def step_returns(rewards, cu_seqlens):
+    return A.step_returns(rewards, step_seq_ids=seq_ids(cu_seqlens, num_tokens=rewards.shape[0]), gamma=0.75)
+
+
+def turn_returns(rewards, cu_seqlens, group_ids):
+    """Tokens as steps."""
+    episode = seq_ids(cu_seqlens, num_tokens=rewards.shape[0])
+    return A.turn_returns(rewards, group_ids=group_ids, step_seq_ids=episode, gamma=0.75)
+
+
+def trace_credit(outcome, answer_logp, cu_seqlens):
+    episode = seq_ids(cu_seqlens, num_tokens=answer_logp.shape[0])
+    return A.trace_credit(outcome, answer_logp, step_seq_ids=episode)
+
+
 OTHERS = [
     row(A.whiten, laws.scales(degree=0, names=("advantages",)), family=ESTIMATOR, options=EPS, skip=WHOLE_BATCH),
     row(
@@ -243,6 +258,28 @@ OTHERS = [
         call=gigpo,
         streams={"rewards": Stream(axis="N"), "step_returns": Stream()},
         skip={"segment_isolation": "an episode is compared with the others of its group"},
+    ),
+    row(
+        A.step_returns,
+        laws.scales(degree=1, names=UNITS),
+        family=ESTIMATOR,
+        call=step_returns,
+        streams={"rewards": Stream()},
+    ),
+    row(
+        A.turn_returns,
+        laws.scales(degree=1, names=UNITS),
+        family=ESTIMATOR,
+        call=turn_returns,
+        streams={"rewards": Stream()},
+        skip={"segment_isolation": "a turn is compared with those of the other episodes of its group"},
+    ),
+    row(
+        A.trace_credit,
+        family=ESTIMATOR,
+        call=trace_credit,
+        streams={"outcome": Stream(axis="N"), "answer_logp": Stream(low=-4.0, high=-0.125, hard_high=0.0)},
+        skip={"all_count": "an episode of one turn has its outcome, whatever the answer's log-prob is"},
     ),
     row(
         A.optimal_token_baseline,

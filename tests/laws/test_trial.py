@@ -296,7 +296,8 @@ def test_known_mistakes_are_found_at_once(mutant):
 
 
 ESTIMATORS = {
-    True: ["gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace"], False: ["returns", "reinforce_pp"],
+    True: ["gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace"],
+    False: ["returns", "reinforce_pp", "turn_returns", "gigpo"],
 }  # fmt: skip
 
 

@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlkit.advantages import group_centered, max_rl
+from rlkit.advantages import group_centered, group_zscore, leave_one_out, max_rl
 from rlkit.loops import estimators as E
 from rlkit.loops.coefficients import KlTerm, kl_term
 from rlkit.loops.estimators import told_below_zero, with_estimates
+from rlkit.loops.roles import against
 from rlkit.loops.updates import clipped, skip_above
 from rlkit.losses import k1, k2, k3, unbiased_kl
-from rlkit.packing import pack, with_streams
+from rlkit.packing import pack, select, with_streams
 from rlkit.settings import Penalties
 from rlkit.types import Trajectory
 
@@ -125,6 +126,99 @@ def test_reinforce_pp_is_the_whitened_return_of_the_raw_rewards():
     got = with_estimates(b, baseline=raw, advantage=E.reinforce_pp).advantages[b.mask]
     returns = E.returns(b, torch.zeros(6)).advantages[b.mask]
     torch.testing.assert_close(got, (returns - returns.mean()) / (returns.std() + 1e-6))
+
+
+def turn(ids, reward=0.0, *, observation=()):
+    return [*observation], [*ids], reward
+
+
+def episode(*turns, prompt=(5, 6), final=0.0, **more):
+    """A trajectory of turns; `final` is its terminal reward."""
+    ids, mask, rewards = [], [], []
+    for shown, said, reward in turns:
+        ids += [*shown, *said]
+        mask += [False] * len(shown) + [True] * len(said)
+        rewards += [0.0] * (len(shown) + len(said) - 1) + [reward]
+    num = len(ids)
+    return Trajectory([*prompt], ids, mask, [-1.0] * num, [0] * num, final, rewards, **more)
+
+
+def talks():
+    """A group of three episodes: of two turns, of two pieces with three turns, and of one turn; and a group of one."""
+    pieces = [
+        episode(turn([1], 0.5), turn([2, 3], 0.25, observation=[7, 7]), final=2.0),
+        episode(turn([4], 1.0, observation=[8]), prompt=(5, 9), final=2.0, continues=True),
+    ]
+    first = episode(turn([1, 1], 0.1), turn([2], observation=[7, 7]), final=1.0, truncated=True)
+    return [[first, *pieces, episode(turn([3], -1.0))], [episode(turn([9]), final=4.0)]]
+
+
+TURNS = [[0.1, 1.0], [0.5, 0.25, 3.0], [-1.0]]  # of the first group
+
+
+def per_token(x):
+    """Advantages of the first group's turns on the tokens of `talks`."""
+    (a, b), (c, d, e), (f,) = x
+    return torch.tensor([a, a, 0, 0, b, 0, c, 0, 0, d, d, 0, e, f, 0.0])
+
+
+def to_go(rewards, gamma):
+    return [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
+
+
+def test_turn_returns_are_compared_by_turn_also_over_pieces():
+    b = pack(talks())
+    g = [to_go(x, 0.5) for x in TURNS]
+    at = [[x[k] for x in g if len(x) > k] for k in range(3)]
+    want = per_token([[x[k] - sum(at[k]) / len(at[k]) for k in range(len(x))] for x in g])
+    got = with_estimates(b, baseline=group_centered, advantage=partial(E.turn_returns, gamma=0.5))
+    torch.testing.assert_close(got.advantages, want, atol=1e-6, rtol=1e-6)
+    none = lambda rewards, group_ids: rewards
+    raw = with_estimates(b, baseline=none, advantage=E.turn_returns)
+    want = per_token([to_go(x, 1.0) for x in TURNS])
+    want[-1] = 4.0
+    torch.testing.assert_close(raw.advantages, want)
+    own = E.turn_returns(b, torch.zeros(5), baseline=none)
+    torch.testing.assert_close(own.advantages, want)
+    reordered = select(b, [4, 3, 2, 0, 1])  # the second piece is before the first episode, after its own first piece
+    assert with_estimates(reordered, baseline=leave_one_out, advantage=E.turn_returns).advantages.isfinite().all()
+
+
+def test_gigpo_compares_turns_before_which_the_same_tokens_were_shown():
+    b = pack(talks())
+    g = [to_go(x, 0.5) for x in TURNS]
+    same = [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1)], [(1, 2)]]  # the prompt; 7 7; another prompt
+    totals = [sum(x) for x in TURNS]
+    want = [[total - sum(totals) / 3 for _ in x] for x, total in zip(TURNS, totals)]
+    for members in same:
+        mean = sum(g[e][k] for e, k in members) / len(members)
+        for e, k in members:
+            want[e][k] += 2.0 * (g[e][k] - mean)
+    estimator = partial(E.gigpo, gamma=0.5, step_weight=2.0)
+    for packed in (b, pack(talks(), share_prompts=False)):
+        got = with_estimates(packed, baseline=group_centered, advantage=estimator).advantages
+        torch.testing.assert_close(got[packed.mask], per_token(want)[b.mask], atol=1e-6, rtol=1e-6)
+    shown = replace(b, images=(*[()] * (b.prefix_cu.numel() - 1), (object(),), *[()] * 4))
+    with pytest.raises(ValueError, match="these show pictures: use turn_returns"):
+        with_estimates(shown, baseline=group_centered, advantage=estimator)
+
+
+@pytest.mark.parametrize("baseline", [group_centered, leave_one_out, group_zscore])
+def test_with_one_turn_each_both_are_the_groups_own_baseline(baseline):
+    b = pack([[episode(turn([1, 2]), final=r) for r in (1.0, 0.0, 2.5)], [episode(turn([3]), final=1.0)]])
+    own = with_estimates(b, baseline=baseline).advantages
+    for estimator in (E.turn_returns, partial(E.gigpo, step_weight=0.0)):
+        assert torch.equal(with_estimates(b, baseline=baseline, advantage=estimator).advantages, own)
+    assert torch.equal(with_estimates(b, baseline=baseline, advantage=E.gigpo).advantages, 2 * own)  # one state, too
+    alike = replace(b, roles=torch.tensor([0, 1, 0, 0]))
+    got = with_estimates(alike, baseline=baseline, advantage=E.turn_returns).advantages
+    assert torch.equal(got, with_estimates(alike, baseline=baseline).advantages)
+
+
+def test_an_average_of_roles_refuses_turns():
+    groups = talks()
+    with pytest.raises(ValueError, match="suits episodes, not turns"):
+        with_estimates(pack(groups), baseline=against({"": 0.5}, groups), advantage=E.turn_returns)
 
 
 def test_estimators_of_a_critic_meet_in_their_limits():

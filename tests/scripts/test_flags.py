@@ -656,6 +656,11 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
         ({"teacher": ("x=a", "x=b")}, "`teacher` has two of the name x: rename one"),
         ({"teacher": ()}, "`teacher` is empty: give a value, or leave it out"),
         ({"teacher": "a", "teacher_column": "x"}, "`teacher_column` chooses among several"),
+        ({"teacher": "self"}, "`teacher` self says what the model says: add `teacher_prompt` with more"),
+        ({"teacher": "self", "teacher_prompt": "Q: {prompt}"}, "`teacher` self says what the model says"),
+        ({"teacher": "a", "teacher_ema": 0.1}, "`teacher_ema` is for `teacher` self alone"),
+        ({"teacher": "a", "teacher_prompt": "{prompt} {}"}, "'{prompt} {}': each place in braces names a column"),
+        ({"teacher": "a", "teacher_prompt": "{prompt"}, "'{prompt' is no format string (expected '}' before end"),
     ],
 )
 def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
@@ -729,6 +734,12 @@ def test_a_reward_has_arguments_and_a_weight():
         (ppo, {"advantage": "gae(gamma=0.2)", "gamma": 0.9}, "--gamma and --advantage gae(gamma=0.2) both give gamma"),
         (ppo, {"advantage": "td_lambda", "lam_value": 0.9}, "--advantage td_lambda has no argument --lam-value, so it"),
         (ppo, {"advantage": "reinforce_pp"}, "--advantage reinforce_pp uses no critic: use rlkit grpo"),
+        (ppo, {"advantage": "gigpo"}, "--advantage gigpo uses no critic: use rlkit grpo"),
+        (
+            grpo,
+            {"advantage": "turn_returns(gamma=0.9)", "baseline": "role_average"},
+            "--advantage turn_returns(gamma=0.9) compares turns, and --baseline role_average episodes",
+        ),
         (
             ppo,
             {"advantage": "vtrace"},
