@@ -7,7 +7,7 @@ DEMO   ?= runs/demo
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers agents lint docs bench bench-trl nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents lint docs bench bench-trl nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -34,6 +34,10 @@ test-trackers: $(VENV)/.ready-dev  # the tests of all four trackers, which it in
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[track]"
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/run/test_trackers.py
 
+test-exports: $(VENV)/.ready-dev  # exports in lm-eval, which it installs, and in llama.cpp's converter: RLKIT_LLAMA_CPP=CLONE
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check lm-eval==0.4.13 gguf==0.19.0 sentencepiece
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow tests/model/test_exports.py
+
 agents: $(VENV)/.ready-dev  # an environment with smolagents, mini-swe-agent, and the openai and anthropic clients
 	@$(RUN) tools/agents/install.py
 
@@ -52,7 +56,7 @@ docs: .venv-docs/.ready  # the documentation site
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers agents
+nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents
 	$(PYTEST) -m "not gpu and not sglang and not vllm" --hypothesis-profile nightly
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
 		$(RUN) -m pytest -m "slow and (sglang or vllm)"

@@ -102,6 +102,28 @@ any other type every rank reads the whole model before it keeps its shard. See [
   the rows
   before. It is for one process with `--engine local`, without LoRA, whose adapters would not train them.
 
+## An export elsewhere
+
+What other programs read of small random models, in the nightly run (`make test-exports`, `test-vllm`, `test-sglang`).
+The numbers equal those of the model in the run, which has changed weights or an adapter:
+
+| program | model, or LoRA merged | adapter | experts | images |
+|---|---|---|---|---|
+| peft 0.21.2 | - | log-probs | log-probs, fused ones too | - |
+| lm-eval 0.4.13, `--model hf` | log-probs | log-probs, `peft=RUN/adapter` | log-probs, both ways | not tested (1) |
+| llama.cpp's converters (ggml 0.25.3) | logits (2) | tensors | logits (2); adapter: (3) | tower: tensors (4) |
+| vLLM 0.32.0 on a CPU | log-probs (5) | log-probs | log-probs (5) | log-probs (5) |
+| SGLang 0.5.23 on a CPU | log-probs (5) | log-probs | log-probs (5) | log-probs (5) |
+
+1. `hf-multimodal` needs torchvision.
+2. Of the GGUF file, read by transformers. The tokenizer must be one that llama.cpp knows (SmolLM2's was tried): that of
+   `rlkit.data.tiny` ends in "BPE pre-tokenizer was not recognized".
+3. An adapter of attention layers: tensors. One of fused experts ends in "Unprocessed experts": convert `RUN/model`.
+4. `--mmproj`, of Qwen3-VL; its text part is not tested.
+5. After updates of a server that runs: tensors have the names of an export. No test starts a server with an export.
+
+Not tested: inference and quantization by llama.cpp itself, Ollama, LM Studio, MLX, TensorRT-LLM, TGI.
+
 ## Images
 
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained on rows with images, by `rlkit sft`, `dpo`, `kto`,

@@ -36,11 +36,15 @@ _LARGE = 200_000  # characters of a conversation, tools and messages with 1,000 
 
 
 class Said(NamedTuple):
-    """A sampled turn with the calls in its text (none if one of them is broken) and the length of its context."""
+    """A sampled turn with the calls in its text (none if one of them is broken), the length of its context, the
+    log-probs of its tokens, the stop string of the request that ended it, and the text that began it with its own."""
 
     turn: Turn
     calls: list[Call]
     num_prompt: int
+    logp: list[float]
+    stop: str | None
+    whole: str
 
 
 class _Node(NamedTuple):
@@ -102,6 +106,7 @@ class Branches:
         self._num_calls = 0
         self._last: tuple[list[dict[str, Any]], FinishReason] | None = None
         self.num_rerendered = 0
+        self.num_unmet: int | None = None  # turns that lack what was asked of them; None: nothing was asked
 
     @property
     def num_turns(self) -> int:
@@ -141,14 +146,14 @@ class Branches:
         else:
             turns = Turns(context, self._sample, pictures)
         turns.take(out)
-        text, with_stop = _cut(text_of(out.ids, self._tokenizer, context), stop)
+        text, with_stop, found_stop = _cut(text_of(out.ids, self._tokenizer, context), stop)
         turn = Turn(text, out.ids, out.finish_reason)
-        said = Said(turn, self._calls(turn, tools), len(context))
         begun = messages[-1].get("content") or "" if begins_answer(messages) else ""
         begun, continues = begun.removesuffix(opened_by(begun)), bool(begun)
         before = names[-2] if continues else names[-1]  # a client sends both back as one message
         messages = messages[:-1] if continues else messages
         whole = {"role": "assistant", "content": begun + text}
+        said = Said(turn, self._calls(turn, tools), len(context), out.logp, found_stop, begun + text)
         name = _hash(before + self._key(whole, tools).encode() + str(number).encode())
         shown_as = (text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False)))
         texts = {begun + form for form in shown_as}
@@ -204,8 +209,8 @@ class Branches:
         """The episode as `Turns.pieces` gives it: a piece per branch, the one with the last turn at the end.
 
         `info` gets the conversation of the last turn as `messages`, and the `metrics` `agent/branches` (pieces after
-        the first) and `agent/rerendered` (`num_rerendered`). `turn_rewards` are in the order in which turns
-        were asked for, those of the choices of a request in theirs.
+        the first), `agent/rerendered` (`num_rerendered`) and, where something was asked, `agent/unmet` (`num_unmet`).
+        `turn_rewards` are in the order in which turns were asked for, those of the choices of a request in theirs.
         """
         if self._last is None:
             raise ValueError("the episode ends before its first turn was sampled")
@@ -214,6 +219,7 @@ class Branches:
         messages, reason = self._last
         branches = [*reversed(dict.fromkeys(reversed(self._order.values())))]  # by their last turns
         metrics = {"agent/branches": len(branches) - 1, "agent/rerendered": self.num_rerendered}
+        metrics |= {} if self.num_unmet is None else {"agent/unmet": self.num_unmet}
         about = {"messages": readable(messages), "finish_reason": reason, "num_turns": self.num_turns, **(info or {})}
         if taken := sorted({*about.get("metrics", {})} & {"failed", *metrics}):
             raise ValueError(f"info['metrics'] has {taken[0]!r}, a metric of rlkit's own: give it another name")
@@ -294,7 +300,7 @@ def _hash(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """The text before the first stop string, and with it."""
-    at, end = min(((at, at + len(s)) for s in stop if (at := text.find(s)) >= 0), default=(len(text), len(text)))
-    return text[:at], text[:end]
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, str, str | None]:
+    """The text before the first stop string, with it, and that string; None without one."""
+    at, found = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=(len(text), None))
+    return text[:at], text[:at] + (found or ""), found

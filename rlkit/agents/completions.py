@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkit.agents.demands import need
 from rlkit.agents.request import (
     Answer,
     Event,
     Request,
     call_of,
     identity,
-    need,
+    log_probs,
     objects,
     options,
     text_of,
@@ -33,14 +35,17 @@ def read(body: Mapping[str, Any]) -> Request:
     told = [_message(m, f"messages[{i}]", images) for i, m in enumerate(messages or ())]
     streaming = body.get("stream_options")
     usage = isinstance(streaming, dict) and bool(streaming.get("include_usage"))
-    shared = options(body, limit=("max_completion_tokens", "max_tokens"))
-    return Request(told, tools or None, stream_usage=usage, images=images, **shared)
+    asked = body.get("logprobs")
+    need(isinstance(asked, bool | None), "`logprobs` must be true or false")
+    shared = options(body, tools, limit=("max_completion_tokens", "max_tokens"))
+    return Request(told, tools or None, stream_usage=usage, images=images, logprobs=bool(asked), **shared)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
     """The body of the answer."""
+    told = [{"content": log_probs(answer), "refusal": None} if request.logprobs else None for answer in answers]
     choices = [
-        {"index": i, "message": _said(answer), "finish_reason": answer.reason, "logprobs": None}
+        {"index": i, "message": _said(answer), "finish_reason": answer.reason, "logprobs": told[i]}
         for i, answer in enumerate(answers)
     ]
     return {
@@ -53,14 +58,14 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:
     """The answer `whole` as a stream. The engine gives whole turns, so each choice comes in one piece."""
     head, chunks = {**whole, "object": "chat.completion.chunk", "usage": None}, list[Event]()
 
-    def chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> None:
-        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> None:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         chunks.append((None, head | {"choices": [choice]}))
 
     for choice in whole["choices"]:
         said, i = {**choice["message"]}, choice["index"]
         calls = [{"index": k, **call} for k, call in enumerate(said.pop("tool_calls", ()))]
-        chunk(i, said)
+        chunk(i, said, logprobs=choice["logprobs"])
         for call in calls:
             chunk(i, {"tool_calls": [call]})
         chunk(i, {}, choice["finish_reason"])
@@ -69,9 +74,11 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:
     return [*chunks, (None, "[DONE]")]
 
 
-def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: ARG001
-    """The body of an error."""
-    return {"error": {"message": message, "type": code, "param": None, "code": code}}
+def failure(message: str, code: str, status: int) -> dict[str, Any]:
+    """The body of an error; `param` is the field with which the message begins."""
+    field = re.match(r"`(\w+)`|(\w+)\[", message)
+    kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": field and (field[1] or field[2]), "code": code}}
 
 
 def _said(answer: Answer) -> dict[str, Any]:
@@ -80,14 +87,21 @@ def _said(answer: Answer) -> dict[str, Any]:
     return {"role": "assistant", "content": answer.text, **({"tool_calls": calls} if calls else {})}
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
     read, sampled = answers[0].num_prompt, sum(a.num_sampled for a in answers)
-    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    return {
+        "prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled,
+        "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
 
 
 def _message(source: Any, place: str, images: dict[str, bytes]) -> dict[str, Any]:
     need(isinstance(source, dict), f"{place} must be an object")
     need(source.get("role") in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
+    need(
+        not source.get("function_call"),
+        f"{place}: `function_call` is not supported: it is the older form of `tool_calls`",
+    )
     message = {key: source[key] for key in ("role", *_TEXTS) if source.get(key) is not None}
     for key in _TEXTS:
         need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rlkit._util.extras import optional
 from rlkit.agents import AgentError, end_of
 from rlkit.agents.branches import Branches
-from rlkit.agents.request import Answer, BadRequest, Request, answer_of, others
+from rlkit.agents.demands import BadRequest, unmet
+from rlkit.agents.request import Answer, Request, answer_of, others
 from rlkit.agents.server import Server
 from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
@@ -66,9 +67,11 @@ def agent_env(
     with streaming: the engine gives whole turns, so a stream has each text and call in one piece. All episodes share
     the port of `address`, HOST or HOST:PORT; it is open while an episode is. With `tls` (`rlkit.agents.server`
     has `tls_of`) URLs begin with https. The server reads messages, tools, `n`, the
-    limit of a turn (which may lower that of the rollout) and stop strings. The run sets the sampling parameters:
-    requests that ask for others than `params` (`temperature`, `response_format`, a forced `tool_choice`) are answered
-    all the same, which is reported once, or with `refuse_sampling` get status 400. Other fields are ignored. Tool calls
+    limit of a turn (which may lower that of the rollout), stop strings and `logprobs`. The run sets the sampling
+    parameters: requests that ask for others than `params` (`temperature`, `response_format`, a forced `tool_choice`)
+    are answered all the same, which is reported once, or with `refuse_sampling` get status 400. Turns that lack the
+    format or the call of their request are returned and trained as sampled, and counted in the metric `agent/unmet`
+    (see `rlkit.agents.demands`). docs/environments.md has a table of all fields. Tool calls
     are returned as such: they are read in the format that the chat template writes, or by `parse` (see `tool_env`). If
     nothing reads what the template writes, a request with tools ends the run.
 
@@ -163,7 +166,7 @@ class _Episode:
         self, prompt: Prompt, sample: Sampler, tokenizer: Any, parse: Parse, template_args: Any,
         params: SamplingParams | None, refuse_sampling: bool,
     ) -> None:  # fmt: skip
-        self._prompt, self._sample, self._user_parse = prompt, sample, parse
+        self._prompt, self._sample, self._user_parse, self._tokenizer = prompt, sample, parse, tokenizer
         self._params, self._refuse_sampling, self._num_refused = params, refuse_sampling, 0
         self._full = False  # whether a limit left no room for a turn
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,10 +205,13 @@ class _Episode:
 
     async def answers(self, request: Request) -> list[Answer]:
         """See `Session`."""
-        if names := ", ".join(f"`{name}`" for name in others(request.sampling, self._params)):
+        if names := ", ".join(f"`{name}`" for name in others(request, self._params)):
             if self._refuse_sampling:
                 raise BadRequest(f"{names}: the run sets how turns are sampled")
-            report_once("an agent", f"asks for {names}", ", and gets turns sampled as the run says")
+            counted = "; those that lack what it asks are counted in reward/agent/unmet" * bool(request.demands.names)
+            report_once("an agent", f"asks for {names}", f", and gets turns sampled as the run says{counted}")
+        if request.model not in ("", "policy"):
+            report_once("an agent", f"asks for the model {request.model[:80]!r}", ", and gets the policy, which trains")
         images = await self._images(request)
         turns = [self._answer(request, images) for _ in range(request.num)]
         answers = [said for said in await all_or_cancel(turns) if said]
@@ -223,7 +229,12 @@ class _Episode:
             )  # fmt: skip
         except Exception as error:
             raise self.error or _of_template(error) from error
-        return said and answer_of(said)
+        if said is None:
+            return None
+        if request.demands.names:
+            lacks = unmet(request.demands, said.whole, said.calls if request.reads_calls else ())
+            self.branches.num_unmet = (self.branches.num_unmet or 0) + lacks
+        return answer_of(said, self._tokenizer, request)
 
     async def _images(self, request: Request) -> list[Image]:
         """The images of a request that are new in the episode."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
+from rlkit.agents.demands import need
 from rlkit.agents.request import (
     Answer,
     Event,
@@ -13,9 +15,9 @@ from rlkit.agents.request import (
     call_of,
     identity,
     joined_turns,
-    need,
     objects,
     options,
+    reasoned,
     text_of,
     tools_of,
 )
@@ -33,9 +35,11 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     images: dict[str, bytes] = {}
     messages = [m for i, message in enumerate(raw) for m in _messages(message, f"messages[{i}]", images)]
     tools = tools_of(body, (None, "custom"), "input_schema")
-    choice = body.get("tool_choice")
-    choice = choice.get("type") if isinstance(choice, dict) else choice
-    shared = options({**body, "n": None, "tool_choice": choice}, limit=("max_tokens",), stop="stop_sequences")
+    chat = {**body, "n": None, **_asked(body)}
+    shared = options(chat, tools, limit=("max_tokens",), stop="stop_sequences")
+    thinking = body.get("thinking")
+    need(isinstance(thinking, dict | None), "`thinking` must be an object")
+    shared["thinking"] = (thinking or {}).get("type") in ("enabled", "adaptive")
     first = [{"role": "system", "content": system}] if system else []
     return Request([*first, *joined_turns(messages)], tools, images=images, **shared)
 
@@ -43,12 +47,18 @@ def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
     """The body of the answer."""
     (answer,) = answers
-    texts = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    thought, text = reasoned(answer.text) if request.thinking else ("", answer.text)
+    signed = {"type": "thinking", "thinking": thought, "signature": sha256(thought.encode()).hexdigest()}
+    texts = [{"type": "text", "text": text}] if text or not (answer.calls or thought) else []
+    reason = _REASONS[answer.reason] if answer.stop is None else "stop_sequence"
     uses = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.calls]
     return {
         "id": identity("msg_"), "type": "message", "role": "assistant", "model": request.model,
-        "content": [*texts, *uses], "stop_reason": _REASONS[answer.reason], "stop_sequence": None,
-        "usage": {"input_tokens": answer.num_prompt, "output_tokens": answer.num_sampled},
+        "content": [*([signed] if thought else []), *texts, *uses], "stop_reason": reason, "stop_sequence": answer.stop,
+        "usage": {
+            "input_tokens": answer.num_prompt, "output_tokens": answer.num_sampled,
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
+        },
     }  # fmt: skip
 
 
@@ -63,22 +73,47 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: 
     started = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
     add("message_start", message=started)
     for i, block in enumerate(whole["content"]):
-        empty: dict[str, Any]
-        if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {"input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+        empty, deltas = _streamed(block)
         add("content_block_start", index=i, content_block={**block, **empty})
-        add("content_block_delta", index=i, delta=delta)
+        for delta in deltas:
+            add("content_block_delta", index=i, delta=delta)
         add("content_block_stop", index=i)
-    add("message_delta", delta={"stop_reason": whole["stop_reason"], "stop_sequence": None}, usage=usage)
+    add("message_delta", delta={key: whole[key] for key in ("stop_reason", "stop_sequence")}, usage=usage)
     add("message_stop")
     return chunks
 
 
-def failure(message: str, code: str, status: int) -> dict[str, Any]:  # noqa: ARG001
+def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The fields of a block that are empty where a stream begins it, and what it streams then."""
+    if block["type"] == "text":
+        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+    signature = {"type": "signature_delta", "signature": block["signature"]}
+    return {"thinking": "", "signature": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}, signature]
+
+
+def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`tool_choice` and the format of the text as OpenAI names them."""
+    choice, config = body.get("tool_choice"), body.get("output_config")
+    need(isinstance(choice, dict | None), "`tool_choice` must be an object with a `type`")
+    need(isinstance(config, dict | None), "`output_config` must be an object")
+    kind, config = (choice or {}).get("type"), config or {}
+    if choice is not None:
+        need(kind in ("auto", "any", "tool", "none"), "`tool_choice` must have as `type` auto, any, tool or none")
+    parallel = (choice or {}).get("disable_parallel_tool_use")
+    need(isinstance(parallel, bool | None), "`disable_parallel_tool_use` must be true or false")
+    return {
+        "tool_choice": choice if kind == "tool" else kind, "parallel_tool_calls": not parallel,
+        "response_format": config.get("format") or body.get("output_format"),
+        "output_config": {key: value for key, value in config.items() if key != "format"},
+    }  # fmt: skip
+
+
+def failure(message: str, code: str, status: int) -> dict[str, Any]:
     """The body of an error; Anthropic's have no code."""
+    message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
     return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}}
 
 
@@ -95,10 +130,14 @@ def _messages(message: Mapping[str, Any], place: str, images: dict[str, bytes]) 
         kind = block.get("type")
         need(kind in kinds, f"{place}: blocks of type {str(kind)[:80]!r} are not supported in a message of the {role}")
     visible = [block for block in blocks if block["type"] in ("text", "image")]
+    thoughts = [b.get("thinking") for b in blocks if b["type"] == "thinking"]
+    need(all(isinstance(x, str) for x in thoughts), f"{place}: `thinking` must be a string")
     text = text_of(visible, f"{place}: `content`", images=images)
     if role == "assistant":
         uses = [block for block in blocks if block["type"] == "tool_use"]
         calls = [call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in uses]
+        thought = "".join(map(str, thoughts))
+        text = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
     results = [_result(block, place, images) for block in blocks if block["type"] == "tool_result"]
     return [*results, {"role": role, "content": text}] if text or not results else results

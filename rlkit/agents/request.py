@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,31 +13,32 @@ from typing import Any, Literal, NamedTuple
 
 from rlkit._util.untrusted import depth_is_fine
 from rlkit.agents.branches import Said
+from rlkit.agents.demands import MAX_DEPTH, BadRequest, Demands, need
+from rlkit.agents.demands import read as read_demands
 from rlkit.data.episode_images import mark_of
 from rlkit.data.images import PARTS
 from rlkit.data.messages import object_of
 from rlkit.rollout.envs.calls import message_of
 from rlkit.settings import SamplingParams
 
-MAX_DEPTH = 64  # of nested lists and objects; templates recurse
 MAX_TOOLS = 1000  # of a request; OpenAI's server takes 128
 MAX_NUM = 128  # choices of one request
 _SAMPLING: Mapping[str, Any] = {  # fields that change what is sampled, with the value that does not
     "temperature": None, "top_p": 1, "top_k": None, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0,
-    "repetition_penalty": 1, "logit_bias": {}, "seed": None, "response_format": {"type": "text"}, "tool_choice": "auto",
-    "parallel_tool_calls": True, "reasoning": {}, "reasoning_effort": None, "thinking": {"type": "disabled"},
-    "chat_template_kwargs": {}, "min_tokens": 0, "ignore_eos": False,
-    "output_config": {}, "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
+    "repetition_penalty": 1, "logit_bias": {}, "seed": None, "reasoning": {}, "reasoning_effort": None,
+    "thinking": {"type": "disabled"}, "chat_template_kwargs": {}, "min_tokens": 0, "ignore_eos": False,
+    "output_config": {}, "context_management": None, "truncation": "disabled",
+    "structured_outputs": None, "guided_json": None, "guided_regex": None, "guided_choice": None,
     "guided_grammar": None, "regex": None, "ebnf": None, "json_schema": None,
 }  # fmt: skip
-
-
-class BadRequest(ValueError):
-    """A request that cannot be served. `code` is OpenAI's error code, `status` that of HTTP."""
-
-    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
-        super().__init__(message)
-        self.code, self.status = code, status
+_RANGES = {"temperature": (0, 2), "top_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2)}
+_REFUSED = {  # fields of what the policy is not, with the way out
+    "functions": "it is the older form of `tools`", "function_call": "it is the older form of `tool_choice`",
+    "audio": "the policy writes text", "web_search_options": "no server runs tools here: give the search as a function",
+    "mcp_servers": "no server runs tools here: give them as functions", "container": "no server runs tools here",
+    "background": "the reply has the answer", "conversation": "give `previous_response_id`",
+    "prompt": "no prompts are stored: give the messages",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Request:
     """`messages` are in the form of chat templates: text as one string, arguments as an object, no empty fields.
 
     `sampling` are its fields that may ask for another distribution than the run's (see `others`). `images` are the
-    files of its images, by the digests that are in the marks of the texts.
+    files of its images, by the digests that are in the marks of the texts. `logprobs`: the answer has those of the
+    sampled tokens. `thinking`: it has the reasoning apart. Without `reads_calls` its calls are text.
     """
 
     messages: list[dict[str, Any]]
@@ -57,6 +60,10 @@ class Request:
     model: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     images: Mapping[str, bytes] = field(default_factory=dict)
+    demands: Demands = field(default_factory=Demands)
+    reads_calls: bool = True
+    logprobs: bool = False
+    thinking: bool = False
 
 
 class ToolCall(NamedTuple):
@@ -68,13 +75,16 @@ class ToolCall(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A turn of the policy as a client gets it: `text` is what stands before the calls."""
+    """A turn of the policy as a client gets it: `text` is what stands before the calls, `stop` the stop string of the
+    request that ended it, `tokens` the texts and log-probs of what was sampled, the end included."""
 
     text: str
     calls: list[ToolCall]
     reason: Literal["stop", "tool_calls", "length"]
     num_prompt: int
     num_sampled: int
+    stop: str | None = None
+    tokens: Sequence[tuple[str, float]] = ()
 
     @property
     def message(self) -> dict[str, Any]:
@@ -84,18 +94,44 @@ class Answer(NamedTuple):
         return {"role": "assistant", "content": self.text, **({"tool_calls": made} if made else {})}
 
 
-def answer_of(said: Said) -> Answer:
+def answer_of(said: Said, tokenizer: Any, request: Request) -> Answer:
     """The answer for a sampled turn. Calls nested too deep stay text."""
-    fine = bool(said.calls) and all(depth_is_fine(c.arguments, MAX_DEPTH) for c in said.calls)
+    fine = request.reads_calls and bool(said.calls) and all(depth_is_fine(c.arguments, MAX_DEPTH) for c in said.calls)
     start = secrets.token_hex(2)  # nine characters in all, as Mistral's template requires
     calls = [
         ToolCall(c.id or f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
         for i, c in enumerate(said.calls if fine else ())
     ]
-    ended: Literal["stop", "length"] = "stop" if said.turn.finish_reason == "stop" else "length"
+    at_end = said.stop is not None or said.turn.finish_reason == "stop"
+    ended: Literal["stop", "length"] = "stop" if at_end else "length"
     num = said.num_prompt, len(said.turn.ids)
     text = message_of(said.turn.text, calls=bool(calls))["content"]
-    return Answer(text, calls, "tool_calls" if calls else ended, *num)
+    tokens = [*zip(_texts(tokenizer, said.turn.ids), said.logp, strict=True)] if request.logprobs else ()
+    return Answer(text, calls, "tool_calls" if calls else ended, *num, said.stop, tokens)
+
+
+def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token, with a space before it that a tokenizer drops at the start of a text."""
+    texts = []
+    for i, token in enumerate(ids):
+        before, both = (tokenizer.decode(ids[max(i - 1, 0) : end], skip_special_tokens=False) for end in (i, i + 1))
+        whole = both.startswith(before) and "\ufffd" not in both
+        texts.append(both[len(before) :] if whole else tokenizer.decode([token], skip_special_tokens=False))
+    return texts
+
+
+def log_probs(answer: Answer) -> list[dict[str, Any]]:
+    """The log-probs of the sampled tokens, as OpenAI has them. A part of a character has no text, so no bytes."""
+    return [
+        {"token": t, "logprob": x, "bytes": None if "\ufffd" in t else [*t.encode()], "top_logprobs": []}
+        for t, x in answer.tokens
+    ]
+
+
+def reasoned(text: str) -> tuple[str, str]:
+    """The reasoning at the start of a turn, without its tags, and the rest; none where it has no `<think>`."""
+    found = re.match(r"\s*<think>(.*?)(?:</think>\s*|\Z)", text, re.DOTALL)
+    return (found[1].strip(), text[found.end() :]) if found else ("", text)
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
@@ -117,8 +153,11 @@ def parsed(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None = "stop") -> dict[str, Any]:
+def options(
+    body: Mapping[str, Any], tools: Sequence[Any] | None, *, limit: Sequence[str], stop: str | None = "stop"
+) -> dict[str, Any]:
     """The fields of a `Request` that formats share; `limit` are names of the limit of a turn, the first one wins."""
+    _refuse(body)
     name = next((name for name in limit if body.get(name) is not None), limit[0])
     most, stops = body.get(name), (body.get(stop) if stop else None) or ()
     need(most is None or (type(most) is int and most > 0), f"`{name}` must be an integer of at least 1")
@@ -128,16 +167,34 @@ def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None =
     num = 1 if body.get("n") is None else body["n"]
     need(type(num) is int and 1 <= num <= MAX_NUM, f"`n` must be an integer from 1 to {MAX_NUM}")
     sampling = {name: value for name in _SAMPLING if (value := body.get(name)) is not None}
+    choice, form, parallel = (body.get(name) for name in ("tool_choice", "response_format", "parallel_tool_calls"))
+    asked, reads_calls = read_demands(choice, form, parallel, tools)
     return {
         "max_new_tokens": most, "num": num, "stop": tuple(stops), "stream": bool(body.get("stream")),
-        "model": body.get("model") or "", "sampling": sampling,
+        "model": body.get("model") or "", "sampling": sampling, "demands": asked, "reads_calls": reads_calls,
     }  # fmt: skip
 
 
-def others(sampling: Mapping[str, Any], params: SamplingParams | None) -> list[str]:
+def _refuse(body: Mapping[str, Any]) -> None:
+    """Refuse fields that ask for what the policy is not, and numbers out of their range."""
+    for name, fix in _REFUSED.items():
+        need(not body.get(name), f"`{name}` is not supported: {fix}")
+    need(body.get("modalities") in (None, [], ["text"]), '`modalities` must be ["text"]: the policy writes text')
+    for name, (low, high) in _RANGES.items():
+        value = body.get(name)
+        fine = value is None or (type(value) in (int, float) and low <= value <= high)
+        need(fine, f"`{name}` must be a number from {low} to {high}")
+    need(isinstance(body.get("seed"), int | None), "`seed` must be an integer")
+    top = body.get("top_logprobs") or 0
+    need(type(top) is int, "`top_logprobs` must be an integer")
+    need(not top, "`top_logprobs` must be 0: the engine gives the log-probs of the sampled tokens (`logprobs`) only")
+
+
+def others(request: Request, params: SamplingParams | None) -> list[str]:
     """The fields that ask for another distribution than that of `params`, or where they are None, than the model's."""
+    sampling = request.sampling
     of_params = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
-    return [name for name, value in sampling.items() if value != {**_SAMPLING, **of_params}[name]]
+    return [*(name for name, x in sampling.items() if x != {**_SAMPLING, **of_params}[name]), *request.demands.names]
 
 
 def objects(value: Any, subject: str) -> list[dict[str, Any]]:
@@ -209,6 +266,7 @@ def tools_of(body: Mapping[str, Any], types: Sequence[str | None], schema: str) 
         need(isinstance(name, str), "`tools` must be functions with a name: tools that a server runs are not here")
         need(isinstance(tool.get("description"), str | None), f"tool {name}: `description` must be a string")
         function = {"name": name, "description": tool.get("description"), "parameters": tool.get(schema)}
+        function |= {"strict": True} if tool.get("strict") is True else {}
         fields = {key: value for key, value in function.items() if value is not None}
         tools.append({"type": "function", "function": fields})
     return tools or None
@@ -225,12 +283,6 @@ def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             turns.append(message)
     return turns
-
-
-def need(right: Any, otherwise: str) -> None:
-    """Refuse the request unless `right`."""
-    if not right:
-        raise BadRequest(otherwise)
 
 
 def identity(prefix: str) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlkit.agents.completions import ROLES, SHOWING, failure
+from rlkit.agents.demands import BadRequest, need
 from rlkit.agents.request import (
     Answer,
-    BadRequest,
     Event,
     Request,
     call_of,
     identity,
     joined_turns,
-    need,
+    log_probs,
     objects,
     options,
     text_of,
@@ -41,7 +41,10 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
         messages = [{"role": "system", "content": instructions}, *messages]
     tools = tools_of(body, ("function",), "parameters")
     chat = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
-    return Request(messages, tools, images=images, **options(chat, limit=("max_output_tokens",), stop=None))
+    include = body.get("include") or []
+    need(isinstance(include, list), "`include` must be a list")
+    shared = options(chat, tools, limit=("max_output_tokens",), stop=None)
+    return Request(messages, tools, images=images, logprobs="message.output_text.logprobs" in include, **shared)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -79,9 +82,9 @@ def events(request: Request, whole: Mapping[str, Any]) -> list[Event]:  # noqa: 
         if item["type"] == "message":
             (part,) = item["content"]
             at |= {"content_index": 0}
-            add("response.content_part.added", **at, part={**part, "text": ""})
-            add("response.output_text.delta", **at, delta=part["text"], logprobs=[])
-            add("response.output_text.done", **at, text=part["text"], logprobs=[])
+            add("response.content_part.added", **at, part={**part, "text": "", "logprobs": []})
+            add("response.output_text.delta", **at, delta=part["text"], logprobs=part["logprobs"])
+            add("response.output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
             add("response.content_part.done", **at, part=part)
         else:
             add("response.function_call_arguments.delta", **at, delta=item["arguments"])
@@ -95,7 +98,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     status = "incomplete" if answer.reason == "length" else "completed"
     items: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
-        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": log_probs(answer)}
         items.append({"type": "message", "id": identity("msg_"), "role": "assistant", "content": [part]})
     for call in answer.calls:
         made = {"call_id": call.id, "name": call.name, "arguments": call.arguments}

@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlkit.agents import completions, messages, responses
-from rlkit.agents.request import Answer, BadRequest, Request, event_stream, parsed
+from rlkit.agents.demands import BadRequest
+from rlkit.agents.request import Answer, Request, event_stream, parsed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -156,6 +157,8 @@ class Server:
         for path in _FORMATS:
             app.router.add_post(f"/{{episode}}/v1/{path}", respond)
         app.router.add_get("/{episode}/v1/models", respond)
+        app.router.add_get("/{episode}/v1/models/{model:.+}", respond)
+        app.router.add_route("*", "/{elsewhere:.*}", _elsewhere)
         options: dict[str, Any] = {"shutdown_timeout": 0.1, "handler_cancellation": True, "keepalive_timeout": _IDLE_S}
         runner = web.AppRunner(app, access_log=None, **options)
         await runner.setup()
@@ -229,8 +232,8 @@ async def _respond(now: _Listening, request: web.Request) -> web.StreamResponse:
     connection = None if request.transport is None else request.transport.get_protocol()
     if isinstance(connection, _Connection):
         connection.known()
-    if path == "models":
-        return _models()
+    if path.startswith("models"):
+        return _models(request.match_info.get("model"))
     if len(episode.tasks) >= MAX_ACTIVE:
         episode.session.refused()
         return _failure(path, f"more than {MAX_ACTIVE} requests at once", "rate_limit_exceeded", 429, close=True)
@@ -300,9 +303,19 @@ def _failure(path: str, message: str, code: str, status: int, *, close: bool = F
     return response
 
 
-def _models() -> web.Response:
+async def _elsewhere(request: web.Request) -> web.Response:
+    """The failure of a request to a path that is not served."""
+    path = request.path.partition("/v1/")[2]
+    served = ", ".join(f"POST {name}" for name in _FORMATS)
+    message = f"there is no {request.method} {path[:80]} here: after /v1/ are {served}, GET models"
+    return _failure(path, message, "unknown_url", 405 if path in _FORMATS and request.method != "POST" else 404)
+
+
+def _models(name: str | None) -> web.Response:
+    """The one model; of any name, since requests may name any."""
     from aiohttp import web
 
-    policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlkit"}
+    policy: dict[str, Any] = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "rlkit"}
     policy |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
-    return web.json_response({"object": "list", "data": [policy], "has_more": False})
+    ends = {"first_id": "policy", "last_id": "policy"}
+    return web.json_response(policy if name else {"object": "list", "data": [policy], "has_more": False, **ends})

@@ -1,4 +1,4 @@
-"""The helpers of `tests/rollout` and `tools`: pytest's importlib mode does not put them on the path."""
+"""The helpers of `tests/rollout`, `tests/agents` and `tools`: pytest's importlib mode does not put them on the path."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / "rollout"), str(ROOT / "tools")]
+sys.path += [str(ROOT / "tests" / "rollout"), str(ROOT / "tests" / "agents"), str(ROOT / "tools")]
 collect_ignore_glob = ["programs/*"]
 
 

@@ -34,7 +34,8 @@ def score(completion, row):
     return {"reward": size % 3, "score": size % 2, "size": size}
 
 def agent(prompt, base_url):
-    body = json.dumps({"messages": [{"role": "user", "content": prompt.row["prompt"]}]}).encode()
+    messages = [{"role": "user", "content": prompt.row["prompt"]}]
+    body = json.dumps({"messages": messages, "response_format": {"type": "json_object"}}).encode()
     urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body)).read()
     return {"reward": 1.0}
 """

@@ -16,7 +16,8 @@ from typing import Any
 
 OPTIONAL = {
     "aiohttp", "bm25s", "datasets", "flash_attn", "hypothesis", "math_verify", "matplotlib", "mlflow", "moocore",
-    "optuna", "pandas", "peft", "psutil", "pyarrow", "pytest", "sglang", "tensorboard", "triton", "vllm", "wandb",
+    "jsonschema", "optuna", "pandas", "peft", "psutil", "pyarrow", "pytest", "sglang", "tensorboard", "triton", "vllm",
+    "wandb",
 }  # fmt: skip
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -150,6 +150,7 @@ def test_what_openai_refuses_is_refused_and_the_episode_goes_on():
     assert {name: status for name, (status, _) in answers.items() if status != 400} == {}
     for _, reply in answers.values():
         assert reply["error"]["code"] == reply["error"]["type"] == "invalid_request_error"
+        assert {"message", "type", "param", "code"} == reply["error"].keys()
         assert 0 < len(reply["error"]["message"]) < 1000
     assert "`role` must be one of system" in answers["unknown role"][1]["error"]["message"]
     assert good[1]["choices"][0]["message"]["content"] == "answer"
@@ -289,7 +290,7 @@ def test_a_conversation_is_the_same_in_every_format():
     assert completions.read(given).messages == told
     request = responses.read(RESPONSES, {})
     assert (request.messages, request.tools, request.max_new_tokens) == (told, tools, 5)
-    assert others(request.sampling, None) == []
+    assert others(request, None) == []
     request = messages.read(MESSAGES)
     assert (request.messages, request.tools, request.stop) == (
         [*told, {"role": "user", "content": "and?"}],
@@ -345,9 +346,9 @@ def test_another_distribution_is_named_by_what_asks_for_it():
     forced = {"type": "function", "function": {"name": "add"}}
 
     def named(request, params=None):
-        return others(request.sampling, params)
+        return others(request, params)
 
-    asked = {"messages": user, "tool_choice": forced, "top_p": 0.5, "frequency_penalty": 0}
+    asked = {"messages": user, "tools": [TOOL], "tool_choice": forced, "top_p": 0.5, "frequency_penalty": 0}
     assert named(completions.read(asked)) == ["top_p", "tool_choice"]
     structured = {"messages": user, "response_format": {"type": "json_object"}, "parallel_tool_calls": False}
     assert named(completions.read(structured)) == ["response_format", "parallel_tool_calls"]
@@ -355,9 +356,10 @@ def test_another_distribution_is_named_by_what_asks_for_it():
     assert named(completions.read(structured)) == ["guided_json"]
     structured = {"messages": user, "max_tokens": 5, "output_config": {"effort": "low"}}
     assert named(messages.read(structured)) == ["output_config"]
-    structured = {"input": "q", "text": {"format": {"type": "json_schema"}}, "reasoning": {"effort": "low"}}
-    assert named(responses.read(structured, {})) == ["response_format", "reasoning"]
+    structured = {"input": "q", "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "low"}}
+    assert named(responses.read(structured, {})) == ["reasoning", "response_format"]
     anthropic = {"messages": user, "max_tokens": 1, "tool_choice": {"type": "any"}, "top_k": 5}
+    anthropic["tools"] = MESSAGES["tools"]
     assert named(messages.read(anthropic)) == ["top_k", "tool_choice"]
     run = SamplingParams(temperature=0.7, top_k=5)
     assert named(messages.read(anthropic | {"temperature": 0.7}), run) == ["tool_choice"]
