@@ -40,6 +40,14 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     if called := _CALL.fullmatch(spec):
         return _bound(load_function(called[1]), called[2], spec)
+    function = load_object(spec)
+    if not callable(function):
+        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
+    return function
+
+
+def load_object(spec: str) -> Any:
+    """What `"file.py:name"` or `"package.module:name"` names, callable or not; see `load_function`, also for errors."""
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
         raise ValueError(
@@ -49,28 +57,30 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise AttributeError(f"{place} has no {name!r}; it has {there}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
-    return function
+    return getattr(module, name)
 
 
 def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., Any]:
     """The function with the keyword arguments in `text`; ValueError for anything but literals, and for other names."""
-    try:
-        call: Any = ast.parse(f"f({text})", mode="eval").body
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError
-        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (ValueError, SyntaxError, AttributeError):
-        raise ValueError(
-            f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
-        ) from None
+    given = literal_arguments(text, spec)
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [x for x in given if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:
         raise ValueError(f"{spec}: there is no argument {unknown[0]!r}; the function has {', '.join(names)}")
     return partial(function, **given)
+
+
+def literal_arguments(text: str, spec: str) -> dict[str, Any]:
+    """The keyword arguments in `text`, as in "n=512, tags=('a', 'b')"; ValueError for anything but literals."""
+    try:
+        call: Any = ast.parse(f"f({text})", mode="eval").body
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (ValueError, SyntaxError, AttributeError):
+        raise ValueError(
+            f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
+        ) from None
 
 
 def _hint(spec: str) -> str:

@@ -192,7 +192,7 @@ def read_env(how: Episodes, data: Data, rollouts: Rollouts, *parts: Any, output:
 
         if foreign is not None:
             make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=str(how.env))  # noqa: E731
-            env = made(make, foreign, str(how.env))
+            env = made(make, getattr(foreign, "source", foreign), str(how.env))
         elif make_agent is not None:
             env = make_agent(tokenizer)
         elif tools:
@@ -273,17 +273,19 @@ def check_column(rows: Any, column: str, names: Sequence[str], *, what: str) -> 
 
 
 def _foreign_env(episodes: Episodes) -> Any:
-    """The object that `env` names, or None; ValueError for one that is no environment."""
+    """What `env` names, or None; ValueError for what is no environment."""
+    from rlkit.compat.libraries import environment_of, with_opponent
     from rlkit.compat.recognise import kind_of
 
     spec = next(iter(episodes.envs().values()), None)
     if spec is None:
         return None
-    foreign = function_of("env", spec)
+    foreign = function_of("env", spec, load=environment_of)
     try:
+        foreign = with_opponent(foreign, episodes.opponent)
         kind_of(foreign)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`env` {episodes.env}: {error}") from None
+    except (AttributeError, FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(f"`env` {spec}: {error}") from None
     return foreign
 
 
