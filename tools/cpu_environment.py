@@ -22,8 +22,9 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def provide(here: Path, name: str, *, check: str, pythons: set[tuple[int, int]]) -> Path:
     """The environment's Python; it is built first if it does not exist.
 
-    here: a folder with `pins.txt` and perhaps `stand_ins`, which are copied beside the packages. check: Python code
-    that the new environment must run. pythons: versions that the pins are for.
+    here: a folder with `pins.txt` and perhaps `stand_ins`, which are copied beside the packages, and `older.txt`, whose
+    packages are put into the environment's folder `older`. check: Python code that the new environment must run.
+    pythons: versions that the pins are for.
     """
     if sys.version_info[:2] not in pythons or sys.platform != "linux":
         wanted = " or ".join(f"{major}.{minor}" for major, minor in sorted(pythons))
@@ -42,7 +43,7 @@ def provide(here: Path, name: str, *, check: str, pythons: set[tuple[int, int]])
 def cache_folder(here: Path, name: str) -> Path:
     """The folder of the environment for these pins."""
     digest = hashlib.sha256(f"{sys.version_info[:2]}".encode())
-    for path in (here / "pins.txt", *sorted((here / "stand_ins").rglob("*.py"))):
+    for path in (here / "pins.txt", *here.glob("older.txt"), *sorted((here / "stand_ins").rglob("*.py"))):
         digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "rlkit" / f"{name}-{digest.hexdigest()[:16]}"
@@ -62,6 +63,8 @@ def make(folder: Path, here: Path, check: str) -> None:
         except subprocess.CalledProcessError:
             note(here, "the configured index has no CPU build of torch; trying PyTorch's own")
             run(*pip, "--extra-index-url", CPU_INDEX)
+        if (older := here / "older.txt").exists():
+            run(*pip[:-2], "--target", str(draft / "older"), "-r", str(older))
         site = next((draft / "lib").glob("python3*/site-packages"))
         stand_ins = here / "stand_ins"
         for item in stand_ins.iterdir() if stand_ins.is_dir() else ():

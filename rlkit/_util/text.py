@@ -36,12 +36,15 @@ def masked(value: Any) -> Any:
     return value
 
 
-def keywords(text: str) -> dict[str, Any]:
-    """The arguments in the text of a call, `n=512, tags=("a", "b")`; ValueError for all but literals with a name."""
+def keywords(text: str, *, spec: str) -> dict[str, Any]:
+    """The arguments in the text of a call, `n=512, tags=("a", "b")`; ValueError, with the whole `spec`, for all but
+    literals with a name."""
     try:
         call: Any = ast.parse(f"f({text})", mode="eval").body
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, SyntaxError, AttributeError):
-        raise ValueError("arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))") from None
+        raise ValueError(
+            f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"
+        ) from None

@@ -8,55 +8,77 @@
 Every adapter takes the foreign object and then the tokenizer. What the policy samples is trained on, as everywhere: it
 is never tokenised again, and a context that does not continue the previous one starts a further piece of the episode.
 An exception of the foreign code ends the run, with a note that names the row. `adapted` chooses an adapter by the
-parameters of a function or the base of a class.
+parameters of a function, or by the library of a class or an object.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rlkit.agents.endpoint import agent_env
+from rlkit.compat.games import gem, gymnasium, textarena
+from rlkit.compat.libraries import Published, library_of, resolved, wrapper_for
 from rlkit.compat.recognise import kind_of, takes_prompt
+from rlkit.compat.tasks import aviary, openenv, verifiers, verifiers_tasks
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
-from rlkit.rollout.envs.chat import Chat, Turn
-from rlkit.rollout.envs.gym import Step, gym_env
-from rlkit.rollout.groups import Env, Prompt, Sampler
+from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.gym import gym_env
+from rlkit.rollout.groups import Env, Prompt, Sampler, pieces_of
 from rlkit.rollout.text import Text
 from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Make = Callable[[Prompt], Any]
-_SEEDING = threading.Lock()  # GEM and TextArena seed, and draw from, Python's global generator
 
+def adapted(foreign: Any, tokenizer: PreTrainedTokenizerBase) -> Env | None:
+    """The environment of a foreign function, class or object, by its `kind_of`; None for an `env` or a `factory`.
 
-def adapted(foreign: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Env | None:
-    """The environment of a foreign function or class, by its `kind_of`; None for an `env` or a `factory`.
-
-    `load_environment` and the constructors of libraries' classes are called without arguments. Any other class is
+    What `resolved` finds is made by its library's adapter, at most `at_once` episodes at a time. Any other class is
     called with the prompt if its first argument is required or named `prompt`, else without arguments (see `gym_env`).
-    Errors: ValueError for an object that is no environment.
+    Errors: ValueError for what is no environment.
     """
+    foreign = resolved(foreign)
     kind = kind_of(foreign)
+    if isinstance(foreign, Published):
+        env = _ADAPTERS[kind](foreign.made, tokenizer, **foreign.options)
+        return env if foreign.at_once is None else _few_at_once(env, foreign.at_once)
     if kind == "object":
         made_alone = isinstance(foreign, type) and not takes_prompt(foreign)
-        return gym_env(partial(_of_library, (lambda _: foreign()) if made_alone else foreign), tokenizer=tokenizer)
-    if kind == "verifiers":
-        return verifiers(foreign(), tokenizer)
-    if kind in ("env", "factory"):
-        return None
-    return _ADAPTERS[kind]((lambda _: foreign()) if kind in _GAMES else foreign, tokenizer)
+        return of_prompt((lambda _: foreign()) if made_alone else foreign, tokenizer)
+    return None if kind in ("env", "factory") else _ADAPTERS[kind](foreign, tokenizer)
+
+
+def of_prompt(make: Callable[[Prompt], Any], tokenizer: PreTrainedTokenizerBase) -> Env:
+    """An environment of what `make(prompt)` returns: a game or environment of a library, or any object of `gym_env`."""
+
+    async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
+        made = make(prompt)
+        library = library_of(made)
+        if library in _PER_EPISODE:
+            return pieces_of(await _ADAPTERS[library](lambda _: made, tokenizer)(prompt, sample))
+        if paste := wrapper_for(made):
+            raise ValueError(paste)
+        return pieces_of(await gym_env(lambda _: made, tokenizer=tokenizer)(prompt, sample))
+
+    return env
+
+
+def _few_at_once(env: Env, limit: int) -> Env:
+    """The environment, of which at most `limit` episodes are played at a time."""
+    gate = asyncio.Semaphore(limit)
+
+    async def gated(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
+        async with gate:
+            return pieces_of(await env(prompt, sample))
+
+    return gated
 
 
 def rl2(
@@ -204,188 +226,9 @@ def rl4llm(mdp_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
     return env
 
 
-def gymnasium(make: Make, tokenizer: PreTrainedTokenizerBase, *, token_rewards: bool = False) -> Env:
-    """Text games with Gymnasium's interface: `make(prompt)` returns a new `gymnasium.Env` for each episode.
-
-        reset(seed, options) -> observation, info
-        step(text)           -> observation, reward, terminated, truncated, info
-
-    Observations are text, as user messages; an action is the text of a turn. Wrap an environment with others
-    (`gymnasium.wrappers.TransformObservation`, `TransformAction`). The seed is the prompt's index, so the samples of
-    a group play one game; `options` is the row. The reward is the sum of the steps' rewards (see `gym_env`, also for
-    `token_rewards`). An episode that ends by `truncated` alone is truncated. Checked against gymnasium 1.4.0.
-    """
-    return gym_env(partial(_Steps, make, nullcontext(), True), tokenizer=tokenizer, token_rewards=token_rewards)
-
-
-def gem(make: Make, tokenizer: PreTrainedTokenizerBase, *, token_rewards: bool = False) -> Env:
-    """GEM's environments: `make(prompt)` returns a new one for each episode, e.g. `gem.make(prompt.row["env"])`.
-
-    Its interface is Gymnasium's without `options`; see `gymnasium`. The texts `prefix` and `suffix` of info (a board)
-    stand before and after an observation, as its ObservationWrapper writes them. GEM seeds Python's global
-    generator: the games of a process are made and reset one after another. Checked against gem-llm 0.1.0.
-    """
-    return gym_env(partial(_Steps, make, _SEEDING, False), tokenizer=tokenizer, token_rewards=token_rewards)
-
-
-def _of_library(make: Make, prompt: Prompt) -> Any:
-    """What `make` returns; a game of GEM or TextArena as the object that its adapter makes of it."""
-    made = make(prompt)
-    bases = {base.__module__.partition(".")[0] for base in type(made).__mro__}
-    if "gem" in bases:
-        return _Steps(lambda _: made, _SEEDING, False, prompt)
-    return _Arena(lambda _: made, (), prompt) if "textarena" in bases else made
-
-
-class _Steps:
-    """An environment whose `step` returns five values, as an object for `gym_env`. GEM's has no `options`."""
-
-    def __init__(self, make: Any, lock: Any, takes_options: bool, prompt: Prompt) -> None:
-        self._make, self._lock, self._prompt, self._is_gem = make, lock, prompt, not takes_options
-        self._env: Any = None
-        self._options = {"options": dict(prompt.row)} if takes_options else {}
-
-    def reset(self) -> str:
-        with self._lock:
-            self._env = self._make(self._prompt)
-            return self._shown(*self._env.reset(seed=self._prompt.index, **self._options))
-
-    def step(self, turn: Turn) -> Step:
-        observation, reward, terminated, truncated, info = self._env.step(turn.text)
-        return Step(self._shown(observation, info), reward, bool(terminated), bool(truncated and not terminated))
-
-    def _shown(self, observation: Any, info: Mapping[str, Any]) -> str:
-        text = self._text(observation)
-        before, after = (info.get("prefix", ""), info.get("suffix", "")) if self._is_gem else ("", "")
-        after = "" if after in text else after  # GEM's own wrapper has written it
-        return ("" if before in text else before) + text + "\n" * (bool(after) and not text.endswith("\n")) + after
-
-    def close(self) -> None:
-        getattr(self._env, "close", lambda: None)()
-
-    def _text(self, observation: Any) -> str:
-        if isinstance(observation, str):
-            return observation
-        what = f"{type(self._env).__name__}: an observation must be text, got {observation!r:.80}"
-        raise TypeError(f"{what}; fix: wrap the environment in gymnasium.wrappers.TransformObservation")
-
-
-def textarena(make: Make, tokenizer: PreTrainedTokenizerBase, *, opponents: Sequence[Callable[[str], str]] = ()) -> Env:
-    """TextArena's games: `make(prompt)` returns a new one for each episode, e.g. `textarena.make("TicTacToe-v0-raw")`.
-
-        reset(num_players, seed)                 step(action) -> done, info
-        get_observation() -> player, messages    close() -> rewards, info
-
-    The policy is player 0 and reads the messages that are new to it, without its own. Each of `opponents` is one of the
-    other players, a function from all text so far to its action (TextArena's agents are such). Games must be the raw
-    version: the library's text wrapper repeats the whole game every turn. The seed is the prompt's index. The reward
-    is the one of player 0 at the end, or 0 if a limit of the episode ends the game. Checked against textarena 0.7.4.
-    """
-    return gym_env(partial(_Arena, make, opponents), tokenizer=tokenizer)
-
-
-class _Arena:
-    """A game of TextArena, as an object for `gym_env`."""
-
-    def __init__(self, make: Any, opponents: Sequence[Any], prompt: Prompt) -> None:
-        self._make, self._opponents, self._prompt = make, opponents, prompt
-        self._heard: dict[int, str] = defaultdict(str)
-
-    def reset(self) -> Any:
-        with _SEEDING:
-            self._game = self._make(self._prompt)
-            self._game.reset(num_players=1 + len(self._opponents), seed=self._prompt.index)
-        return self._next(done=False).observation
-
-    def step(self, turn: Turn) -> Step:
-        return self._next(done=self._game.step(turn.text)[0])
-
-    def _next(self, *, done: bool) -> Step:
-        """Let the opponents play until it is the policy's turn."""
-        while not done:
-            player, messages = self._game.get_observation()
-            if isinstance(messages, str):
-                raise TypeError("the game gives its whole history as text: make its raw version, 'NAME-raw'")
-            names = {-1: "GAME", **self._game.state.role_mapping}
-            said = "\n".join(f"[{names[m[0]]}] {m[1]}" for m in messages if player or m[0] != player)
-            if not player:
-                return Step(said)
-            self._heard[player] += f"\n{said}"
-            done = self._game.step(self._opponents[player - 1](self._heard[player]))[0]
-        return Step("", self._game.close()[0][0], done=True)
-
-
-def openenv(
-    connect: Make, tokenizer: PreTrainedTokenizerBase, *, act: Callable[[str], Any], show: Callable[[Any], str],
-    token_rewards: bool = False,
-) -> Env:  # fmt: skip
-    """OpenEnv's clients: `connect(prompt)` returns a new `EnvClient`, or its `.sync()`, for each episode.
-
-        reset(seed=...) -> StepResult(observation, reward, done)        step(action) -> StepResult
-
-    `act` makes the action of the environment from the text of a turn, `show` the text of a user message from an
-    observation. The seed is the prompt's index. The reward is the sum of the steps' rewards (None counts as 0; see
-    `gym_env`, also for `token_rewards`). Checked against openenv-core 0.3.0.
-    """
-
-    def game(prompt: Prompt) -> SimpleNamespace:
-        client = connect(prompt)
-
-        async def reset() -> str:
-            return show((await call(partial(client.reset, seed=prompt.index))).observation)
-
-        async def step(turn: Turn) -> Step:
-            result = await call(client.step, act(turn.text))
-            return Step(show(result.observation), result.reward or 0.0, result.done)
-
-        return SimpleNamespace(reset=reset, step=step, close=client.close)
-
-    return gym_env(game, tokenizer=tokenizer, token_rewards=token_rewards)
-
-
-def verifiers(vf_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
-    """A `vf.Environment` of verifiers 0.1, with tools or without.
-
-    It calls the policy by HTTP (`rlkit.agents.endpoint`, extra `http`). Rows are those of its data set
-    (`vf_env.get_dataset()`). The reward is its rubric's, for one rollout at a time, with the metrics logged; a reward
-    function that raises counts 0 there. Its errors (`state["error"]`) end the run. Checked against verifiers 0.1.14.
-    """
-
-    async def agent(prompt: Prompt, base_url: str) -> dict[str, Any]:
-        from openai import AsyncOpenAI
-        from verifiers.clients import OpenAIChatCompletionsClient
-
-        async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=None) as connection:
-            state = await vf_env.rollout(deepcopy(prompt.row), OpenAIChatCompletionsClient(connection), "policy")
-        if state["error"] is not None:
-            raise state["error"]
-        await vf_env.rubric.score_rollout(state)
-        return {"reward": state["reward"], "info": {"metrics": state["metrics"]}}
-
-    return agent_env(agent, tokenizer=tokenizer)
-
-
-def verifiers_tasks(
-    tasks: Sequence[Any], tokenizer: PreTrainedTokenizerBase, *, config: Mapping[str, Any] | None = None
-) -> Env:
-    """Tasks of `verifiers.v1` (since 0.2), `tasks[i]` for row i; `config` has further fields of `AgentConfig`.
-
-    The harness calls the policy by HTTP (`rlkit.agents.endpoint`, extra `http`). The reward is the trace's, and
-    its metrics are logged. A trace that is not `ok` ends the run. Checked against verifiers 0.4.0.
-    """
-
-    async def agent(prompt: Prompt, base_url: str) -> dict[str, Any]:
-        from verifiers import v1 as vf
-
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var="NONE")
-        trace = await vf.Agent(vf.AgentConfig(model="policy", client=client, **(config or {}))).run(tasks[prompt.index])
-        if not trace.ok:
-            raise RuntimeError([f"it stopped: {trace.stop_condition}", *(e.message for e in trace.errors)][-1])
-        return {"reward": trace.reward, "info": {"metrics": {k: v for k, v in trace.metrics.items() if v is not None}}}
-
-    return agent_env(agent, tokenizer=tokenizer)
-
-
-_Adapters = dict[str, Callable[..., Env]]
-_GAMES: _Adapters = {"gymnasium": gymnasium, "gem": gem, "textarena": textarena}  # classes, made for each episode
-_ADAPTERS: _Adapters = {**_GAMES, "rl2": rl2, "interact": interact, "openrlhf": openrlhf}
+_PER_EPISODE = ("gymnasium", "gem", "textarena", "aviary")  # whose objects play one episode
+_ADAPTERS: dict[str, Callable[..., Env]] = {
+    "gymnasium": gymnasium, "gem": gem, "textarena": textarena, "aviary": aviary, "openenv": openenv,
+    "verifiers": verifiers, "verifiers_tasks": verifiers_tasks, "rl2": rl2, "interact": interact,
+    "openrlhf": openrlhf, "object": of_prompt,
+}  # fmt: skip

@@ -1,21 +1,25 @@
 """What kind of environment a function or class is, by its signature and its bases. Imports no torch.
 
-A library is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; of classes
-also a name in `_LIBRARIES`; where it works on messages, one in `OF_MESSAGES`. A form without adapter is a row in
-`_FOREIGN`.
+A form is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; where it works
+on messages, a name in `OF_MESSAGES`. A library is a row of `rlkit.compat.libraries.LIBRARIES`, and with classes a name
+in `_LIBRARIES`. A form without adapter is a row in `_FOREIGN`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 from rlkit.rollout.calling import accepted, is_async, takes
 
-_LIBRARIES = ("gymnasium", "gem", "textarena", "openrlhf")
-OF_MESSAGES = ("tools", "interact", "verifiers", "gymnasium", "gem", "textarena")  # kinds that need a chat template
+_LIBRARIES = ("gymnasium", "gem", "textarena", "aviary", "openrlhf")
+OF_MESSAGES = (  # kinds that need a chat template
+    "tools", "interact", "verifiers", "verifiers_tasks", "gymnasium", "gem", "textarena", "aviary", "openenv",
+)  # fmt: skip
+RowsOf = Callable[[bool], Iterable[Mapping[str, Any]]]  # the rows of an environment, held out or not
 _GYM = ("seed", "options")  # of Gymnasium's `reset`
 _FOREIGN = {  # forms of other libraries that no adapter runs: methods of a class or parameters, and what to write
     "start_interaction generate_response": "verl's interaction: write its turns as a class with reset and step",
@@ -34,7 +38,22 @@ _EXPECTED = (
 )
 
 
-def kind_of(foreign: Callable[..., Any]) -> str:
+@dataclass(frozen=True)
+class Published:
+    """An environment of a library: what the adapter of its `kind` takes (`made`, `options`), and its own rows.
+
+    `source` is what the user named, for errors: a function, class or object, or the text of the command line.
+    """
+
+    kind: str
+    made: Any
+    rows: RowsOf | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    at_once: int | None = None
+    source: Any = None
+
+
+def kind_of(foreign: Any) -> str:
     """The kind of environment, without its library; ValueError, with what is expected, for anything else.
 
     | object                                                              | kind         |
@@ -43,12 +62,15 @@ def kind_of(foreign: Callable[..., Any]) -> str:
     | a function of `state`, `action`, `extra_info`, or of `sample` alone | "rl2"        |
     | a function of `messages` alone                                      | "interact"   |
     | a function with the name `load_environment`                         | "verifiers"  |
-    | a subclass of gymnasium's, GEM's or TextArena's `Env`               | the library  |
+    | a subclass of gymnasium's, GEM's, TextArena's or aviary's base      | the library  |
+    | a `Published`                                                       | its `kind`   |
     | OpenRLHF's agents: a class with `step`, and `reset` of `states`     | "openrlhf"   |
     | any other class with `reset` and `step`                             | "object"     |
     | a function of `prompt` alone, which returns such an object          | "object"     |
     | a function of the tokenizer (any other single argument)             | "factory"    |
     """
+    if isinstance(foreign, Published):
+        return foreign.kind
     name = getattr(foreign, "__name__", type(foreign).__name__)
     if isinstance(foreign, type):
         if hasattr(foreign, "reset") and hasattr(foreign, "step"):

@@ -56,7 +56,7 @@ def place_of(rows: Sequence[Any], index: int, *, with_source: bool = True) -> st
 
 
 def load_rows(
-    path_or_id: str | Path | Sequence[str | Path],
+    path_or_id: str | Path | Sequence[str | Path | Source],
     *,
     split: str | None = None,
     name: str | None = None,
@@ -133,7 +133,7 @@ def load_rows(
 
 
 def sources_of(
-    path_or_id: str | Path | Sequence[str | Path],
+    path_or_id: str | Path | Sequence[str | Path | Source],
     *,
     name: str | None = None,
     split: str | None = None,
@@ -141,15 +141,15 @@ def sources_of(
 ) -> list[Source]:
     """The files, saved splits and hub data sets that `load_rows` reads."""
     specs = [path_or_id] if isinstance(path_or_id, str | Path) else list(path_or_id)
-    if others := [x for x in specs if not isinstance(x, str | Path)]:
+    if others := [x for x in specs if not isinstance(x, str | Path | Source)]:
         raise TypeError(
             f"path_or_id must be a path or hub id, or a list of them, got a list of {type(others[0]).__name__}"
         )
     if not specs:
         raise ValueError("no file is given: path_or_id is an empty list")
     sources = [
-        source for spec in specs for path in expand(spec)
-        for source in find(path, name=name, split=split, held_out=held_out)
+        source for spec in specs for path in ([spec] if isinstance(spec, Source) else expand(spec))
+        for source in ([path] if isinstance(path, Source) else find(path, name=name, split=split, held_out=held_out))
     ]  # fmt: skip
     seen = Counter(Path(source.name).expanduser().resolve() for source in sources)
     for path, num in seen.items():

@@ -41,8 +41,9 @@ def rows_of(spec: str, *, held_out: bool = False) -> Iterator[Row]:
     package, named = package_of(spec), _SPEC.fullmatch(spec)
     assert package is not None
     assert named is not None
+    arguments = keywords(named[3] or "", spec=spec)
     try:
-        return package.rows(named[2], held_out=held_out, **keywords(named[3] or ""))
+        return package.rows(named[2], held_out=held_out, **arguments)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from None
 

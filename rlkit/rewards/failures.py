@@ -34,11 +34,13 @@ _FIXES = {  # words of an error, all of which must be there, and the fix
 }
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Any) -> str:
     """The name of a function or class for errors: `my_rewards.py:reward`, or only the name if the file is unknown.
 
-    Of a partial or a wrapper it is that of the wrapped function.
+    Of a partial or a wrapper it is that of the wrapped function; a text is a name.
     """
+    if isinstance(function, str):
+        return function
     inner = unwrapped(function)
     name = (getattr(inner, "__qualname__", None) or type(inner).__qualname__).replace(".<locals>", "")
     file = _file_of(inner)

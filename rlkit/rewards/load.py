@@ -40,6 +40,14 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     if called := _CALL.fullmatch(spec):
         return _bound(load_function(called[1]), called[2], spec)
+    function = load_object(spec)
+    if not callable(function):
+        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
+    return function
+
+
+def load_object(spec: str) -> Any:
+    """What `"file.py:name"` or `"package.module:name"` names, callable or not; see `load_function`, also for errors."""
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
         raise ValueError(
@@ -49,18 +57,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise AttributeError(f"{place} has no {name!r}; it has {there}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
-    return function
+    return getattr(module, name)
 
 
 def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., Any]:
     """The function with the keyword arguments in `text`; ValueError for anything but literals, and for other names."""
-    try:
-        arguments = keywords(text)
-    except ValueError as error:
-        raise ValueError(f"{spec}: {error}") from None
+    arguments = keywords(text, spec=spec)
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [x for x in arguments if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:

@@ -165,11 +165,13 @@ def warnings_that_fit() -> Iterator[None]:
     loggers = [logger for logger in named if not logger.hasHandlers()]
     for logger in loggers:
         logger.addHandler(handler)
+        logger.propagate = False  # a library that configures logging while it is imported would print each line again
     try:
         yield
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+            logger.propagate = True
 
 
 class _Progress(logging.Handler):

@@ -175,6 +175,7 @@ class Data:
 
         ValueError for a row that has none of the `forms`.
         """
+        from rlkit.compat.libraries import source_of
         from rlkit.data.load import load_rows, mixed_types, name_splits
         from rlkit.data.prompts import shared
         from rlkit.data.turns import PROMPT
@@ -182,7 +183,8 @@ class Data:
         elsewhere, rows = {*self.rename}, []
         for files, _ in self.parts():
             unused = set[str]()
-            rows.append(load_rows(files, rename=self.rename, limit_each=limit_each, unused=unused))
+            sources = [source_of(file) for file in files]
+            rows.append(load_rows(sources, rename=self.rename, limit_each=limit_each, unused=unused))
             elsewhere &= unused
         held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, {*self.rename})
         if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
@@ -204,12 +206,14 @@ class Data:
 
     def load_eval(self, *, limit: int | None, unused: set[str] | None) -> tuple[dict[str, Any], set[str]]:
         """The rows of each held-out set as they are, and the columns of `rename` that none of the sets has."""
+        from rlkit.compat.libraries import source_of
         from rlkit.data.load import load_rows
 
         sets, absent = {}, {*self.rename}
         for name, files in self.eval_files().items():
             here = set[str]()
-            sets[name] = load_rows(files, rename=self.rename, limit=limit, held_out=True, unused=here)
+            sources = [source_of(file, held_out=True) for file in files]
+            sets[name] = load_rows(sources, rename=self.rename, limit=limit, held_out=True, unused=here)
             absent &= here
         if absent and unused is None:
             raise ValueError(f"--rename {min(absent)}: --eval-data does not have that column")
@@ -405,8 +409,12 @@ class Episodes:
     """with --combine tchebycheff: the best value of each reward with a weight other than 0, in their order"""
     env: str | tuple[str, ...] | None = None
     """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
-    class with reset and step, or one for RL2, OpenRLHF, verifiers, Gymnasium, GEM or TextArena
-    (docs/environments.md). Several as NAME=FILE.py:NAME, chosen by --env-column. None: one question, one answer"""
+    class with reset and step, or one of another system (docs/environments.md). Or LIBRARY:ID of gem, textarena,
+    verifiers, openenv, aviary or gymnasium, which brings its own --data. Several as NAME=FILE.py:NAME, chosen by
+    --env-column. None: one question, one answer"""
+    opponent: Annotated[str | None, Needs("env")] = None
+    """who plays the other players of a game of TextArena: self (the policy, which trains as all of them), or
+    FILE.py:FUNCTION from the text so far to an action"""
     env_column: str = "env"
     """column of the rows that names one of several environments"""
     agent: Annotated[str | None, Without("env", "tools", why="an agent is an environment; drop them")] = None

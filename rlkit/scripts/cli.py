@@ -36,7 +36,18 @@ from rlkit.run.console import TRAINING, encode_anything, say, warnings_that_fit,
 from rlkit.run.cores import SPINS
 from rlkit.run.signals import resume_command
 from rlkit.scripts import config, translate
-from rlkit.scripts.flags import CONFIG, FLAT, Flag, flags_of, has_config, help_text, is_flag, list_flags, wrong_words
+from rlkit.scripts.flags import (
+    CONFIG,
+    FLAT,
+    Flag,
+    assigned,
+    flags_of,
+    has_config,
+    help_text,
+    is_flag,
+    list_flags,
+    wrong_words,
+)
 from rlkit.settings import collected
 
 X = TypeVar("X")
@@ -128,9 +139,18 @@ def run(script: Callable[[Any], X], kind: type, description: str | None, *, argv
 
 
 def with_config(argv: Sequence[str], kind: type) -> config.Expanded:
-    """The command line with the flags of its --config among its words."""
+    """The command line with the flags of its --config among its words, and the data of its environment."""
     in_python = {name for name, _ in flags_of(kind)}
-    return config.expand(argv, kind, explain=lambda name, names: _unknown(name, names, in_python))
+    whole = config.expand(argv, kind, explain=lambda name, names: _unknown(name, names, in_python))
+    return whole._replace(words=with_own_data(whole.words, kind))
+
+
+def with_own_data(argv: Sequence[str], kind: type) -> list[str]:
+    """The command line, and where it has `--env` and no `--data`, the rows that the environment brings as its data."""
+    flags = [flag for flag in list_flags(kind) if flag.name in ("data", "env", "model")]
+    words, *_ = assigned(argv, flags)
+    alone = len(flags) == 3 and "data" not in words and len(words.get("env", ())) == 1
+    return ["--data", *words["env"], *argv] if alone else list(argv)
 
 
 def parsed(argv: Sequence[str], kind: type) -> Any:

@@ -185,7 +185,7 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
 
         if foreign is not None:
             make = lambda: adapted(foreign, tokenizer) or _of_factory(foreign, tokenizer, spec=str(episodes.env))  # noqa: E731
-            env = made(make, foreign, str(episodes.env))
+            env = made(make, getattr(foreign, "source", foreign), str(episodes.env))
         elif make_agent is not None:
             env = make_agent(tokenizer)
         elif tools:
@@ -266,17 +266,19 @@ def check_column(rows: Any, column: str, names: Sequence[str], *, kind: str) -> 
 
 
 def _foreign_env(episodes: Episodes) -> Any:
-    """The object that `env` names, or None; ValueError for one that is no environment."""
+    """What `env` names, or None; ValueError for what is no environment."""
+    from rlkit.compat.libraries import environment_of, with_opponent
     from rlkit.compat.recognise import kind_of
 
     spec = next(iter(episodes.envs().values()), None)
     if spec is None:
         return None
-    foreign = function_of("env", spec)
+    foreign = function_of("env", spec, load=environment_of)
     try:
+        foreign = with_opponent(foreign, episodes.opponent)
         kind_of(foreign)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`env` {episodes.env}: {error}") from None
+    except (AttributeError, FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(f"`env` {spec}: {error}") from None
     return foreign
 
 

@@ -30,12 +30,16 @@ _SLOW_S = 10.0
 OfTokenizer = Callable[[Any], Any]  # built from the user's code and a tokenizer
 
 
-def function_of(flag: str, spec: str) -> Any:
-    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION; ValueError, with the flag, if it does not exist."""
+def function_of(flag: str, spec: str, *, load: Callable[[str], Any] | None = None) -> Any:
+    """The function of a flag FILE.py:FUNCTION or MODULE:FUNCTION, or what `load` makes of its text; ValueError, with
+    the flag, if it does not exist.
+    """
     from rlkit.rewards.load import load_function
 
     try:
-        return load_function(spec)
+        return (load or load_function)(spec)
+    except MissingExtra:
+        raise
     except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
         raise ValueError(f"`{flag}` {spec}: {error}") from None
     except ImportError as error:

@@ -16,6 +16,8 @@ from foreign import BOTH, user_says, with_row
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.compat import envs
+from rlkit.compat.actions import actions_of
+from rlkit.compat.libraries import published, with_opponent
 from rlkit.data.prompts import rl_prompts
 from rlkit.rollout.groups import sample_group
 from rlkit.rollout.limits import limited
@@ -249,6 +251,37 @@ async def test_textarena():
         await envs.textarena(lambda _: ta.make("Names-v0"), tokenizer)(prompt_of(tokenizer), Script(tokenizer))
 
 
+async def test_the_policy_plays_all_players_of_textarena():
+    """Each player has its own conversation, role and reward, and reads the actions of the others without reasoning."""
+    tokenizer = tokenizer_with("chatml")
+    ta = textarena_stand_in()
+    env = envs.textarena(lambda _: ta.make("Names-v0-raw"), tokenizer, seats=2)
+    script = Script(tokenizer, "<think>ann?</think>bea", "bob", "<think>now</think>ann")
+    first, second = await env(prompt_of(tokenizer), script)
+    assert (first.role, second.role) == ("player_0", "player_1")
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert user_says(first)[1:] == ["[Player 1] bob"]
+    assert user_says(second)[0].endswith("[Player 0] bea")
+    assert "You are Player 1" in user_says(second)[0]
+    assert sum(map(sum, (first.mask, second.mask))) == sum(len(out.ids) for _, out in script.calls)
+    cut = await limited(env, max_turns=2)(prompt_of(tokenizer), Script(tokenizer, "bea", "bob"))
+    assert [(piece.reward, piece.truncated) for piece in cut] == [(0.0, True)] * 2
+
+
+async def test_an_opponent_may_be_async_and_reads_no_reasoning():
+    tokenizer, heard = tokenizer_with("chatml"), []
+    ta = textarena_stand_in()
+
+    async def opponent(text):
+        heard.append(text)
+        return "ann"
+
+    env = envs.textarena(lambda _: ta.make("Names-v0-raw"), tokenizer, opponents=[opponent])
+    (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "<think>secret</think>bea"))
+    assert piece.reward == -1.0
+    assert heard[0].endswith("[Player 0] bea")
+
+
 @pytest.mark.slow
 async def test_textarena_with_the_package():
     ta, tokenizer = pytest.importorskip("textarena"), tokenizer_with("chatml")
@@ -282,6 +315,14 @@ async def test_textarena_with_the_package():
     assert "[Player 0] [2]" not in user_says(piece)[1]
     with pytest.raises(TypeError, match="'NAME-raw'"):
         await envs.textarena(lambda _: ta.make("GuessTheNumber-v0"), tokenizer)(prompt_of(tokenizer), script)
+
+    poker = with_opponent(published("textarena:KuhnPoker-v0"), "self")
+    script = Script(tokenizer, *["<think>[bet]</think>[check]"] * 6)  # three rounds, each to the showdown
+    pieces = await envs.adapted(poker, tokenizer)(prompt_of(tokenizer), script)
+    assert [piece.role for piece in pieces] == ["player_0", "player_1"]
+    assert sorted(piece.reward for piece in pieces) in ([-1.0, 1.0], [0.0, 0.0])
+    assert all(f"You are Player {i}" in user_says(piece)[0] for i, piece in enumerate(pieces))
+    assert all("think" not in text for piece in pieces for text in user_says(piece))
 
 
 def openenv_client(sync):
@@ -324,6 +365,47 @@ async def test_openenv(sync):
     check_exact([piece], script.calls)
     assert user_says(piece) == ["begin", "6"]
     assert (piece.reward, piece.info["turn_rewards"], client.closed) == (1.0, [0.0, 1.0], 1)
+
+
+async def test_openenv_without_a_free_session():
+    """Episodes wait for one, and end with what to do where none comes."""
+    tokenizer, free = tokenizer_with("chatml"), [False, False, True]
+
+    class Busy(openenv_client(sync=False)):
+        async def reset(self, **kwargs):
+            if not free.pop(0):
+                raise RuntimeError("Server error: 1/1 sessions active (code: CAPACITY_REACHED)")
+            return await super().reset(**kwargs)
+
+    ways = {"act": lambda text: {"message": text}, "show": lambda seen: seen["echo"]}
+    env = envs.openenv(lambda _: Busy(), tokenizer, **ways)
+    (piece,) = await env(with_row(tokenizer, {}, index=7), Script(tokenizer, "7"))
+    assert (piece.reward, Busy.closed) == (1.0, 3)
+    free += [False] * 9
+    env = envs.openenv(lambda _: Busy(), tokenizer, wait_s=0.05, **ways)
+    with pytest.raises(TimeoutError, match=r"no free session for 0.05 s .*at_once=4"):
+        await env(with_row(tokenizer, {}, index=7), Script(tokenizer, "7"))
+
+
+async def test_a_wrong_action_of_openenv_is_told_to_the_policy():
+    tokenizer = tokenizer_with("chatml")
+
+    class Strict(openenv_client(sync=False)):
+        async def step(self, action, **kwargs):
+            if action["message"] == "8":
+                raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
+            return await super().step(action, **kwargs)
+
+    act, hint = actions_of({"properties": {"message": {"type": "string"}, "n": {"type": "integer"}}})
+    show = lambda seen: seen["echo"]
+    env = envs.openenv(lambda _: Strict(), tokenizer, act=act, show=show, hint=hint)
+    script = Script(tokenizer, "hm", '{"message": "8"}', '<think>{"a": 1}</think>So {"message": "7", "n": 2}.')
+    (piece,) = await env(with_row(tokenizer, {}, index=7), script)
+    opening, unreadable, invalid = user_says(piece)
+    assert opening == f"begin\n\n{hint}"
+    assert unreadable.startswith("Error: no JSON object is in the answer; an action is one JSON object of")
+    assert "VALIDATION_ERROR" in invalid
+    assert piece.info["turn_rewards"] == [0.0, 0.0, 1.0]
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def verifiers_stand_in(monkeypatch):
     vf.clients, vf.types, openai = (ModuleType(n) for n in ("verifiers.clients", "verifiers.types", "openai"))
     vf.Error = type("Error", (Exception,), {})
     vf.OverlongPromptError = type("OverlongPromptError", (vf.Error,), {})
+    MultiTurnEnv.__module__ = "verifiers.envs.multiturn_env"
     vf.Rubric, vf.MultiTurnEnv, vf.clients.OpenAIChatCompletionsClient = Rubric, MultiTurnEnv, Client
     vf.types.UserMessage = lambda content: {"role": "user", "content": content}
     openai.AsyncOpenAI = AsyncOpenAI

@@ -8,6 +8,7 @@ import pytest
 from scripted import Script, check_exact, prompt_of, tokenizer_with
 
 from rlkit.compat import envs
+from rlkit.compat.libraries import resolved
 from rlkit.compat.recognise import kind_of
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.groups import sample_group
@@ -189,7 +190,8 @@ def no_argument():
     [
         (slime, r"an async function must take \(prompt, sample\), got slime\(args, sample, sampling_p.*; slime's gen"),
         (of_one, r"an async function must take \(prompt, sample\), got of_one\(tokenizer\); an environment is"),
-        (no_argument, r"a function must take \(tokenizer\), got no_argument\(\); an environment is"),
+        (no_argument, r"no_argument\(\) must return an object with reset and step, .*, got None"),
+        (Game(), r"Game is one Game, and each episode needs its own: write `def make\(\): return"),
         (Interaction, "the class Interaction has no reset and step; an environment is `async def env"),
         (TwoArguments, r"the class TwoArguments: it must be made with the prompt or without arguments, got \(prompt, "),
         (ResetNeedsState, r"the class ResetNeedsState: reset must take no arguments.* got \(self, state\)"),
@@ -198,8 +200,22 @@ def no_argument():
 )
 def test_what_is_no_environment_is_refused_in_one_line(foreign, message):
     with pytest.raises(ValueError, match=f"^{message}") as raised:
-        kind_of(foreign)
+        kind_of(resolved(foreign))
     assert "\n" not in str(raised.value)
+
+
+async def test_a_function_without_arguments_makes_an_object_for_each_episode():
+    tokenizer, made = tokenizer_with("chatml"), []
+
+    def make_game():
+        made.append(Game())
+        return made[-1]
+
+    env = envs.adapted(make_game, tokenizer)
+    for _ in range(2):
+        (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "42"))
+        assert piece.reward == 0.5
+    assert len({*map(id, made)}) == 3, "the first tells what it is"
 
 
 def test_functions_of_the_tokenizer():
@@ -220,5 +236,5 @@ def test_functions_of_the_tokenizer():
 
 
 def test_the_check_does_not_import_torch():
-    code = "import sys, rlkit.compat.recognise\nassert 'torch' not in sys.modules"
+    code = "import sys, rlkit.compat.libraries\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -91,11 +91,7 @@ def tool_env(
 
     @cache
     def parser(schemas: str) -> Parse:
-        chosen = json.loads(schemas)
-        _check_results(tokenizer, chosen, template_args)
-        return call_parser(
-            tokenizer, parse, tools=chosen, template_args=template_args, system_prompt=system_prompt
-        )  # fmt: skip
+        return call_reader(tokenizer, json.loads(schemas), parse, template_args, system_prompt)
 
     if fixed:
         parser(json.dumps(fixed))
@@ -107,7 +103,7 @@ def tool_env(
             prompt, sample, tokenizer=tokenizer, system_prompt=system_prompt, tools=box.schemas,
             template_args=template_args,
         )  # fmt: skip
-        structured = _wants_structure(chat.messages, tokenizer, box.schemas)
+        structured = wants_structure(chat.messages, tokenizer, box.schemas)
         read = parser(json.dumps(box.schemas))
         async for turn in chat:
             calls = read(turn.text, box.schemas) if turn.finish_reason == "stop" else []
@@ -115,7 +111,7 @@ def tool_env(
                 break
             results = await asyncio.gather(*(box.answer(wanted, chat.images) for wanted in calls))
             if structured:
-                chat.messages[-1], answers = _structured(turn.text, calls, results, start=box.num_calls)
+                chat.messages[-1], answers = with_calls(turn.text, calls, results, start=box.num_calls)
             else:
                 answers = [_tool_message(c, r) for c, r in zip(calls, results, strict=True)]
             box.num_calls += len(calls)
@@ -123,6 +119,18 @@ def tool_env(
         return chat.end(reward=0.0, info=box.counts())
 
     return env
+
+
+def call_reader(
+    tokenizer: Any,
+    schemas: Sequence[Any],
+    parse: Callable[..., Any] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    system_prompt: str | None = None,
+) -> Parse:
+    """`call_parser` for these tools; ValueError also where the chat template leaves out what a tool returns."""
+    _check_results(tokenizer, schemas, template_args)
+    return call_parser(tokenizer, parse, tools=schemas, template_args=template_args, system_prompt=system_prompt)
 
 
 def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
@@ -232,7 +240,7 @@ def _tool_message(wanted: Call | BadCall, result: str) -> dict[str, Any]:
     return {"role": "tool", **about, "content": result}
 
 
-def _structured(
+def with_calls(
     text: str, calls: list[Call | BadCall], results: list[str], *, start: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The assistant's message with `tool_calls`, and the answers by their ids (nine characters, as Mistral requires).
@@ -251,7 +259,7 @@ def _structured(
     return {**message, **({"tool_calls": made} if made else {})}, [*answers, *complaints]
 
 
-def _wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
+def wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schemas: Sequence[Any]) -> bool:
     """Whether the template refuses or omits a tool's message after a turn without `tool_calls`.
 
     ValueError if the model is not told of the tools.
