@@ -39,4 +39,4 @@ reasoning_gym.needs = ("data_source", "question", "metadata")  # type: ignore[at
 def _scorer(data_source: str) -> Any:
     """The scorer of a task with its arguments, which some scorers read."""
     task, _, arguments = data_source.removeprefix("reasoning_gym:").partition("(")
-    return gym_task(task, size=1, seed=0, **keywords(arguments.removesuffix(")"))).score_answer
+    return gym_task(task, size=1, seed=0, **keywords(arguments.removesuffix(")"), spec=data_source)).score_answer

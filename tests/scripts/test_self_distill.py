@@ -80,9 +80,9 @@ def test_the_last_user_message_is_written_anew():
     tokenizer = tiny_tokenizer()
     template = Template(tokenizer, "Be brief.", True, None, None, of_run=True)
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    prompt = Prompt([1], {"messages": said, "answer": {"x": [7]}}, 0)
-    text = tokenizer.decode(reworded(prompt, "{prompt}{{}} {answer[x][0]}", template))
-    parts = ["system\nBe brief.", "user\na", "assistant\nb", "user\nc{} 7"]
+    prompt = Prompt([1], {"messages": said, "answer": [7]}, 0)
+    text = tokenizer.decode(reworded(prompt, "{prompt}{{}} {answer}", template))
+    parts = ["system\nBe brief.", "user\na", "assistant\nb", "user\nc{} [7]"]
     assert text == "".join(f"<|im_start|>{x}<|im_end|>\n" for x in parts) + "<|im_start|>assistant\n"
     plain = Template(tokenizer, None, False, None, None)
     assert (
