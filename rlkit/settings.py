@@ -247,7 +247,7 @@ class SamplingParams:
     """How an engine samples one completion. Every engine of rlkit takes these and nothing else.
 
     temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
-    `top_k=0` and `top_p=1.0` mean "off". The completion includes the stop token, or the tokens of the stop string.
+    `top_k=0`, `top_p=1.0` and `min_p=0.0` mean "off". The completion includes the stop token or the stop string's.
     `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
     up to fp32 rounding of the logits; None draws a fresh seed.
     """
@@ -259,6 +259,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("stop",))  # an engine names an empty stop string
@@ -270,11 +271,13 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 (off) to 1, got {self.min_p}")
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens can never be sampled."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 _ON_POLICY = Without("overlap", "staleness", why="the kept probability mass is computed from the current weights")
@@ -300,6 +303,8 @@ class Rollouts:
     """nucleus sampling; the loss corrects for the truncated mass"""
     top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0
     """sample from the k most likely tokens (0: off)"""
+    min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0.0
+    """sample from tokens with at least this share of the most likely token's probability (0: off)"""
     stop: tuple[str, ...] = ()
     """strings that end a turn, in addition to the model's own stop tokens; a shell writes a line break as $'\\n'"""
     stop_token_ids: tuple[int, ...] = ()
@@ -341,7 +346,7 @@ class Rollouts:
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters of each request."""
-        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids")
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 

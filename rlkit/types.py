@@ -248,10 +248,10 @@ class Batch:
 
     `episode_ids` are equal for the pieces of one episode; by default every sequence is one episode. For where they
     matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
-    are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`). `temperature` is that of `rollout_logp`
-    (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts` are the experts
-    that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the pictures of each
-    prefix, then of each sequence, in the order of their placeholders; None: there are none.
+    are filled in; `kept_mass` only in truncated sampling (see `with_kept_mass`). `temperature` is that of
+    `rollout_logp` (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts`
+    are the experts that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the
+    pictures of each prefix, then of each sequence, in the order of their placeholders; None: there are none.
 
     `roles` numbers the roles of the sequences (`Trajectory.role`); None: there is one. Of a distillation: `teachers` is
     the index of each sequence's teacher, `teacher_ids` are K tokens at each position and `teacher_logp` the teacher's

@@ -136,7 +136,7 @@ def options(body: Mapping[str, Any], *, limit: Sequence[str], stop: str | None =
 
 def others(sampling: Mapping[str, Any], params: SamplingParams | None) -> list[str]:
     """The fields that ask for another distribution than that of `params`, or where they are None, than the model's."""
-    own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
+    own = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")} if params else {}
     return [name for name, value in sampling.items() if value != {**_SAMPLING, **own}[name]]
 
 

@@ -112,4 +112,4 @@ def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
 def check_kept_mass(batch: Batch, params: SamplingParams) -> None:
     """Refuse a batch of truncated sampling that `prepare` has not given its kept probability mass."""
     if params.truncates and batch.kept_mass is None:
-        raise ValueError("top_p and top_k need `kept_mass`: call with_kept_mass(...) in `prepare`")
+        raise ValueError("top_p, top_k and min_p need `kept_mass`: call with_kept_mass(...) in `prepare`")

@@ -80,7 +80,7 @@ async def grpo(
        ratio to the policy that sampled (see `sampler_logp`), so that its gradient is that of KL(policy || reference)
        also off policy
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
-    5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
+    5. under top-p, top-k or min-p, tokens are weighted by the kept probability mass, which costs one more forward
 
     Errors: ValueError if `penalties` need a `reference` and it is None, and for a `group_size` of 1 with a baseline
     that compares the samples of a group; those of `rlkit.loops.rl.rl`.

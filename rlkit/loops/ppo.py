@@ -176,7 +176,7 @@ async def ppo(
        (a critic with bins, `load_value_model(path, bins=...)`, in the middle of their range, see `hl_gauss`)
     3. critic and policy are two models, with two learning rates and separate gradient clipping
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
-       and under top-p or top-k by the kept probability mass (one more forward)
+       and under top-p, top-k or min-p by the kept probability mass (one more forward)
 
     Errors: those of `rlkit.loops.grpo.grpo`.
     """

@@ -360,13 +360,13 @@ def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
     if gives_logits(model):
-        what = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
-        raise ValueError(f"model type {model.config.model_type!r}: {what}; use top_p=1 and top_k=0")
+        what = "its logits are not those of one head, so the mass that truncated sampling keeps is not computed"
+        raise ValueError(f"model type {model.config.model_type!r}: {what}; use top_p=1, top_k=0 and min_p=0")
     hidden, weight, options = head_inputs(model, hidden, temperature=params.temperature, dtype=dtype)
-    if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
+    if is_sharded(weight):  # the limits compare the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
         options["bias"] = None if bias is None else bias.full_tensor()
-    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
+    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
     return (linear_log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
 
 
@@ -419,9 +419,9 @@ def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, 
 def with_kept_mass(
     policy: Policy, batch: Batch, *, params: SamplingParams, max_tokens: int, mesh: Mesh | None = None
 ) -> Batch:
-    """The batch with `kept_mass`: the probability mass that top-p or top-k kept, under the current weights.
+    """The batch with `kept_mass`: the probability mass that truncated sampling kept, under the current weights.
 
-    The batch must be on-policy: sampled with these weights. Unchanged where `params` use neither top-p nor top-k.
+    The batch must be on-policy: sampled with these weights. Unchanged where `params` do not truncate.
     """
     if not params.truncates:
         return batch

@@ -45,6 +45,7 @@ def sample(
     temperature: Float[Tensor, "B"] | None = None,
     top_p: Float[Tensor, "B"] | None = None,
     top_k: Int[Tensor, "B"] | None = None,
+    min_p: Float[Tensor, "B"] | None = None,
     never: Sequence[int] = (),
 ) -> Sampled:
     """The token whose interval of the CDF holds `u`, for each row.
@@ -53,17 +54,18 @@ def sample(
 
     with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
-    0 is never returned. `top_p=None` and `top_k=None` disable truncation for all rows; in a tensor, 1.0 and 0 disable
-    it for that row. Tokens of `never` are never returned; the log-prob of the others is as if they could be.
+    0 is never returned. None for `top_p`, `top_k` and `min_p` disables truncation for all rows; in a tensor, 1.0, 0 and
+    0.0 disable it for that row. Tokens of `never` are never returned; the log-prob of others is as if they could be.
 
-    Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) both look
+    Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
     """
     z = upcast(logits)
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
-    kept = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    kept = p if all(x is None for x in limits.values()) else p * kept_support(p, **limits)
     if never:
         banned = torch.tensor(never, device=logits.device)
         kept, logits = kept.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)

@@ -33,7 +33,7 @@ AT = lambda step: 0.3
 ACTS = {
     Rollouts: {
         "prompts_per_step": (3, {}), "group_size": (3, {}), "minibatches": (2, {}), "epochs": (2, {}),
-        "max_new_tokens": (4, {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "top_k": (3, {}),
+        "max_new_tokens": (4, {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "top_k": (3, {}), "min_p": (0.5, {}),
         "stop": (tuple("abcdefghijklmnopqrstuvwxyz ."), {}), "stop_token_ids": (tuple(range(100)), {}),
         "drop_truncated": (True, {}), "staleness": (1.0, {}), "skip_nan": (True, {}), "eval_samples": (3, EVAL),
         "drop_off_policy": (True, {"staleness": 1.0, "steps": 4}), "journal": (True, {}),

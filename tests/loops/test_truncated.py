@@ -41,18 +41,20 @@ def own_probs(model, ids, temperature):
     return (logits.double() / temperature).softmax(-1)
 
 
-def kept_by_hand(p, top_p, top_k):
-    """Ids that are kept: of falling probability, until top_k of them or until they have top_p together."""
+def kept_by_hand(p, params):
+    """Ids that are kept: of falling probability, until top_k of them, until they have top_p together, or until one has
+    less than min_p times the largest."""
     kept, mass = [], 0.0
     for i in p.argsort(descending=True).tolist():
-        if kept and (mass >= top_p or len(kept) == (top_k or len(p))):
+        few = p[i] < params.min_p * p.max()
+        if kept and (mass >= params.top_p or len(kept) == (params.top_k or len(p)) or few):
             break
         kept.append(i)
         mass += p[i].item()
     return kept
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 7}])
+@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.5}])
 def test_kept_mass_is_what_the_sampler_kept(limits):
     model, params = small_model(), SamplingParams(max_new_tokens=4, temperature=0.7, **limits)
     samples = [Trajectory(PROMPT, ids, [True, False, True], [0.0] * 3, [0] * 3) for ids in ([9, 10, 11], [12, 13, 14])]
@@ -61,21 +63,21 @@ def test_kept_mass_is_what_the_sampler_kept(limits):
     for i, sample in enumerate(samples):
         with torch.no_grad():
             p = own_probs(model, PROMPT + sample.ids, params.temperature)[len(PROMPT) - 1 : -1]
-        true = [row[kept_by_hand(row, params.top_p, params.top_k)].sum().item() for row in p]
+        true = [row[kept_by_hand(row, params)].sum().item() for row in p]
         assert found[3 * i : 3 * i + 3][batch.mask[:3]].tolist() == pytest.approx([true[0], true[2]], rel=1e-5)
         assert max(true) < 0.95
     assert with_kept_mass(Policy(model), batch, params=SamplingParams(max_new_tokens=4), max_tokens=5) is batch
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
-@pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 5}])
+@pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.2}])
 def test_the_expected_gradient_under_truncated_sampling_is_that_of_the_whole_distribution(limits, kl_coef):
     """Every kept token once, its advantage times N times the probability with which it is drawn: the update's gradient
     is then its expectation, and must be that of sum over kept a of p(a) A(a) - kl_coef p(a) log(p(a) / ref(a))."""
     model, reference = small_model(), small_model(seed=1)
     params = SamplingParams(max_new_tokens=1, temperature=0.7, **limits)
     p, ref = own_probs(model, PROMPT, 0.7)[-1], own_probs(reference, PROMPT, 0.7)[-1].detach()
-    kept = kept_by_hand(p.detach(), params.top_p, params.top_k)
+    kept = kept_by_hand(p.detach(), params)
     drawn = p.detach()[kept] / p.detach()[kept].sum()
     values = torch.linspace(-1, 2, len(kept), dtype=torch.float64)
     log_ratio = (p / ref).log()[kept].detach()

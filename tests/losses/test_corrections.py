@@ -176,6 +176,7 @@ def test_kept_mass_of_impossible_tokens_masked_rows_and_no_truncation() -> None:
     half = log_kept_mass(logits, top_k=1, mask=mask)
     assert half[0].item() == pytest.approx(math.log(0.5))
     assert half[1].isfinite()
+    assert log_kept_mass(torch.tensor([0.5, 0.3, 0.2]).log(), min_p=0.5).item() == pytest.approx(math.log(0.8))
 
 
 def test_truncated_sampling_is_corrected_in_expectation() -> None:

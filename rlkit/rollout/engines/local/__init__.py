@@ -303,7 +303,8 @@ class LocalEngine:
         read = n - len(sources)
         batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
         self._decoder.reserve(max(batch, n), self._room(), keep=n)
-        truncated = bool((rows.top_p[:n] < 1).any() or rows.top_k[:n].any() or self._never)
+        limits = rows.limits()
+        truncated = bool(limits or self._never)
         if self._fused and not truncated:
             tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
             noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1)
@@ -319,8 +320,7 @@ class LocalEngine:
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
                 temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
-                top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
-                top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
+                **{name: self._to(x) for name, x in limits.items()},
                 never=self._never,
             )
         self._push(ids.cpu().numpy(), logp.cpu().numpy())
