@@ -280,9 +280,6 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-_ON_POLICY = Without("overlap", "staleness", why="the kept probability mass is computed from the current weights")
-
-
 @dataclass(frozen=True)
 class Rollouts:
     """What a step samples, and how often it trains on the batch."""
@@ -299,11 +296,12 @@ class Rollouts:
     """maximum tokens of a completion (of a turn, in an episode of several)"""
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
-    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1), _ON_POLICY] = 1.0
-    """nucleus sampling; the loss corrects for the truncated mass"""
-    top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0
+    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    """nucleus sampling; log-probs are those of the tokens that were kept. With --overlap or --staleness the engine is
+    local"""
+    top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
     """sample from the k most likely tokens (0: off)"""
-    min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0.0
+    min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one")] = 0.0
     """sample from tokens with at least this share of the most likely token's probability (0: off)"""
     stop: tuple[str, ...] = ()
     """strings that end a turn, in addition to the model's own stop tokens; a shell writes a line break as $'\\n'"""

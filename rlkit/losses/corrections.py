@@ -42,6 +42,7 @@ __all__ = [
     "keep_ratio",
     "keep_whole_sequences",
     "log_kept_mass",
+    "log_support_mass",
     "opsm",
     "seq_mask_tis",
     "tis",
@@ -255,6 +256,36 @@ def log_kept_mass(
     kept = kept_support(logp.exp(), **options)
     mass = torch.where(kept, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
     return masked(torch.where(kept.all(-1).view_as(mass), 0, mass), mask)
+
+
+def log_support_mass(
+    logits: Float[Tensor, "*shape V"], support: Int[Tensor, "*shape K"], *, mask: Mask = None
+) -> Tokens:
+    """log S: log of the probability that a policy gives to a recorded set of tokens at each position, in nats.
+
+        log S_t = log sum_{a in support_t} softmax(z_t)_a        gradient w.r.t. z: softmax over the set - softmax(z)
+
+    `logp - log_support_mass(logits, support)` is the log-prob of the policy renormalised over the set that the sampler
+    kept, for any weights: the ratio of two such log-probs is that of two distributions over one set. `support` are
+    distinct ids; -1 is padding, and a row of padding alone is the whole vocabulary. Memory: a copy of [*shape, V] for
+    16-bit logits, and of [*shape, K].
+    Limits: the whole vocabulary gives 0 with gradient 0; one token gives its log-prob.
+    Differs: from `log_kept_mass`, which finds the set of the current weights and has no gradient.
+    Reference: slime `_build_topp_keep_mask`; https://github.com/huggingface/trl/issues/6789
+    """
+    check_float(logits=logits)
+    if support.dtype not in (torch.int32, torch.int64) or support.shape[:-1] != logits.shape[:-1]:
+        shape = f"[{', '.join(map(str, [*logits.shape[:-1], 'K']))}]"
+        raise ValueError(f"support must be ids of shape {shape}, got {[*support.shape]} of {support.dtype}")
+    check_mask(mask, positions=logits[..., 0])
+    if readable(support) and support.numel() and not -1 <= int(support.min()) <= int(support.max()) < logits.shape[-1]:
+        raise ValueError(f"support must hold ids below {logits.shape[-1]}, and -1 as padding, got {int(support.max())}")
+    z = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
+    inside = support >= 0
+    some = inside.any(-1)
+    some = some if mask is None else some & mask
+    chosen = z.gather(-1, support.clamp(min=0).long()).masked_fill(~inside & some.unsqueeze(-1), -torch.inf)
+    return torch.where(some, chosen.logsumexp(-1) - z.logsumexp(-1), 0)
 
 
 def kept_support(

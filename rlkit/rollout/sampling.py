@@ -13,16 +13,18 @@ from torch import Tensor
 
 from rlkit._util.tensors import cumsum, upcast
 from rlkit.losses.corrections import kept_support
+from rlkit.types import Support
 
 _BLOCK, _SMALL = 256, 4096  # tokens of the vocabulary: of a block, and up to which one sum is as fast
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Sampled(NamedTuple):
-    """One token per row and its log-prob under the temperature-scaled, untruncated distribution, in nats."""
+    """A token per row, its log-prob in nats under the temperature-scaled, untruncated distribution, and the kept p."""
 
     ids: Int[Tensor, "B"]
     logp: Float[Tensor, "B"]
+    kept: Float[Tensor, "B V"]  # the probabilities of the tokens that could be drawn, else 0; not normalised
 
 
 def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
@@ -72,7 +74,15 @@ def sample(
     ids = _inverse_cdf(kept, u)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
-    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())
+    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_(), kept)
+
+
+def support_of(kept: Float[Tensor, "B V"]) -> Support:
+    """The tokens of `Sampled.kept` that could be drawn, and their probability, one row each."""
+    num = int((kept > 0).sum(-1).max()) if len(kept) else 0
+    found = kept.topk(num, dim=-1)
+    ids = torch.where(found.values > 0, found.indices, -1)
+    return Support(ids.int().cpu().numpy(), kept.sum(-1, dtype=torch.float64).float().cpu().numpy())
 
 
 def _inverse_cdf(p: Float[Tensor, "B V"], u: Float[Tensor, "B"]) -> Int[Tensor, "B 1"]:

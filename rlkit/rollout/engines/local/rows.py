@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rlkit.types import Completion, FinishReason, Picture, SamplingParams
+from rlkit.rollout.groups import joined_support
+from rlkit.types import Completion, FinishReason, Picture, SamplingParams, Support
+
+MAX_SUPPORT = 1024  # tokens that top-p and min-p keep at most, since each of them is recorded: 4 KB a sampled token
 
 
 class StopStrings:
@@ -69,6 +72,7 @@ class Request:
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    support: list[Support] = field(default_factory=list)
 
     @property
     def final_length(self) -> int:
@@ -87,7 +91,8 @@ class Request:
     def finish(self, reason: FinishReason, experts: Any = None) -> None:
         """Return the completion to the caller, unless it was cancelled."""
         if not self.future.done():
-            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts))
+            support = joined_support(*self.support) if self.params.truncates and self.ids else None
+            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts, support))
 
 
 class Rows:
@@ -116,6 +121,8 @@ class Rows:
         self.seed[slot], self.final[slot] = request.seed, request.final_length
         for name in ("temperature", "top_p", "top_k", "min_p"):
             getattr(self, name)[slot] = getattr(params, name)
+        if params.truncates and not params.top_k:
+            self.top_k[slot] = MAX_SUPPORT
 
     def limits(self) -> dict[str, np.ndarray]:
         """Those of top-p, top-k and min-p that some row has on."""
