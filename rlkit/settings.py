@@ -12,6 +12,7 @@ Errors are ValueErrors that name fields in backquotes. This module does not impo
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
+from shutil import which
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -297,8 +299,8 @@ class Rollouts:
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
     top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
-    """nucleus sampling; log-probs are those of the tokens that were kept. With --overlap or --staleness the engine is
-    local"""
+    """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With --overlap
+    or --staleness the engine is local"""
     top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
     """sample from the k most likely tokens (0: off)"""
     min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one")] = 0.0
@@ -348,6 +350,18 @@ class Rollouts:
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
+def _words(command: str) -> list[str]:
+    """The words of a command as a shell reads them; none where a quote is open."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+_COMMAND = Range(
+    'a program and its arguments, with {folder} for the checkpoint, as in "rsync -a {folder} host:/runs"',
+    lambda x: "{folder}" in x and (words := _words(x)) and bool(which(words[0])),
+)
 _FOLDER = Range("a folder other than the current one", lambda x: str(Path(x)) != ".")
 
 
@@ -367,6 +381,9 @@ class Schedule:
     """steps between checkpoints; 0: only after the last step"""
     keep: Count = 2
     """newest checkpoints to keep"""
+    on_save: Annotated[str | None, _COMMAND] = None
+    """command to start after each checkpoint, without a shell: "rsync -a {folder} host:/runs". Training goes on
+    meanwhile; what the command prints is added to `on_save.log` in the run folder, and a failure is reported"""
     keep_best: Annotated[
         str | None,
         Range("a metric of held-out data, as eval/greedy", lambda x: x.startswith("eval/")),
