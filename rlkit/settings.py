@@ -299,8 +299,8 @@ class Rollouts:
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
     top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
-    """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With --overlap
-    or --staleness the engine is local"""
+    """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With
+    --overlap or --staleness the engine is local"""
     top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
     """sample from the k most likely tokens (0: off)"""
     min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one")] = 0.0
@@ -360,7 +360,7 @@ def _words(command: str) -> list[str]:
 
 _COMMAND = Range(
     'a program and its arguments, with {folder} for the checkpoint, as in "rsync -a {folder} host:/runs"',
-    lambda x: "{folder}" in x and (words := _words(x)) and bool(which(words[0])),
+    lambda x: "{folder}" in x and any(which(program) for program in _words(x)[:1]),
 )
 _FOLDER = Range("a folder other than the current one", lambda x: str(Path(x)) != ".")
 
