@@ -20,11 +20,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Sampled(NamedTuple):
-    """A token per row, its log-prob in nats under the temperature-scaled, untruncated distribution, and the kept p."""
+    """One token per row and its log-prob under the temperature-scaled, untruncated distribution, in nats."""
 
     ids: Int[Tensor, "B"]
     logp: Float[Tensor, "B"]
-    kept: Float[Tensor, "B V"]  # the probabilities of the tokens that could be drawn, else 0; not normalised
 
 
 def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
@@ -62,6 +61,21 @@ def sample(
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
     """
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    return sample_kept(logits, u, **options, never=never)[0]
+
+
+def sample_kept(
+    logits: Float[Tensor, "B V"],
+    u: Float[Tensor, "B"],
+    *,
+    temperature: Float[Tensor, "B"] | None,
+    top_p: Float[Tensor, "B"] | None = None,
+    top_k: Int[Tensor, "B"] | None = None,
+    min_p: Float[Tensor, "B"] | None = None,
+    never: Sequence[int] = (),
+) -> tuple[Sampled, Float[Tensor, "B V"]]:
+    """`sample`, and the probabilities of the tokens that it could have drawn (0 for others; not normalised)."""
     z = upcast(logits)
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
@@ -74,11 +88,11 @@ def sample(
     ids = _inverse_cdf(kept, u)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
-    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_(), kept)
+    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_()), kept
 
 
 def support_of(kept: Float[Tensor, "B V"]) -> Support:
-    """The tokens of `Sampled.kept` that could be drawn, and their probability, one row each."""
+    """The tokens that have a probability in `kept`, of `sample_kept`, and their sum, one row each."""
     num = int((kept > 0).sum(-1).max()) if len(kept) else 0
     found = kept.topk(num, dim=-1)
     ids = torch.where(found.values > 0, found.indices, -1)

@@ -33,7 +33,7 @@ from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
-from rlkit.rollout.sampling import sample, support_of, uniforms
+from rlkit.rollout.sampling import sample_kept, support_of, uniforms
 from rlkit.types import Completion, Picture, Progress, SamplingParams, Support, request_ids
 
 _U64 = 2**64 - 1
@@ -319,7 +319,7 @@ class LocalEngine:
             if sources:
                 self._decoder.copy(sources, range(read, n), int(rows.position[read:n].max()) + 1)
                 logits = torch.cat((logits, logits[sources]))
-            ids, logp, kept = sample(
+            (ids, logp), kept = sample_kept(
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
                 temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
