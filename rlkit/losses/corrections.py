@@ -271,7 +271,7 @@ def log_support_mass(
     16-bit logits, and of [*shape, K].
     Limits: the whole vocabulary gives 0 with gradient 0; one token gives its log-prob.
     Differs: from `log_kept_mass`, which finds the set of the current weights and has no gradient.
-    Reference: slime `_build_topp_keep_mask`; https://github.com/huggingface/trl/issues/6789
+    Reference: slime, which replays the keep mask of top-p; https://github.com/huggingface/trl/issues/6789
     """
     check_float(logits=logits)
     if support.dtype not in (torch.int32, torch.int64) or support.shape[:-1] != logits.shape[:-1]:
