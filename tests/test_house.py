@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 830, "advantages": 665, "data": 4315, "kernels": 1770, "loops": 2800, "losses": 1670, "model": 4180,
-    "packing": 510, "parallel": 1300, "rewards": 2170, "rollout": 6040, "run": 1865, "run/report": 815, "scripts": 3540,
-    "testing": 1470, "modules right below rlkit": 1150,
+    "_util": 830, "advantages": 665, "data": 4330, "kernels": 1770, "loops": 2825, "losses": 1715, "model": 4205,
+    "packing": 540, "parallel": 1300, "rewards": 2170, "rollout": 6105, "run": 1910, "run/report": 815, "scripts": 3555,
+    "testing": 1470, "modules right below rlkit": 1175,
     "agents": 1655, "compat": 2230, "rewards/sandbox": 1120, "scripts/tools": 1200,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
