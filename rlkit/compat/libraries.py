@@ -28,6 +28,7 @@ from rlkit._util.text import keywords
 from rlkit.compat.actions import actions_of, show_observation
 from rlkit.compat.recognise import Published, RowsOf, kind_of, takes_prompt
 from rlkit.data.sources import Source
+from rlkit.rewards.episodes import called
 from rlkit.rewards.load import load_object
 from rlkit.rollout.calling import takes
 
@@ -178,7 +179,8 @@ def environment_of(spec: str) -> Any:
 
 @cache
 def _of_place(spec: str) -> Any:
-    return resolved(load_object(spec))
+    foreign = load_object(spec)
+    return called(lambda: resolved(foreign), foreign, spec)
 
 
 def source_of(spec: str, *, held_out: bool = False) -> str | Source:

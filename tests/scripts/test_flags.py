@@ -478,7 +478,8 @@ WRONG = [
     ("ppo --model m --baseline gpg", "--baseline is for rlkit grpo"),
     ("grpo --model m --critic-lr 1e-5", "--critic-lr is for rlkit ppo"),
     ("sft --group-size 8 --model m", "--group-size is for rlkit grpo, ppo and distill"),
-    ("sft --loss x --model m", "--loss is for rlkit grpo, distill, dpo, kto and reward_model"),
+    ("sft --kl-coef 1 --model m", "--kl-coef is for rlkit grpo, ppo and distill"),
+    ("sft --loss x --model m", "--loss must be one of nll, dft, got 'x'"),
     ("kto --temperature 0.5 --model m", "--temperature is for rlkit grpo, ppo and distill"),
     ("eval m --lr 1", "--lr is a flag of the commands that train"),
     (
