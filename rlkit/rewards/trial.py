@@ -13,7 +13,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count, islice, pairwise
@@ -43,12 +43,13 @@ class Trial:
 
     `place` is the row's, and `note` says that the gold answer gets no more than the others, also that of another row
     only, that a text's reward depends on its place in the batch, or that two calls give it two (empty: none of these,
-    or the function does not compare with the gold answer).
+    or the function does not compare with the gold answer). `values` are all rewards that it gave.
     """
 
     place: str
     tried: Sequence[tuple[str, str, Reward | RewardError]]
     note: str = ""
+    values: Set[float] = frozenset()
 
     @property
     def failures(self) -> list[tuple[str, RewardError]]:
@@ -101,7 +102,7 @@ async def try_reward(
         return None
     results = await call([*(texts := _texts(gold, other))], stop=stop)
     tried = [(text, label, result) for (text, label), result in zip(texts.items(), results)]
-    trial, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, available)
+    trial, blind = Trial(place_of(rows, index), tried, values=values), not one_turn and _has_more(function, available)
     if blind and trial.failures:
         return None
     if not trial.failures and not is_ours(function):
@@ -229,7 +230,7 @@ async def _elsewhere(
     """
     golds = {i: text for i, row in enumerate(islice(rows, _AMONG)) if i != index and (text := _text(gold_answer(row)))}
     found = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
-    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: len(golds[i]))[-1:], *found] if i is not None}
+    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *found] if i is not None}
     own = gold_answer(rows[index])
     if isinstance(own, float) and own.is_integer():
         chosen[index] = f"{own:.0f}"

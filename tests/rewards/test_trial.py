@@ -282,6 +282,31 @@ def test_of_several_functions_one_may_return_none(tmp_path, caplog):
     assert caplog.records == []
 
 
+def test_rewards_of_far_larger_size_at_equal_weight_are_named(tmp_path, caplog):
+    given = loaded(tmp_path, ROWS)
+    percent = spec_of(tmp_path, "return 100.0 * (completion == row['answer'])", "one.py")
+    form, tenth = (spec_of(tmp_path, f"return {x} * ('<answer>' in completion)", f"{x}.py") for x in (1.0, 10.0))
+    said = f"{percent} gives up to 100 and {form} up to 1, at equal weight: give weights, as in --reward {percent}=0.01"
+    for specs, lines in (
+        ((form, percent), [said]), ((form, f"{percent}=0.01"), []), ((tenth, percent), []), (percent, []),
+    ):  # fmt: skip
+        caplog.clear()
+        read_reward(Episodes(reward=specs), given)
+        assert caplog.messages == lines
+
+
+def test_of_another_row_little_is_tried(tmp_path):
+    calls = []
+
+    def exact(completion, row):
+        calls.append(row["answer"])
+        return float(completion.strip() == row["answer"])
+
+    assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
+    assert set(calls[6:]) == {"Paris"}  # the longest, and the first with a capital; row 1 has three texts, twice
+    assert len(calls) == 6 + 3
+
+
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):
     some = "return float(completion.split()[-1] == row['answer'])"
     (said,) = said_of(some, ROWS, tmp_path, caplog, reward_max_failed=0.5)
