@@ -110,16 +110,26 @@ async def try_reward(
     steady = not (trial.failures or trial.note)
     if batched and steady and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
         return replace(trial, note=f"{name_of(function)} {moved}")
-    numbers = {text: _number(result) for text, _, result in tried}
     if gold is None and steady and seen - {*PROMPTS}:
-        return replace(trial, note=_note_of_empty(function, numbers))
+        return replace(trial, note=_note_of_empty(function, {text: _number(result) for text, _, result in tried}))
     if gold is None or trial.failures:
         return trial
-    form, reads = "{}", _reads_gold(function, seen)
+    reads = _reads_gold(function, seen)
+    return await _of_gold(function, call, rows, index, trial, other=other, reads=reads, blind=blind, alone=alone)
+
+
+async def _of_gold(
+    function: Callable[..., Any], call: Callable[..., Any], rows: Sequence[dict[str, Any]], index: int, trial: Trial,
+    *, other: str | None, reads: bool, blind: bool, alone: bool,
+) -> Trial:  # fmt: skip
+    """The trial with what is to be told of gold answers, and the form of this row's that gets more than the others."""
+    (gold, *_), form, tried = trial.tried[0], "{}", trial.tried
+    numbers = {text: _number(result) for text, _, result in tried}
     if not numbers.pop(gold) > max(numbers.values(), default=-math.inf):
         if not (written := await _written(call, gold, other, numbers[""])):
-            same = alone and not is_ours(function) and len(values) == 1
-            return replace(trial, note=_note(function, row, tried, reads)) if (same or reads) and not blind else trial
+            same = alone and not is_ours(function) and len(trial.values) == 1
+            said = (same or reads) and not blind
+            return replace(trial, note=_note(function, rows[index], tried, reads)) if said else trial
         form, text, result = written
         trial = replace(trial, tried=[(text, f"its gold answer as {_shown(text)}", result), *tried])
     if trial.note or blind or not reads:
