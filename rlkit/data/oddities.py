@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, product
+from string import punctuation
 
 from rlkit.data import columns
 from rlkit.data.drop import drop
@@ -15,12 +17,12 @@ from rlkit.data.forms import Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
 from rlkit.data.messages import Converted, json_of, mappings, null_arguments
-from rlkit.data.schema import ANSWERS, PAIRED, RESPONSES
-from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE
+from rlkit.data.schema import ANSWERS, GOLD, PAIRED, RESPONSES
+from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
 _log = logging.getLogger("rlkit.data")
 _REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-_MOSTLY = 3  # from this place on, a note of `odd_texts` is meant in a few rows, and seldom in half of them
+_LONG = 50  # characters: shorter texts may be of one length by chance
 _FEW, _SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
 _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
@@ -44,6 +46,22 @@ _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or a
 _FURTHER = re.compile(
     r"\S\n\n(Human|### Human|### Instruction):.*\n\n(Assistant|### Assistant|### Response):", re.DOTALL
 )
+_API_ERROR = re.compile(  # at the beginning of an answer
+    r"\s*(Error code: \d{3} - |Error: (Error code|Rate limit|429|50\d)\b|Rate limit (reached|exceeded)|"
+    r"(openai|anthropic|litellm|httpx|requests)\.[\w.]*(Error|Timeout)\b|Internal Server Error\b|Request timed out\b|"
+    r"(HTTP(Error)? |Error )?(429|50[0234])[: ]+(Too Many|Bad Gateway|Service Unavail|Gateway Time|Internal Server)|"
+    r"(I'm |I am )?sorry, (but )?(an error|something went wrong)|An error occurred while (processing|generating)|"
+    r"\{['\"]error['\"]: ?\{|Traceback \(most recent call last\):)",
+    re.IGNORECASE,
+)  # fmt: skip
+_OF_ERRORS = re.compile(  # in a prompt that such an answer may fit
+    r"\b(errors?|rate.?limit\w*|traceback|exceptions?|bugs?|logs?|api|json|code|python|outputs?|print|import|apolog\w+)\b",
+    re.IGNORECASE,
+)
+_MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
+_SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
+_REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
+_SENTENCE = re.compile(r"[.!?\n。！？]+")
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
 _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
@@ -54,40 +72,72 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
 def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
     again = "repeat the prompt at the beginning of"
-    for forms, unit, bad, why in (
-        (
-            (PAIR,),
-            "pairs",
-            lambda row: _repeats_prompt(row, *PAIRED),
-            f"{again} both responses, so that it stands twice",
-        ),
-        ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice"),
-        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one"),
-        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained"),
-        ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents"),
+    for forms, unit, bad, why, least in (
+        ((PAIR,), "pairs", _both_repeat_prompt, f"{again} both responses, so that it stands twice", 0),
+        ((PAIR,), "pairs", _one_repeats_prompt, f"{again} one of the responses, and train on this difference", 0.5),
+        ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice", 0),
+        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
+        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
+        ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
+        ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
     ):
         items = [(index, row) for index, (form, row) in enumerate(read) if form in forms or not forms]
-        drop(rows, items, bad, unit=unit, why=why, keep=True)
-    for number, why in enumerate(
+        if not least or sum(map(bad, (row for _, row in items))) >= least * len(items):
+            drop(rows, items, bad, unit=unit, why=why, keep=True)
+    sheet = isinstance(rows, Rows) and any(re.search(r"\.[ct]sv\b", source) for source in rows.sources)
+    lines: Sequence[tuple[str, Callable[[Sequence[str]], Sequence[str]]]] = (
+        ("have a text that stands for a missing value", list),
+        ("hold characters that are seldom meant (of a file in another encoding, or written by Windows)", list),
         (
-            "have a text that stands for a missing value",
-            "hold characters that are seldom meant (of a file in another encoding, or written by Windows)",
             "have further turns inside an answer, which train as its text: give them as messages, or cut them off",
-            "have an answer that is Python's text of a value, and train on its quotes and brackets",
-            "hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps",
-            "hold a text that is escaped for HTML, and train on its entities: apply html.unescape",
-            "hold calls in JSON text with arguments that are null, as a table fills them: drop those",
-            "hold the same placeholder, which nothing has filled",
-        )
-    ):
-        noted = [(index, notes[number]) for index, notes in enumerate(texts)]
-        num = sum(bool(note) for _, note in noted)
-        if number >= _MOSTLY and num < len(noted) and (num < _FEW or 2 * num < len(noted)):  # code may be a few lists
-            continue
-        if number == _MOSTLY + 4:
-            same = set.intersection(*({*note.split(", ")} for _, note in noted))
-            noted = [(index, ", ".join(sorted(same))) for index, _ in noted] if len(noted) > 1 else []
+            list,
+        ),
+        ("have the error of a server or program for an answer", list),
+        (
+            "have an answer that a spreadsheet wrote for another text (02-Jan for 2/1, 1.23E+12 for 1230000000000)",
+            list if sheet else lambda _: [],
+        ),
+        ("have a second, empty reasoning after an answer's reasoning", list),
+        ("hold a call of a tool as the text of an answer, which trains as text: write it into tool_calls", list),
+        ("have an answer that is Python's text of a value, and train on its quotes and brackets", _mostly),
+        ("hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps", _mostly),
+        ("hold a text that is escaped for HTML, and train on its entities: apply html.unescape", _mostly),
+        ("hold calls in JSON text with arguments that are null, as a table fills them: drop those", _mostly),
+        ("hold the same placeholder, which nothing has filled", _of_all),
+        ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
+        ("have an answer that repeats one sentence", _mostly),
+        ("have a prompt that ends with its own gold answer", _given_away),
+    )
+    for (why, narrowed), notes in zip(lines, zip(*texts, strict=True), strict=True):
+        noted = [*enumerate(narrowed(notes))]
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
+
+
+def _mostly(notes: Sequence[str], least: float = 0.5) -> Sequence[str]:
+    """The notes on what is meant in a few rows, and seldom in half of them; none for few."""
+    num = sum(map(bool, notes))  # code may be a few lists
+    return notes if num == len(notes) or num >= max(_FEW, least * len(notes)) else []
+
+
+def _of_all(notes: Sequence[str]) -> Sequence[str]:
+    """What the notes of all rows, of which there are several, have in common."""
+    same = set.intersection(*({*note.split(", ")} for note in notes))
+    return [", ".join(sorted(same))] * len(notes) if len(notes) > 1 else []
+
+
+def _cut(texts: Sequence[str]) -> Sequence[str]:
+    """The length that most of the texts have, which is the longest, if they are not alike: a pattern was not cut."""
+    size = max(map(len, texts))
+    longest = [text for text in texts if len(text) == size]
+    alike = [sum(a == b for a, b in zip(*pair)) / size for pair in pairwise(longest[:20]) if size]
+    if not alike or len(longest) < max(_FEW, len(texts) / 2) or sum(alike) > 0.5 * len(alike):
+        return []
+    return [f"{size} characters" * (len(text) == size) for text in texts]
+
+
+def _given_away(golds: Sequence[str]) -> Sequence[str]:
+    """The golds where nearly all are there: the last choice of a question ("yes or no?") is the right one at times."""
+    return _mostly(golds, 0.8) if len({*golds} - {""}) >= _FEW - 1 else []
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
@@ -106,8 +156,55 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
-    every = (missing, odd, turns, values, escapes, entities, null_arguments(row), sorted(places))
+    golds = _golds(row)
+    damaged = [text for text in (*said, *golds) if _is_damaged(text, asked)]
+    errors = [repr(text[:30]) for text in said if _API_ERROR.match(text) and not any(map(_OF_ERRORS.search, asked))]
+    reasoned = [f"<{match[1]}>" for text in said if "<" in text and (match := _REASONED_TWICE.search(text))]
+    loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
+    longest = max(said, key=len, default="")
+    unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
+    given = [gold for gold in golds[:1] if asked and not answers and _ends_with(asked[-1], gold)]
+    every = (
+        *(missing, odd, turns, errors, damaged, reasoned, _bare_calls(row, said)),
+        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given),
+    )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
+
+
+def _golds(row: Converted) -> list[str]:
+    """The gold answers of a row that are texts or numbers, as texts, in the order of their columns."""
+    cells = [value.get("ground_truth") if isinstance(value, Mapping) else value for value in map(row.own.get, GOLD)]
+    return [text for cell in cells if isinstance(cell, str | int | float) and (text := str(cell).strip())]
+
+
+def _ends_with(prompt: str, gold: str) -> bool:
+    """Whether a prompt ends with a word, or words, apart from the marks after them."""
+    prompt, gold = (text.rstrip(f"{punctuation} \n\t") for text in (prompt, gold))
+    return bool(gold) and prompt.endswith(gold) and not prompt.removesuffix(gold)[-1:].isalnum()
+
+
+def _is_damaged(text: str, asked: Sequence[str]) -> bool:
+    """Whether a text is a date or number as a spreadsheet shows others, and the prompt has nothing like it."""
+    match = _SHEET.fullmatch(text.strip()) if len(text) < _REPEATED else None
+    part = next(filter(None, (match[1], match[2], r"E\+|10\^|scientific")), "") if match else ""
+    return match is not None and not any(re.search(part, prompt) for prompt in asked)
+
+
+def _repeated(text: str) -> str:
+    """The sentence, or line, that is at least half of a text and stands there five times; empty for none."""
+    parts = Counter(part.strip() for part in _SENTENCE.split(text) if part.strip()) if len(text) > _LONG else Counter()
+    sentence, num = parts.most_common(1)[0] if parts else ("", 0)
+    return sentence if num > _FEW and 2 * num >= parts.total() and len(sentence) >= _REPEATED else ""
+
+
+def _bare_calls(row: Row, texts: Sequence[str]) -> Iterable[str]:
+    """The names of the row's tools that texts call in JSON."""
+    tools = str(row.get("tools") or row.get("functions") or "")
+    for text in texts if tools else ():
+        value = json_of(text) if text.lstrip()[:1] in ("{", "[") else None
+        for call in mappings(value if isinstance(value, list) else [value]):
+            if "arguments" in call and isinstance(name := call.get("name"), str) and name in tools:
+                yield name
 
 
 def _escape(text: str) -> re.Match[str] | None:
@@ -195,6 +292,22 @@ def _repeats_prompt(row: Converted, *names: str) -> bool:
     rests = [response[len(prompt) :] for response in responses if response.startswith(prompt)]
     begins = len(rests) == len(responses) and not any(within and re.match(r"\w", rest) for rest in rests)
     return len(prompt) >= (1 if names else _REPEATED) and begins and bool(responses)
+
+
+def _both_repeat_prompt(row: Converted) -> bool:
+    return _repeats_prompt(row, *PAIRED)
+
+
+def _one_repeats_prompt(row: Converted) -> bool:
+    """Whether one response of a pair begins with the prompt, which is long, and the other does not."""
+    one, other = (_repeats_prompt(row, name) for name in PAIRED)
+    return one != other and len(row["prompt"].strip()) >= _REPEATED
+
+
+def _only_system(row: Converted) -> bool:
+    """Whether all messages of a prompt, which are given as such, are of the system."""
+    said = mappings(row.get("messages") or row.get("prompt"))
+    return bool(said) and all(message.get("role") in SYSTEM for message in said)
 
 
 def _scored_less(row: Row) -> bool:

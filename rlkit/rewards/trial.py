@@ -6,20 +6,22 @@ A mistake in the function is then an error of the command line, and a function t
 from __future__ import annotations
 
 import _signal
+import asyncio
 import inspect
 import json
 import math
+import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 from rlkit.data.load import place_of
 from rlkit.data.prompts import prompt_messages, row_given
-from rlkit.data.schema import GOLD
+from rlkit.data.schema import GOLD, PROMPTS
 from rlkit.rewards.call import Reward, RewardError, Sample, check_signature, needs_of, run_reward_each
 from rlkit.rewards.failures import ALARM, is_ours, name_of, unwrapped
 from rlkit.rewards.text import final_answer, first_value, gold_answer
@@ -27,6 +29,7 @@ from rlkit.rollout.calling import is_async, report_once
 
 _SHOWN = 60  # characters of an answer
 _LONGEST = 1000  # characters of an answer that is tried in other forms
+_AMONG = 1000  # rows of which others are tried
 _FORMS = (  # in which rewards look for an answer
     "{}", r"\boxed{{{}}}", "<answer>{}</answer>", "<think>\n1\n</think>\n<answer>{}</answer>", "#### {}",
     "The answer is {}.", "The answer is {}", "Answer: {}", "**{}**", "({})", '{{"answer": "{}"}}', "```python\n{}\n```",
@@ -38,14 +41,15 @@ _FORMS = (  # in which rewards look for an answer
 class Trial:
     """What a reward function gave: texts with the words for what they are, and the result of each.
 
-    `place` is the row's, and `note` says that the gold answer gets no more than the others, that a text's reward
-    depends on its place in the batch, or that two calls give it two (empty: none of these, or the function does not
-    compare with the gold answer).
+    `place` is the row's, and `note` says that the gold answer gets no more than the others, also that of another row
+    only, that a text's reward depends on its place in the batch, or that two calls give it two (empty: none of these,
+    or the function does not compare with the gold answer). `values` are all rewards that it gave.
     """
 
     place: str
     tried: Sequence[tuple[str, str, Reward | RewardError]]
     note: str = ""
+    values: Set[float] = frozenset()
 
     @property
     def failures(self) -> list[tuple[str, RewardError]]:
@@ -68,7 +72,8 @@ async def try_reward(
     tried as rewards often read it too (`\\boxed{7}`, `<answer>7</answer>`, ...). The ids of a text are its bytes, since
     there is no tokenizer yet. None for a function that asks for what only an environment knows (`one_turn` False; if it
     asks by a parameter with a default, None where it fails without), and for a judge of this package, whose calls cost
-    something. A function of a batch gets the texts in another order, too (`_moved`).
+    something. A function of a batch gets the texts in another order, too (`_moved`), and where the gold answer passes,
+    those of a few other rows are tried (`_elsewhere`).
 
     `alone`: no other function adds to the reward, so that None is an error, and one number for all texts is told.
     `stop` after the first text that the function fails on.
@@ -79,9 +84,10 @@ async def try_reward(
     row, seen, values = row_given(rows[index]), set[str](), set[float]()
     called, gold, other = _with_alarms_named(function), _text(gold_answer(row)) or None, _other(rows, index)
 
-    async def call(batch: Sequence[str], *, stop: bool = False) -> list[Reward | RewardError]:
+    async def call(batch: Sequence[str], *, stop: bool = False, at: int = index) -> list[Reward | RewardError]:
         batch = [text[:1] + text[1:] for text in batch]  # another object than the row's: `is` is no comparison
-        samples = [Sample(text, row, index, _extra(row, text, one_turn=one_turn), seen) for text in batch]
+        given = row if at == index else row_given(rows[at])
+        samples = [Sample(text, given, at, _extra(given, text, one_turn=one_turn), seen) for text in batch]
         missing = None if alone else math.nan
         scored = await run_reward_each(called, samples, timeout_s=timeout_s, missing=missing, stop=stop)
         values.update(map(_number, scored))
@@ -96,7 +102,7 @@ async def try_reward(
         return None
     results = await call([*(texts := _texts(gold, other))], stop=stop)
     tried = [(text, label, result) for (text, label), result in zip(texts.items(), results)]
-    trial, blind = Trial(place_of(rows, index), tried), not one_turn and _has_more(function, available)
+    trial, blind = Trial(place_of(rows, index), tried, values=values), not one_turn and _has_more(function, available)
     if blind and trial.failures:
         return None
     if not trial.failures and not is_ours(function):
@@ -104,17 +110,31 @@ async def try_reward(
     steady = not (trial.failures or trial.note)
     if batched and steady and (moved := await _moved(call, texts, [*map(_number, results)], gold)):
         return replace(trial, note=f"{name_of(function)} {moved}")
+    if gold is None and steady and seen - {*PROMPTS}:
+        return replace(trial, note=_note_of_empty(function, {text: _number(result) for text, _, result in tried}))
     if gold is None or trial.failures:
         return trial
+    reads = _reads_gold(function, seen)
+    return await _of_gold(function, call, rows, index, trial, other=other, reads=reads, blind=blind, alone=alone)
+
+
+async def _of_gold(
+    function: Callable[..., Any], call: Callable[..., Any], rows: Sequence[dict[str, Any]], index: int, trial: Trial,
+    *, other: str | None, reads: bool, blind: bool, alone: bool,
+) -> Trial:  # fmt: skip
+    """The trial with what is to be told of gold answers, and the form of this row's that gets more than the others."""
+    (gold, *_), form, tried = trial.tried[0], "{}", trial.tried
     numbers = {text: _number(result) for text, _, result in tried}
-    if numbers.pop(gold) > max(numbers.values(), default=-math.inf):
+    if not numbers.pop(gold) > max(numbers.values(), default=-math.inf):
+        if not (written := await _written(call, gold, other, numbers[""])):
+            same = alone and not is_ours(function) and len(trial.values) == 1
+            said = (same or reads) and not blind
+            return replace(trial, note=_note(function, rows[index], tried, reads)) if said else trial
+        form, text, result = written
+        trial = replace(trial, tried=[(text, f"its gold answer as {_shown(text)}", result), *tried])
+    if trial.note or blind or not reads:
         return trial
-    if written := await _written(call, gold, other, numbers[""]):
-        return replace(trial, tried=[(written[0], f"its gold answer as {_shown(written[0])}", written[1]), *tried])
-    if blind:
-        return trial
-    same, reads = alone and not is_ours(function) and len(values) == 1, _reads_gold(function, seen)
-    return replace(trial, note=_note(function, row, tried, reads)) if same or reads else trial
+    return replace(trial, note=await _elsewhere(function, call, rows, index, form))
 
 
 def _with_alarms_named(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,11 +222,64 @@ def _texts(gold: str | None, other: str | None) -> dict[str, str]:
     return texts
 
 
-async def _written(call: Callable[..., Any], gold: str, other: str | None, nothing: float) -> tuple[str, Reward] | None:
-    """The gold answer in a form that gets more than `nothing` and than another answer in that form, and its reward."""
+def _answers(gold: str) -> list[str]:
+    """What a policy may write for a gold answer: itself first, and what it says at its end."""
     marked = gold.rpartition("####")[2].strip()
-    answers = dict.fromkeys([gold, marked, marked.replace(",", ""), final_answer(gold) or gold, gold.strip().lower()])
-    forms = [(form, text) for text in answers if len(text) < _LONGEST for form in _FORMS][1:]
+    short = [marked, marked.replace(",", ""), marked.removesuffix(".0"), final_answer(gold) or gold]
+    return [*dict.fromkeys([gold, *short, gold.strip().lower()])]
+
+
+async def _elsewhere(
+    function: Callable[..., Any], call: Callable[..., Any], rows: Sequence[dict[str, Any]], index: int, form: str
+) -> str:
+    """The line about a function for which the gold answer of another row gets no more than "", in whatever form.
+
+    `form` is the one that passes on row `index`. The others are up to four that differ: the longest answer, and the
+    first with a capital letter, a comma, and another sign or a blank; and a whole number of this row that is a float,
+    as a policy writes it.
+    """
+    golds = {i: text for i, row in enumerate(islice(rows, _AMONG)) if i != index and (text := _text(gold_answer(row)))}
+    found = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
+    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *found] if i is not None}
+    own = gold_answer(rows[index])
+    if isinstance(own, float) and own.is_integer():
+        chosen[index] = f"{own:.0f}"
+
+    async def fails(at: int, gold: str) -> str:
+        texts = [form.format(text) for text in _answers(gold)]
+        *results, nothing = await call([*texts, ""], at=at)
+        empty = nothing.reward if isinstance(nothing, Reward) else -math.inf
+        if any(isinstance(x, Reward) and (x.reward > empty or math.isnan(x.reward)) for x in results):
+            return ""  # not a number: of several functions, this one is not for this row
+        if at != index and await _written(partial(call, at=at), gold, None, empty):
+            return ""
+        given = f"{_number(results[0]):g}" if isinstance(results[0], Reward) else f"an error ({results[0].cause})"
+        whose = f"of {place_of(rows, at, with_source=False)}" if at != index else "as a policy writes it"
+        return f"{given} to {_shown(texts[0])}, the gold answer {whose}"
+
+    said = [line for line in await asyncio.gather(*(fails(*one) for one in chosen.items())) if line]
+    if not said:
+        return ""
+    return (
+        f"{name_of(function)} gives this row's gold answer more than an empty completion, but {said[0]}: "
+        "compare how the function reads an answer with how the data writes it"
+    )
+
+
+def _note_of_empty(function: Callable[..., Any], numbers: Mapping[str, float]) -> str:
+    """The line about a function that reads a column and gives an empty completion more than any other; else empty."""
+    others = {value for text, value in numbers.items() if text}
+    if len(others) != 1 or not numbers[""] > max(others):  # others that differ: it may want short ones
+        return ""
+    given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
+    return f"{name_of(function)} gives {given}: does it look for the completion in the answer? '' is in every text"
+
+
+async def _written(
+    call: Callable[..., Any], gold: str, other: str | None, nothing: float
+) -> tuple[str, str, Reward] | None:
+    """The form in which the gold answer gets more than `nothing` and than another answer, its text, and its reward."""
+    forms = [(form, text) for text in _answers(gold) if len(text) < _LONGEST for form in _FORMS][1:]
     results = [*zip(forms, await call([form.format(text) for form, text in forms]))]
     better = [(form, result) for form, result in results if isinstance(result, Reward) and result.reward > nothing]
     if not better:
@@ -215,7 +288,7 @@ async def _written(call: Callable[..., Any], gold: str, other: str | None, nothi
     same_form = await call([form.format(other)]) if other is not None else []
     if any(best.reward <= _number(result) for result in same_form):
         return None
-    return form.format(text), best
+    return form, form.format(text), best
 
 
 def _note(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rlkit.scripts import grpo, ppo
 
 _log = logging.getLogger("rlkit.rewards")
+_FAR = 50  # times larger: rewards beside which others hardly train
 _SLOW_S = 10.0
 OfTokenizer = Callable[[Any], Any]  # built from the user's code and a tokenizer
 
@@ -313,11 +315,16 @@ def try_env(episodes: Episodes, tokenizer: Any, env: Any, prompts: Sequence[Any]
 
 
 def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any) -> Iterator[tuple[str, Any, Any]]:
-    """FILE.py:FUNCTION, the function and its `Trial`, of each function on each part."""
+    """FILE.py:FUNCTION, the function and its `Trial`, of each function on each part.
+
+    Functions without weights of which one gives far larger rewards than another are logged at the end.
+    """
     from rlkit.rewards.trial import try_reward
     from rlkit.run.sync import run_sync
 
-    for (name, (spec, _)), rows in ((one, rows) for one in episodes.rewards().items() for rows in filter(len, parts)):
+    given = episodes.rewards()
+    sizes: dict[str, float] = {}
+    for (name, (spec, _)), rows in ((one, rows) for one in given.items() for rows in filter(len, parts)):
         with _told_if_slow(spec):
             trial = run_sync(
                 try_reward(
@@ -327,6 +334,12 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
             )  # fmt: skip
         if trial is not None:
             yield spec, functions[name], trial
+            sizes[spec] = max([sizes.get(spec, 0.0), *(abs(x) for x in trial.values if math.isfinite(x))])
+    small, *_, large = sorted(filter(sizes.get, sizes), key=lambda spec: sizes[spec]) * 2 or [""] * 2
+    equal = episodes.combine == "sum" and all(weight is None for _, weight in given.values())
+    if equal and small != large and sizes[large] >= _FAR * sizes[small]:
+        said = "%s gives up to %g and %s up to %g, at equal weight: give weights, as in --reward %s=%g"
+        _log.warning(said, large, sizes[large], small, sizes[small], large, sizes[small] / sizes[large])
 
 
 @contextmanager

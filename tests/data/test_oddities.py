@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from families import FAMILIES, tokenizer_of
 
 from rlkit.compat.rows import read
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.load import load_rows
+from rlkit.data.load import Rows, load_rows
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.data.turns import LABELLED, PAIR, PROMPT, SFT
@@ -28,12 +29,12 @@ def said(caplog):
     def call(*rows, road="sft", tokenizer=TOKENIZER, **more):
         make, forms = ROADS[road]
         limit = "max_prompt_tokens" if road == "prompts" else "max_example_tokens"
+        given = rows[0] if isinstance(rows[0], Rows) else [*rows]
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="rlkit.data"):
             plain = more.get("apply_chat_template", True)
-            found = make(read([*rows], *forms, apply_chat_template=plain), tokenizer=tokenizer, **{limit: 999}, **more)[
-                0
-            ]
+            read_as = read(given, *forms, apply_chat_template=plain)
+            found = make(read_as, tokenizer=tokenizer, **{limit: 999}, **more)[0]
         call.found = found
         return [*caplog.messages]
 
@@ -422,3 +423,144 @@ def test_braces_that_are_meant_are_no_placeholders(text, said):
     assert said(*[{"text": x} for x in markup]) == said(*[{"prompt": x[:19]} for x in markup], road="prompts") == []
     for road, rows in on_all_roads([f"{i} {text}" for i in range(4)], asked=True):
         assert not [x for x in said(*rows, road=road) if UNFILLED in x]
+
+
+STORIES = [  # 12 ordinary texts of more than 120 characters
+    f"{who} walked {where} and met {whom} there, who told a long story of {what} that nobody had believed in all the "
+    "years before, except perhaps a cat"
+    for who in ("Ann", "Christopher", "The old miller")
+    for where, whom, what in (
+        ("home", "a fox", "gold"), ("to the far river", "two sisters", "ships and storms"), ("slowly", "Bo", "a war"),
+        ("across the market", "a judge", "lost letters"),
+    )
+]  # fmt: skip
+CUT = "have an answer that ends within a sentence at the same length, as if it was cut: "
+
+
+def test_answers_that_were_cut_at_one_length_are_named(said):
+    for road, rows in on_all_roads([text[:120] for text in STORIES[:5]]):
+        (line,) = [x for x in said(*rows, road=road) if CUT in x]
+        assert line.startswith("kept 5 of 5 rows")
+        assert "row 1 (120 characters)" in line
+    short = [*(text[:120] for text in STORIES[:4]), *(f"{text[:40]}." for text in STORIES[4:])]
+    for texts in (
+        STORIES, short, [f"{text[:119]}." for text in STORIES], [text[:40] for text in STORIES],
+        [f"After a look at all of the choices, the right one must be {x}" for x in "ABCDEF"],
+    ):  # fmt: skip
+        assert not [x for x in said(*[{"prompt": f"q{i}", "response": x} for i, x in enumerate(texts)]) if CUT in x]
+    assert said(*[{"text": text[:120]} for text in STORIES]) == []  # pieces of a corpus
+
+
+GIVEN = "rows that have a prompt that ends with its own gold answer: "
+
+
+def test_a_prompt_that_ends_with_its_gold_answer_is_named(said):
+    golds = ["Paris", 8, "C++", "William Shakespeare", 1.5]
+    rows = [{"prompt": f"Question {i}? Answer: {gold}.", "answer": gold} for i, gold in enumerate(golds)]
+    line = f"kept 5 of 5 {GIVEN}row 1 (Paris), row 2 (8), row 3 (C++), row 4 (William Shakespeare), row 5 (1.5)"
+    assert said(*rows, road="prompts") == [line]
+    verl = [{"prompt": [user(row["prompt"])], "reward_model": {"ground_truth": str(row["answer"])}} for row in rows]
+    assert said(*verl, road="prompts") == [line]
+    for one in ({"prompt": "x"}, {"prompt": "Is it Paris or Rome?", "answer": "Paris"}):
+        assert said(*rows, one, road="prompts")[0].startswith("kept 5 of 6 rows")
+    choices = [{"prompt": f"{i}: yes or no?", "answer": "no"} for i in range(6)]
+    last = [{"prompt": f"{i}. A) x{i} B) y{i}", "answer": f"{'xy'[i > 2]}{i}"} for i in range(8)]
+    words = [{"prompt": f"Say {i} of 1{i}", "answer": f"{i}"} for i in range(6)]
+    for ordinary in (choices, last, words, rows[:2]):
+        assert said(*ordinary, road="prompts") == []
+
+
+ONE, SPREADSHEET = (
+    "repeat the prompt at the beginning of one of the responses",
+    "that a spreadsheet wrote for another text",
+)
+
+
+def test_pairs_of_which_one_response_repeats_the_prompt_are_named(said):
+    pairs = [
+        {"prompt": f"What is the {i}th?", "chosen": f"What is the {i}th?\nA{i}", "rejected": "B"} for i in range(4)
+    ]
+    for rows in (pairs, [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs]):
+        (line,) = [x for x in said(*rows, road="pairs") if ONE in x]
+        assert line.startswith("kept 4 of 4 pairs")
+        plain = [{**row, "chosen": f"C{i}", "rejected": f"D{i}"} for i, row in enumerate(pairs)]
+        assert said(*plain, *rows[:1], road="pairs") == []
+    assert not [x for x in said({"prompt": "hi", "chosen": "hi, Bo", "rejected": "b"}, road="pairs") if ONE in x]
+
+
+def test_what_a_spreadsheet_made_of_answers_is_named(said, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,answer\nHalf of 1?,02-Jan\nHow many?,1.23E+12\nOf 3?,Sep-99\nOf 4?,7\n")
+    (line,) = said(load_rows(path), road="prompts")
+    assert line.startswith(f"{path}: kept 3 of 4")
+    assert line.endswith("line 2 (02-Jan), line 3 (1.23E+12), line 4 (Sep-99)")
+    path.write_text("prompt,response\nHalf of 1?,02-Jan\nOf 4?,7\n")
+    assert SPREADSHEET in said(load_rows(path))[0]
+    path.write_text("prompt,answer\nWhen is the 2nd of Jan.?,02-Jan\nWrite 1e12 as 1.0E+12,2.0E+12\nOf 3?,3E12\n")
+    assert said(load_rows(path), road="prompts") == []
+    assert said({"prompt": "Half of 1?", "answer": "02-Jan"}, road="prompts") == []  # of no spreadsheet
+
+
+FAILED = "rows that have the error of a server or program for an answer: row 1 ("
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Error code: 429 - {'error': {'message': 'Rate limit'}}", "Rate limit exceeded, try again.",
+        "I'm sorry, an error occurred.", "Sorry, but something went wrong", "openai.RateLimitError: 429",
+        "Traceback (most recent call last):\n  File x", "502 Bad Gateway", "{'error': {'code': 500}}",
+        "Request timed out.",
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_the_error_of_a_server_is_named(text, said):
+    for road, row in on_roads(text):
+        assert FAILED in said(row, road=road)[0]
+    for prompt in ("What does this code print?", "Show me the error", "Write a traceback"):
+        assert not [x for x in said({"prompt": prompt, "response": text}) if FAILED in x]
+
+
+def test_ordinary_answers_about_errors_are_not(said):
+    for text in (
+        "Error bars show it.",
+        "I'm sorry, I can't help.",
+        "Rate limits are common.",
+        "An error occurred to me.",
+    ):
+        assert said({"prompt": "hi", "response": text}) == []
+
+
+BARE = "rows that hold a call of a tool as the text of an answer"
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}
+
+
+def test_calls_of_tools_that_are_the_text_of_an_answer_are_named(said):
+    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    for text in (json.dumps(call), json.dumps([call, call], indent=1)):
+        row = {"messages": [user("hi"), assistant(text), user("20"), assistant("It is 20.")], "tools": [WEATHER]}
+        (line,) = [x for x in said(row) if BARE in x]
+        assert line.endswith("row 1 (weather)")
+        (line,) = [x for x in said({**row, "tools": json.dumps([WEATHER])}) if BARE in x]
+        other = json.dumps({**call, "name": "sums"}), json.dumps({"name": "weather"}), "weather", "[1]"
+        bare = [{**row, "messages": [user("hi"), assistant(x)]} for x in other] + [{"messages": row["messages"]}]
+        assert not [x for one in bare for x in said(one) if BARE in x]
+
+
+def test_a_second_reasoning_and_a_repeated_sentence_are_named(said):
+    twice = "<think>\nso 4\n</think>\n\n<think>\n\n</think>\n\n4"
+    lines = [x for road, row in on_roads(twice) for x in said(row, road=road) if "second, empty reasoning" in x]
+    assert len(lines) == 5
+    for text in ("<think>\n\n</think>\n\n4", "<think>a</think>4", "<td>a</td><td></td>"):
+        assert not [x for x in said({"prompt": "hi", "response": text}) if "second, empty" in x]
+    loops = [f"The capital of {i} is Paris. " * 6 for i in range(4)]
+    rows = [{"prompt": f"q{i}", "response": text} for i, text in enumerate(loops)]
+    (line,) = said(*rows)
+    assert "kept 4 of 4 rows that have an answer that repeats one sentence: row 1 ('The capital of 0 is Paris')" in line
+    asked = [{"prompt": f"Write six times: {text[:28]}", "response": text} for text in loops]
+    assert said(*asked) == said(*rows[:1], *({"prompt": x, "response": x[::-1]} for x in "abcd")) == []
+
+
+def test_prompts_of_a_system_message_alone_are_named(said):
+    system = {"role": "system", "content": "You quiz. Capital of France?"}
+    (line,) = said({"messages": [system], "answer": "Paris"}, {"prompt": [system, user("hi")]}, road="prompts")
+    assert line == "kept 1 of 2 prompts that are a system message alone: the question is to be a user message: row 1"

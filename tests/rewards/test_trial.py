@@ -28,6 +28,9 @@ INTS = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": 8}]
 GSM = [{"prompt": "q", "answer": "6*7 = 42\n#### 1,042"}, {"prompt": "r", "answer": "so 1\n#### 13"}]
 MESSAGES = [{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}]
 
+YES = [{"prompt": "Is ice cold?", "answer": "yes"}, {"prompt": "q", "answer": "no"}, *PARIS]
+LIST = [{"prompt": "Capital of France?", "answers": ["Paris", "Paname"]}]
+THOUSANDS = [{"prompt": "p", "answer": "3+1=4\n#### 4"}, GSM[0]]
 SORTS = """
 def f(completions, rows):
     order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
@@ -126,8 +129,37 @@ MISTAKES = {
     "a format that none writes": (
         "m = re.fullmatch(r'<answer>(\\d)</answer>', completion)\nreturn float(m is not None and m[0] == row['answer'])",
         ROWS, f"~gives 0 {NEVER} '7'"),
+    "no capitals in another row": (
+        "return float(completion.strip().lower() == row['answer'])", YES,
+        "~more than an empty completion, but 0 to 'Paris', the gold answer of line 3: compare how the function reads"),
+    "the first character": (
+        "return float(completion == row['answer'][0])", [ROWS[0], ROWS[1], ROWS[1] | {"answer": "13"}],
+        "~but 0 to '13', the gold answer of line 3"),
+    "a comma of the gold answer": (
+        "n = re.findall(r'-?\\d+', completion.replace(',', ''))\n"
+        "return float(bool(n) and n[-1] == row['answer'].split('#### ')[1])", THOUSANDS, "~but 0 to '6*7 = 42"),
+    "an error on another row": (
+        "return float(completion.strip() == str(int(row['answer'])))", [ROWS[0], PARIS[0]],
+        "~but an error (ValueError: invalid literal for int() with base 10: 'Paris'"),
+    "a whole number that became a float": (
+        "return float(completion == str(row['answer']))", [{"prompt": "3+4=", "answer": 7.0}] * 2,
+        "~but 0 to '7', the gold answer as a policy writes it"),
+    "part of any answer": (
+        "return float(any(completion.strip() in x for x in row['answers']))", LIST,
+        "~gives 1 to an empty completion and 0 to others: does it look for the completion in the answer?"),
 }  # fmt: skip
 RIGHT = {
+    "lower case on both sides": ("return float(completion.lower() == row['answer'].lower())", YES),
+    "commas on both sides": (
+        "n = re.findall(r'\\d+', completion.replace(',', ''))\n"
+        "return float(bool(n) and n[-1] == row['answer'].split('#### ')[1].replace(',', ''))", THOUSANDS),
+    "the answer in tags, of words": (
+        "m = re.search('<answer>(.*?)</answer>', completion)\nreturn float(bool(m) and m[1] == row['answer'])", YES),
+    "floats": ("return float(completion != '' and float(completion) == row['answer'])", [{"prompt": "p", "answer": 7.0}]),
+    "any of a list": ("return float(any(x in completion for x in row['answers']))", LIST),
+    "short, for a level": ("return -len(completion) / row['level']", [{"prompt": "p", "level": 2}]),
+    "no digits without a gold answer": ("return float(not re.search(r'\\d', completion))", [{"prompt": "p"}] * 2),
+    "short, of rows with long answers": ("return 9. - len(completion)", YES),
     "equal": ("return float(completion.strip() == row['answer'])", ROWS),
     "bool": ("return completion.strip() == row['answer']", ROWS),
     "numpy": ("return np.float32(completion.strip() == row['answer'])", ROWS),
@@ -248,6 +280,31 @@ def test_of_several_functions_one_may_return_none(tmp_path, caplog):
     specs = (spec_of(tmp_path, "return None", "one.py"), f"{spec_of(tmp_path, 'return 0.0', 'two.py')}=2")
     read_reward(Episodes(reward=specs), given)
     assert caplog.records == []
+
+
+def test_rewards_of_far_larger_size_at_equal_weight_are_named(tmp_path, caplog):
+    given = loaded(tmp_path, ROWS)
+    percent = spec_of(tmp_path, "return 100.0 * (completion == row['answer'])", "one.py")
+    form, tenth = (spec_of(tmp_path, f"return {x} * ('<answer>' in completion)", f"{x}.py") for x in (1.0, 10.0))
+    said = f"{percent} gives up to 100 and {form} up to 1, at equal weight: give weights, as in --reward {percent}=0.01"
+    for specs, lines in (
+        ((form, percent), [said]), ((form, f"{percent}=0.01"), []), ((tenth, percent), []), (percent, []),
+    ):  # fmt: skip
+        caplog.clear()
+        read_reward(Episodes(reward=specs), given)
+        assert caplog.messages == lines
+
+
+def test_of_another_row_little_is_tried(tmp_path):
+    calls = []
+
+    def exact(completion, row):
+        calls.append(row["answer"])
+        return float(completion.strip() == row["answer"])
+
+    assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
+    assert set(calls[6:]) == {"Paris"}  # the longest, and the first with a capital; row 1 has three texts, twice
+    assert len(calls) == 6 + 3
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):
