@@ -282,7 +282,7 @@ OF_NAMES = {
     ),
     "zeros of the head": (
         lambda w: {k: 0 * x if k == "embed_out.weight" else x for k, x in w.items()},
-        "its head is 0 everywhere, so that every token is as likely as any other: copy or download its weights again",
+        "its head is 0 everywhere: copy or download its weights again",
     ),
     "8 bits": (
         lambda w: {k: x.to(torch.float8_e4m3fn) for k, x in w.items()},
