@@ -213,7 +213,9 @@ def note_task(run: Run, task: Task, schedule: Schedule, penalties: Penalties, ro
         run.say(f"the reference never moves: {late}")
     one = rollouts.minibatches * rollouts.epochs == 1 or penalties.kl_in in ("reward", "advantage")
     if penalties.ref_sync_steps == 1 and penalties.has_kl and one:
-        run.say("the KL and its gradient are 0: with ref_sync_steps 1 the reference is the policy before each update")
+        run.say(
+            "the KL is 0 from the first copy on: with ref_sync_steps 1 the reference is the policy before each update"
+        )
 
 
 def resumed_order(

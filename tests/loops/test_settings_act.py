@@ -197,7 +197,7 @@ def test_a_reference_that_is_always_the_policy_is_named(kl, rollouts, zero, tmp_
     penalties = Penalties(**{"kl_coef": 0.5, "ref_sync_steps": 1} | kl)
     run = SimpleNamespace(note=lambda **_: None, say=print)
     note_task(run, task, schedule, penalties, Rollouts(**rollouts))
-    assert ("the KL and its gradient are 0: with ref_sync_steps 1" in capsys.readouterr().out) == zero
+    assert ("the KL is 0 from the first copy on: with ref_sync_steps 1" in capsys.readouterr().out) == zero
 
 
 def test_what_a_run_does_not_use_is_named_on_the_screen(tmp_path, capsys):
