@@ -12,6 +12,7 @@ Errors are ValueErrors that name fields in backquotes. This module does not impo
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from functools import cache
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
+from shutil import which
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -254,7 +256,7 @@ class SamplingParams:
     """How an engine samples one completion. Every engine of rlkit takes these and nothing else.
 
     temperature 0 is greedy decoding; the log-probs are then those of temperature 1.
-    `top_k=0` and `top_p=1.0` mean "off". The completion includes the stop token, or the tokens of the stop string.
+    `top_k=0`, `top_p=1.0` and `min_p=0.0` mean "off". The completion includes the stop token or the stop string's.
     `seed` fixes the noise of each position, so a request samples the same tokens whatever else the engine is doing,
     up to fp32 rounding of the logits; None draws a fresh seed.
     """
@@ -266,6 +268,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("stop",))  # an engine names an empty stop string
@@ -277,14 +280,13 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 (off) to 1, got {self.min_p}")
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens can never be sampled."""
-        return self.top_p < 1 or self.top_k > 0
-
-
-_ON_POLICY = Without("overlap", "staleness", why="the kept probability mass is computed from the current weights")
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -303,10 +305,13 @@ class Rollouts:
     """maximum tokens of a completion (of a turn, in an episode of several)"""
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
-    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1), _ON_POLICY] = 1.0
-    """nucleus sampling; the loss corrects for the truncated mass"""
-    top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one"), _ON_POLICY] = 0
+    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With
+    --overlap or --staleness the engine is local"""
+    top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
     """sample from the k most likely tokens (0: off)"""
+    min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one")] = 0.0
+    """sample from tokens with at least this share of the most likely token's probability (0: off)"""
     stop: tuple[str, ...] = ()
     """strings that end a turn, in addition to the model's own stop tokens; a shell writes a line break as $'\\n'"""
     stop_token_ids: tuple[int, ...] = ()
@@ -348,10 +353,22 @@ class Rollouts:
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters of each request."""
-        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids")
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
+def _words(command: str) -> list[str]:
+    """The words of a command as a shell reads them; none where a quote is open."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+_COMMAND = Range(
+    'a program and its arguments, with {folder} for the checkpoint, as in "rsync -a {folder} host:/runs"',
+    lambda x: "{folder}" in x and any(which(program) for program in _words(x)[:1]),
+)
 _FOLDER = Range("a folder other than the current one", lambda x: str(Path(x)) != ".")
 
 
@@ -371,6 +388,9 @@ class Schedule:
     """steps between checkpoints; 0: only after the last step"""
     keep: Count = 2
     """newest checkpoints to keep"""
+    on_save: Annotated[str | None, _COMMAND] = None
+    """command to start after each checkpoint, without a shell: "rsync -a {folder} host:/runs". Training goes on
+    meanwhile; what the command prints is added to `on_save.log` in the run folder, and a failure is reported"""
     keep_best: Annotated[
         str | None,
         Range("a metric of held-out data, as eval/greedy", lambda x: x.startswith("eval/")),

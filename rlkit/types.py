@@ -76,6 +76,17 @@ def request_ids(prompt_ids: Any, params: Any) -> list[int]:
     return [*map(int, ids)]
 
 
+class Support(NamedTuple):
+    """The tokens that top-p, top-k or min-p kept where each of n tokens was sampled.
+
+    `ids` are an int32 array [n, K], padded with -1 (a row of -1 alone: the whole vocabulary), `mass` a float32 array
+    [n], the probability that the sampling weights gave to them. Memory: 4 (K + 1) bytes a token.
+    """
+
+    ids: Any
+    mass: Any
+
+
 @dataclass(frozen=True)
 class Completion:
     """The tokens that an engine sampled after a prompt, with the log-prob and the weight version of each.
@@ -85,6 +96,8 @@ class Completion:
 
     `experts`, where an engine has them: the experts that each token that was read went to, in each layer of a mixture
     of experts, as an int16 array [prompt + ids - 1, layers, k]; -1: unknown. See `rlkit.model.routing`.
+
+    `support`, where an engine reports it: the tokens that truncated sampling kept, one row per id.
     """
 
     ids: list[int]
@@ -92,6 +105,7 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
     experts: Any = field(default=None, compare=False, repr=False)
+    support: Support | None = field(default=None, compare=False, repr=False)
 
 
 class Progress(NamedTuple):
@@ -211,7 +225,7 @@ class Trajectory:
 
     `temperature` is that of the distribution of which `logp` are the log-probs, as `rollout` records it; None: unknown.
 
-    `experts` are those of `Completion`, of all tokens but the last.
+    `experts` are those of `Completion`, of all tokens but the last; `support` is that of `Completion`, one row per id.
 
     `images` are the pictures that the prompt shows, in the order of their placeholders in `prompt_ids`, and
     `later_images` those of `ids`, which tools, environments and agents have shown in later turns.
@@ -236,6 +250,7 @@ class Trajectory:
     experts: Any = field(default=None, compare=False, repr=False)
     images: tuple[Picture, ...] = ()
     later_images: tuple[Picture, ...] = ()
+    support: Support | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -248,10 +263,14 @@ class Batch:
 
     `episode_ids` are equal for the pieces of one episode; by default every sequence is one episode. For where they
     matter (baselines, means over sequences) see `rlkit.segments`. The six streams after `versions` are None until they
-    are filled in; `kept_mass` only under top-p or top-k (see `with_kept_mass`). `temperature` is that of `rollout_logp`
-    (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts` are the experts
-    that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the pictures of each
-    prefix, then of each sequence, in the order of their placeholders; None: there are none.
+    are filled in; `kept_mass` only in truncated sampling (see `with_kept_mass`). `temperature` is that of
+    `rollout_logp` (None: unknown); a policy with another temperature refuses the batch. `experts` and `prefix_experts`
+    are the experts that the engine chose for each token (`Completion.experts`; -1: unknown), or None. `images` are the
+    pictures of each prefix, then of each sequence, in the order of their placeholders; None: there are none.
+
+    `support` are the tokens that truncated sampling kept at each position, where the engine reports them (`Support`,
+    -1: padding). `kept_mass` is then its mass under the weights that sampled, and `rollout_logp` and the policy's
+    log-probs of the batch are renormalised over it.
 
     `roles` numbers the roles of the sequences (`Trajectory.role`); None: there is one. Of a distillation: `teachers` is
     the index of each sequence's teacher, `teacher_ids` are K tokens at each position and `teacher_logp` the teacher's
@@ -288,6 +307,7 @@ class Batch:
     teacher_ids: Int[Tensor, "T K"] = None  # type: ignore[assignment]
     teacher_logp: Float[Tensor, "T K"] = None  # type: ignore[assignment]
     teacher_prompts: Int[Tensor, "N L"] | None = None
+    support: Int[Tensor, "T K"] | None = None
 
     def __post_init__(self) -> None:
         if self.episode_ids is None:

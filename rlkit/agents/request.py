@@ -193,7 +193,8 @@ def _refuse(body: Mapping[str, Any]) -> None:
 def others(request: Request, params: SamplingParams | None) -> list[str]:
     """The fields that ask for another distribution than that of `params`, or where they are None, than the model's."""
     sampling = request.sampling
-    of_params = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k} if params else {}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    of_params = {name: getattr(params, name) for name in names} if params else {}
     return [*(name for name, x in sampling.items() if x != {**_SAMPLING, **of_params}[name]), *request.demands.names]
 
 

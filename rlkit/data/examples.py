@@ -8,10 +8,12 @@ from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 from unicodedata import normalize
 
+from rlkit._util.numbers import is_number, show, to_number
 from rlkit.data.chat import encode_all
 from rlkit.data.drop import TooLong, drop, shorten
 from rlkit.data.forms import Turn
 from rlkit.data.images import ImageReader
+from rlkit.data.load import place_of
 from rlkit.data.markup import closed_unopened, encode, markup_of, opened_by, unfinished
 from rlkit.data.rows import check_dicts, read_rows
 from rlkit.data.template import Template
@@ -163,7 +165,8 @@ def _name_unfinished(
 class Pair:
     """The tokens of a prompt and of its two responses, end of turn included.
 
-    `ref_logp`: the reference model's log-probs of both responses, if precomputed.
+    `ref_logp`: the reference model's log-probs of both responses, if precomputed. `margin`: by how much the chosen one
+    is better, for losses that read it; None: not known.
     """
 
     prompt: list[int]
@@ -171,6 +174,7 @@ class Pair:
     rejected: list[int]
     ref_logp: tuple[Sequence[float], Sequence[float]] | None = None
     images: tuple[Picture, ...] = ()
+    margin: float | None = None
 
 
 def preference_pairs(
@@ -185,6 +189,7 @@ def preference_pairs(
     images: ImageReader | None = None,
     too_long: TooLong = "drop",
     continue_answer: bool = False,
+    margin_column: str | None = None,
 ) -> tuple[list[Pair], int]:
     """`(pairs, num_dropped)` from rows of `{prompt or messages, chosen, rejected}`; responses are strings or messages.
 
@@ -204,24 +209,36 @@ def preference_pairs(
     which no loss can distinguish. Pairs with an empty rejected response are kept. Each is counted and logged, and the
     number dropped is returned. Raises ValueError, with the row (see `place_of`), for a row without the columns, two
     conversations that differ before their last message, a response that is not text or has separate tool calls or
-    reasoning, and where no pair is left.
+    reasoning, and where no pair is left; with a `margin_column`, whose numbers are the pairs' `margin`, also for a row
+    without a number there.
 
     Differs: TRL cuts long pairs (`max_length`), and renders prompt and responses through the template and takes their
     common prefix for the prompt.
     """
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     template = replace(template, continue_answer=continue_answer)
-    return _pairs(rows, template, max_example_tokens, too_long)
+    return _pairs(rows, template, max_example_tokens, too_long, margin_column)
+
+
+def _margin(rows: Sequence[dict[str, Any]], index: int, column: str | None) -> float | None:
+    value = None if column is None else rows[index].get(column)
+    if column is not None and not is_number(value):
+        what = f"column {column!r} of --margin-column must hold a number, got {show(value)}"
+        raise ValueError(f"{place_of(rows, index)}: {what}")
+    return None if value is None else to_number(value)
 
 
 def _pairs(
-    rows: Sequence[dict[str, Any]], template: Template, max_example_tokens: int, too_long: TooLong
-) -> tuple[list[Pair], int]:
-    turns = read_rows(rows, template, PAIR, max_example_tokens=max_example_tokens)
+    rows: Sequence[dict[str, Any]], template: Template, max_example_tokens: int, too_long: TooLong,
+    margin_column: str | None = None,
+) -> tuple[list[Pair], int]:  # fmt: skip
+    also = () if margin_column is None else (margin_column,)
+    turns = read_rows(rows, template, PAIR, also=also, max_example_tokens=max_example_tokens)
+    margins = [_margin(rows, i, margin_column) for i in range(len(rows))]
     tokens = _tokenized([[turn] for of_row in turns for turn in of_row], template)
     _name_unfinished(rows, [*enumerate(turns)], template, unit="pairs")
     pairs = [
-        (i, (Pair(*_split(a), _split(b)[1], images=chosen.images), chosen.empty, rejected.empty))
+        (i, (Pair(*_split(a), _split(b)[1], images=chosen.images, margin=margins[i]), chosen.empty, rejected.empty))
         for i, ((chosen, rejected), (a,), (b,)) in enumerate(zip(turns, tokens[::2], tokens[1::2], strict=True))
     ]
     pairs = drop(rows, pairs, lambda p: p[1], unit="pairs", why="have an empty chosen response")

@@ -8,7 +8,7 @@ makes such rows of other systems' rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,11 @@ from rlkit.data.turns import (
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
 
 
-def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: int) -> list[list[Turn]]:
+def read_rows(
+    rows: Sequence[Row], template: Template, *forms: Form, also: Collection[str] = (), **limit: int
+) -> list[list[Turn]]:
     """The turns of each row, by the first of `forms` whose columns it has. `limit`: the token limit, to be checked.
+    `also`: columns that the caller reads.
 
     Raises ValueError, with the row (see `place_of`), for a row that fits none of them or holds a bad value.
     """
@@ -69,7 +72,7 @@ def read_rows(rows: Sequence[Row], template: Template, *forms: Form, **limit: in
         asked, answers, results = _said(row, form)
         cells = used - FOR_REWARDS if form is PROMPT else used
         odd.append(odd_texts(row, cells, asked, asked if form is TEXT else answers))
-        used |= {*IMAGE_COLUMNS} if row.get("images") else set()
+        used |= {*also, *(IMAGE_COLUMNS if row.get("images") else ())}
         if form is PROMPT:
             used |= {*FOR_REWARDS}
         unused.add(index, row, used, [*asked, *results], answers, of_row.lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlkit.rollout.shared import SharedEngine
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, SamplingParams, Schedule
 from rlkit.types import Batch, Engine
 
+_log = logging.getLogger("rlkit.rollout")
 _SETTINGS = {"task": Task, "rollouts": Rollouts, "schedule": Schedule, "optim": Optim, "penalties": Penalties}
 _SETTINGS |= {"critic": Critic}
 
@@ -85,6 +87,7 @@ def check_rl(
     """All that `rlkit.loops.rl.rl` refuses, see there."""
     check_settings(task=task, rollouts=rollouts, schedule=schedule, penalties=penalties)
     check_engine(engine)
+    check_support(engine, rollouts)
     check_temperatures(rollouts, policy=policy, reference=reference)
     check_state(state, penalties)
     if rollouts.max_dropped is not None and task.keep_group is None:
@@ -97,6 +100,24 @@ def check_rl(
             "rlkit.rollout.engines.process.launch or SGLang"
         )
     check_task(task, tokenizer)
+
+
+def check_support(engine: Engine, rollouts: Rollouts) -> None:
+    """Refuse truncated samples of older weights from an engine that does not report which tokens it kept: ValueError on
+    every rank. Name once what those of the current weights are corrected by."""
+
+    def check() -> None:
+        real = engine.engine if isinstance(engine, SharedEngine) else engine
+        if real is None or not rollouts.params.truncates or getattr(real, "reports_support", False):
+            return
+        lacks = f"{type(real).__name__} does not report the tokens that `top_p`, `top_k` or `min_p` kept"
+        if rollouts.max_age:
+            fix = "use rlkit.rollout.engines.process.launch or LocalEngine, or neither `overlap` nor `staleness`"
+            raise ValueError(f"{lacks}, and older weights kept others than the current ones: {fix}")
+        what = "log-probs are of all tokens, and the loss is multiplied by the probability that the policy keeps"
+        _log.warning("%s: %s (docs/losses.md)", lacks, what)
+
+    on_all_ranks(check)
 
 
 def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
@@ -112,4 +133,4 @@ def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
 def check_kept_mass(batch: Batch, params: SamplingParams) -> None:
     """Refuse a batch of truncated sampling that `prepare` has not given its kept probability mass."""
     if params.truncates and batch.kept_mass is None:
-        raise ValueError("top_p and top_k need `kept_mass`: call with_kept_mass(...) in `prepare`")
+        raise ValueError("top_p, top_k and min_p need `kept_mass`: call with_kept_mass(...) in `prepare`")

@@ -26,7 +26,7 @@ from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
 from rlkit.model.teachers import Divergence, LocalTeacher, as_teachers_read, with_divergence
-from rlkit.packing import pack, select, with_streams
+from rlkit.packing import pack, select, with_streams, without_support
 from rlkit.rollout.groups import Group, Prompt, mix
 from rlkit.run.sync import blocking
 from rlkit.segments import broadcast_to_tokens
@@ -113,12 +113,12 @@ async def distill(
     by_index = [*named.values()]
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
-        batch = pack(groups, share_prompts=runs_packed(model))
+        batch = without_support(pack(groups, share_prompts=runs_packed(model)))  # teachers have the whole vocabulary
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
         batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
-        batch = with_kept_mass(policy, batch, params=rollouts.params, **scoring)
+        batch = with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)
         return with_teachers(with_routes(batch, groups, [*named]), by_index, distillation)
 
     def update(batch: Batch, step: Step) -> Metrics:

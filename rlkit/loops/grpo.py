@@ -80,7 +80,8 @@ async def grpo(
        ratio to the policy that sampled (see `sampler_logp`), so that its gradient is that of KL(policy || reference)
        also off policy
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights
-    5. under top-p or top-k, tokens are weighted by the kept probability mass, which costs one more forward
+    5. under top-p, top-k or min-p, log-probs are renormalised over the tokens that the engine reports to have kept;
+       without that, tokens are weighted by the kept probability mass, which costs one more forward
 
     Errors: ValueError if `penalties` need a `reference` and it is None, and for a `group_size` of 1 with a baseline
     that compares the samples of a group; those of `rlkit.loops.rl.rl`.
@@ -103,7 +104,7 @@ async def grpo(
             batch = with_old_logp(policy, batch, **scoring)
         compare = roles.against(step.averages, groups) if isinstance(baseline, Controller) else baseline
         batch = with_estimates(batch, baseline=compare, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
-        return with_kept_mass(policy, batch, params=rollouts.params, **scoring)
+        return with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr = lr_at(step.index)

@@ -176,7 +176,7 @@ async def ppo(
        (a critic with bins, `load_value_model(path, bins=...)`, in the middle of their range, see `hl_gauss`)
     3. critic and policy are two models, with two learning rates and separate gradient clipping
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
-       and under top-p or top-k by the kept probability mass (one more forward)
+       and under top-p, top-k or min-p as in grpo (item 5)
 
     Errors: those of `rlkit.loops.grpo.grpo`.
     """
@@ -207,11 +207,11 @@ async def ppo(
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if has_kl or advantage is not None or rollouts.minibatches * rollouts.epochs > 1:
             batch = with_old_logp(policy, batch, **scoring)
-        batch = step.check(with_kept_mass(policy, batch, params=rollouts.params, **scoring))
+        batch = with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)
         kl_coef = 0.0 if kl.place == "loss" else step.kl_coef
         return with_gae(
-            batch, values=values, critic=critic, kl_coef=kl_coef, max_tokens=optim.max_tokens, checked=step.check,
-            advantage=advantage, kl=kl,
+            step.check(batch), values=values, critic=critic, kl_coef=kl_coef, max_tokens=optim.max_tokens,
+            checked=step.check, advantage=advantage, kl=kl,
         )  # fmt: skip
 
     def update(batch: Batch, step: Step) -> Metrics:

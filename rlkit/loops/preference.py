@@ -54,7 +54,8 @@ def dpo(
         dpo(..., loss=partial(losses.simpo, beta=2.0, gamma=1.0), reduce=mean_per_seq)           SimPO
         dpo(..., loss=partial(losses.orpo, beta=0.1), reduce=mean_per_seq, sft_coef=1.0)         ORPO
 
-    plus `sft_coef` times the chosen response's mean NLL per token. The reference's log-probs are computed with each
+    plus `sft_coef` times the chosen response's mean NLL per token. Where pairs have a `margin`, the loss is
+    `loss(chosen, rejected, margin=...)`, with a number per pair. The reference's log-probs are computed with each
     batch, or once for all pairs by `with_reference`. `aot`, which couples the pairs of a batch, couples those of a
     micro-batch.
 
@@ -76,6 +77,10 @@ def dpo(
             "either all pairs have reference log-probs (`with_reference`) and `reference` is None, or none has"
         )
 
+    offset = {pair.margin is not None for pair in every(pairs, eval_pairs)}
+    if len(offset) > 1:
+        raise ValueError("either all pairs have a `margin`, or none has")
+
     def prepare(batch: Batch) -> Batch:
         if True in scored:
             return with_streams(batch, ref_logp=batch.rollout_logp)
@@ -86,7 +91,8 @@ def dpo(
         sums = {"mask": micro.mask, "cu_seqlens": micro.cu_seqlens}
         number = reduce(out.logp if micro.ref_logp is None else out.logp - micro.ref_logp, **sums)
         logp = mean_per_seq(out.logp, **sums)
-        value = loss(number[0::2], number[1::2]) - sft_coef * logp[0::2]
+        more = {"margin": micro.rewards[0::2]} if True in offset else {}
+        value = loss(number[0::2], number[1::2], **more) - sft_coef * logp[0::2]
         logged = {"logp/chosen": mean(logp[0::2]), "logp/rejected": mean(logp[1::2])}
         return value, {"loss": mean(value), **pair_metrics(number), **logged}
 
@@ -161,7 +167,7 @@ def pair_trajectories(pairs: Sequence[Pair]) -> list[list[Trajectory]]:
     """One group per pair, chosen before rejected, so that its prompt is stored and forwarded once."""
     return [
         [
-            response(p.prompt, ids, logp=logp, images=p.images)
+            response(p.prompt, ids, reward=p.margin or 0.0, logp=logp, images=p.images)
             for ids, logp in zip((p.chosen, p.rejected), p.ref_logp or (None, None))
         ]
         for p in pairs

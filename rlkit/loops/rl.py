@@ -79,7 +79,7 @@ async def rl(
 
     Errors: TypeError for an engine that only generates; ValueError for other names in `state`, for `overlap` with an
     engine that reads the trainer's weights, for a policy or reference at another temperature than the rollouts', for a
-    batch without `kept_mass` under top-p or top-k, and at a NaN or infinity (see `rlkit.loops.nans`).
+    batch of truncated sampling without `kept_mass`, and at a NaN or infinity (see `rlkit.loops.nans`).
     """
     check_rl(policy, tokenizer, engine, task, rollouts, schedule, penalties, state=state, reference=reference)
     saved = saving.restore(schedule.output, **state) if schedule.resume else {}

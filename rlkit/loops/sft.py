@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
@@ -50,6 +52,7 @@ def sft(
     schedule: Schedule,
     optim: Optim = Optim(lr=1e-5),
     *,
+    loss: Callable[[Tensor], Tensor] | None = None,
     batch_size: int = 64,
     eval_examples: Sets[Example] = (),
     eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
@@ -59,7 +62,8 @@ def sft(
     model.
 
     The loss is the mean negative log-likelihood over all trained tokens of an optimizer step, independent of the
-    micro-batches. A model cut by `parallelize` is trained by all ranks together: each passes all the examples, and
+    micro-batches, or the mean of `loss(logp)`, a number per token (`rlkit.losses.dft`). The NLL is what is logged. A
+    model cut by `parallelize` is trained by all ranks together: each passes all the examples, and
     computes its share. `eval_examples` may be several named sets, {"easy": [...], "hard": [...]}. Answers to the
     prompts of `eval_sets` are sampled and scored at each evaluation (`rlkit.loops.evaluate.evaluate`; in one process).
 
@@ -79,7 +83,7 @@ def sft(
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
                 out = policy(micro)
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
-                backward(-(w * out.logp).sum())
+                backward(-(w * out.logp).sum() if loss is None else (w * loss(out.logp)).sum())
                 logp, entropy = out.logp.detach(), out.entropy.detach()
                 new = {"loss": mean(-logp, mask=micro.mask), "entropy": mean(entropy, mask=micro.mask)}
                 metrics = merge(metrics, new)

@@ -35,7 +35,7 @@ _GROUPS = (
 TOLERANCE = 1e-4
 _GIVEN_BY = {  # what gives a run's batch a stream
     "old_logp": "`minibatches` or `epochs` above 1", "ref_logp": "`kl_coef` above 0, or `kl_limit`",
-    "kept_mass": "`top_p` or `top_k`, and in an estimator a critic", "values": "a critic (ppo)",
+    "kept_mass": "`top_p`, `top_k` or `min_p`, and in an estimator a critic", "values": "a critic (ppo)",
     "returns": "a critic (ppo)", "advantages": "an estimator, which comes before it",
 }  # fmt: skip
 _LAST = "the final reward changes the advantage of an answer's last token only: is the sum over later rewards?"

@@ -216,20 +216,21 @@ def grpo_update(
     KL is `kl(logp, ref_logp, sampler_logp)`, see `sampler_logp`. `teacher(micro)` gives, from one forward,
     `policy(micro)` and a further loss per token (`rlkit.model.teachers.with_divergence`).
 
-    Top-p and top-k sample a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL. A batch for one
+    Truncated sampling draws a token from p / S, not from p, so `kept_mass` (S) scales surrogate and KL, unless
+    all log-probs are renormalised over the recorded `support`: they are then those of what was sampled. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
     `parallelize` every rank passes the whole batch and computes its share. `time/forward` of the metrics is wall time
     in seconds, on a GPU that of queueing the forward.
 
     Errors: ValueError for a batch without a stream that the settings need: `advantages`, `ref_logp` for `kl_coef`,
-    `kept_mass` for top-p or top-k, `old_logp` for more than one optimizer step, in which every ratio would be 1.
+    `kept_mass` for truncated sampling, `old_logp` for more than one optimizer step, in which every ratio would be 1.
     """
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
     several = {"old_logp": f"{minibatches * rollouts.epochs} optimizer steps on a batch"}
     check_streams(
         batch, advantages="the policy loss", **(several if minibatches * rollouts.epochs > 1 else {}),
         **({"ref_logp": f"kl_coef {kl_coef:g}"} if kl_coef else {}),
-        **({"kept_mass": "top-p or top-k sampling"} if rollouts.params.truncates else {}),
+        **({"kept_mass": "truncated sampling (top_p, top_k, min_p)"} if rollouts.params.truncates else {}),
     )  # fmt: skip
     set_lr(optimizer, lr)
     metrics: Metrics = {}
@@ -251,7 +252,7 @@ def grpo_update(
                 micro, w = micro.to(device), rest[0].to(device, non_blocking=True)
                 old_logp = out.logp.detach() if micro.old_logp is None else micro.old_logp
                 log_ratio = out.logp - old_logp
-                w_kept = w if micro.kept_mass is None else w * micro.kept_mass
+                w_kept = w if micro.kept_mass is None or micro.support is not None else w * micro.kept_mass
                 token_loss, slope = with_gradient(surrogate, log_ratio, micro)
                 total = w_kept * loss.correction(old_logp - micro.rollout_logp) * token_loss
                 if kl_coef:

@@ -26,7 +26,7 @@ from rlkit._util.tensors import (
     readable,
     upcast,
 )
-from rlkit.losses._inputs import check_alone, check_at_least, check_one_number, check_positive, prepared
+from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 from rlkit.types import Mask, Tokens
@@ -42,6 +42,7 @@ __all__ = [
     "keep_ratio",
     "keep_whole_sequences",
     "log_kept_mass",
+    "log_support_mass",
     "opsm",
     "seq_mask_tis",
     "tis",
@@ -226,43 +227,96 @@ def effective_sample_size(weights: Tokens, *, mask: Mask = None) -> Float[Tensor
 
 
 def log_kept_mass(
-    logits: Float[Tensor, "*shape V"], *, top_p: float = 1.0, top_k: int = 0, mask: Mask = None
+    logits: Float[Tensor, "*shape V"], *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, mask: Mask = None
 ) -> Tokens:
-    """log S: log of the probability mass that top-p and top-k sampling keep at each position, in nats.
+    """log S: log of the probability mass that top-p, top-k and min-p sampling keep at each position, in nats.
 
-        S = sum of the kept probabilities              top_k = 0 and top_p = 1 are off: log S = 0
+        S = sum of the kept probabilities              top_k = 0, top_p = 1 and min_p = 0 are off: log S = 0
 
-    `logits` are temperature-scaled. A token is kept (see `kept_support`) if its rank is below top_k and less than top_p
-    of the probability is strictly before it. The engine reports the untruncated `rollout_logp`; the token was sampled
-    with log-prob `rollout_logp - log_kept_mass(logits, ...)`. Memory: several copies of [*shape, V], and a sort.
-    Differs: both limits apply to the full distribution, as in SGLang; HF `generate` and vLLM renormalise after top-k.
+    `logits` are temperature-scaled. A token is kept (see `kept_support`) if its rank is below top_k, less than top_p
+    of the probability is strictly before it, and it has at least min_p times the largest probability. The engine
+    reports the untruncated `rollout_logp`; the token was sampled with log-prob `rollout_logp - log_kept_mass(logits,
+    ...)`. Memory: several copies of [*shape, V], and a sort.
+    Differs: the limits apply to the full distribution, as in SGLang; HF `generate` and vLLM renormalise after top-k.
     Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     check_at_least(0, top_k=top_k)
+    check_between(0, 1, min_p=min_p)
     check_float(logits=logits)
     check_mask(mask, positions=logits[..., 0])
     logits = masked(upcast(logits.detach()), None if mask is None else mask.unsqueeze(-1))
     logp = logits.reshape(-1, logits.shape[-1]).log_softmax(-1)
-    if top_p == 1 and top_k == 0:
+    if top_p == 1 and top_k == 0 and min_p == 0:
         return logp.new_zeros(logits.shape[:-1])
     rows, device = logp.shape[:1], logp.device
     options = {"top_p": logp.new_full(rows, top_p), "top_k": torch.full(rows, top_k, device=device)}
+    options["min_p"] = logp.new_full(rows, min_p)
     support = kept_support(logp.exp(), **options)
     mass = torch.where(support, logp, -torch.inf).logsumexp(-1).clamp(max=0).view(logits.shape[:-1])
     return masked(torch.where(support.all(-1).view_as(mass), 0, mass), mask)
 
 
-def kept_support(
-    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None = None, top_k: Int[Tensor, "B"] | None = None
-) -> Bool[Tensor, "B V"]:
-    """The tokens that top-p and top-k sampling keep: rank < top_k, and less than top_p strictly before the token.
+def log_support_mass(
+    logits: Float[Tensor, "*shape V"], support: Int[Tensor, "*shape K"], *, mask: Mask = None
+) -> Tokens:
+    """log S: log of the probability that a policy gives to a recorded set of tokens at each position, in nats.
 
-    Tokens are ranked by descending probability, ties by ascending id. Both conditions are on `p` itself, so their order
-    does not matter. The most likely token is always kept. `top_p=1.0` and `top_k=0` keep everything.
-    Reference: nucleus sampling, arXiv:1904.09751
+        log S_t = log sum_{a in support_t} softmax(z_t)_a        gradient w.r.t. z: softmax over the set - softmax(z)
+
+    `logp - log_support_mass(logits, support)` is the log-prob of the policy renormalised over the set that the sampler
+    kept, for any weights: the ratio of two such log-probs is that of two distributions over one set. `support` are
+    distinct ids; -1 is padding, and a row of padding alone is the whole vocabulary. Memory: a copy of [*shape, V] for
+    16-bit logits, and of [*shape, K].
+    Limits: the whole vocabulary gives 0 with gradient 0; one token gives its log-prob.
+    Differs: from `log_kept_mass`, which finds the set of the current weights and has no gradient.
+    Reference: slime, which replays the keep mask of top-p; https://github.com/huggingface/trl/issues/6789
     """
+    check_float(logits=logits)
+    if support.dtype not in (torch.int32, torch.int64) or support.shape[:-1] != logits.shape[:-1]:
+        shape = f"[{', '.join(map(str, [*logits.shape[:-1], 'K']))}]"
+        raise ValueError(f"support must be ids of shape {shape}, got {[*support.shape]} of {support.dtype}")
+    check_mask(mask, positions=logits[..., 0])
+    if readable(support) and support.numel() and not -1 <= int(support.min()) <= int(support.max()) < logits.shape[-1]:
+        raise ValueError(f"support must hold ids below {logits.shape[-1]}, and -1 as padding, got {int(support.max())}")
+    z = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
+    inside = support >= 0
+    some = inside.any(-1)
+    some = some if mask is None else some & mask
+    chosen = z.gather(-1, support.clamp(min=0).long()).masked_fill(~inside & some.unsqueeze(-1), -torch.inf)
+    return torch.where(some, chosen.logsumexp(-1) - z.logsumexp(-1), 0)
+
+
+def kept_support(
+    p: Float[Tensor, "B V"],
+    *,
+    top_p: Float[Tensor, "B"] | None = None,
+    top_k: Int[Tensor, "B"] | None = None,
+    min_p: Float[Tensor, "B"] | None = None,
+) -> Bool[Tensor, "B V"]:
+    """The tokens that truncated sampling keeps: rank < top_k, less than top_p strictly before the token, and
+
+        p >= min_p * max(p)
+
+    Tokens are ranked by descending probability, ties by ascending id. All conditions are on `p` itself, so their order
+    does not matter. The most likely token is always kept. `top_p=1.0`, `top_k=0` and `min_p=0.0` keep everything.
+    Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082
+    """
+    kept = torch.ones_like(p, dtype=torch.bool)
+    if top_p is not None or top_k is not None:
+        kept = _ranked_support(p, top_p=top_p, top_k=top_k)
+    if min_p is not None:
+        peak = p.amax(-1, keepdim=True)
+        kept &= p >= min_p[:, None] * peak
+        kept[:, :1] |= peak.isnan()  # NaN, which ranks first, has to show
+    return kept
+
+
+def _ranked_support(
+    p: Float[Tensor, "B V"], *, top_p: Float[Tensor, "B"] | None, top_k: Int[Tensor, "B"] | None
+) -> Bool[Tensor, "B V"]:
+    """`kept_support` of top-p and top-k."""
     every = torch.ones(p.shape[0], dtype=torch.bool, device=p.device)  # rows that keep all
     if top_p is not None:
         every &= top_p >= 1

@@ -28,6 +28,7 @@ from rlkit.types import Mask, Tokens
 __all__ = [
     "aspo",
     "cispo",
+    "dft",
     "dppo",
     "dppo_kl",
     "dro",
@@ -161,6 +162,20 @@ def reinforce(log_ratio: Tokens, advantages: Tokens, *, mask: Mask = None) -> To
     """
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     return -advantages * log_ratio
+
+
+def dft(logp: Tokens, *, mask: Mask = None) -> Tokens:
+    """Dynamic fine-tuning: the negative log-likelihood of an expert's token, weighted by its probability.
+
+        loss = -sg(p) logp        p = e^logp
+
+    Coefficient: c = p at A = 1, so the gradient is that of -p: tokens that the model finds unlikely count little, where
+    the NLL gives each the same. It is at most 1/e, and a model that gives a token no probability never learns it.
+    Differs: from TRL `loss_type="dft"`, nothing.
+    Reference: arXiv:2508.05629, equation 9.
+    """
+    (logp,) = prepared(mask, logp=logp)
+    return -logp.detach().exp() * logp
 
 
 def importance_sampling(log_ratio: Tokens, advantages: Tokens, *, mask: Mask = None) -> Tokens:

@@ -109,19 +109,25 @@ def dpo(
     *,
     beta: float,
     label_smoothing: float = 0.0,
+    margin: float | Pairs = 0.0,
     mask: PairMask = None,
 ) -> Pairs:
-    """Direct preference optimisation, and with `label_smoothing` its conservative form (cDPO).
+    """Direct preference optimisation, with `label_smoothing` its conservative form (cDPO), with a `margin` an offset.
 
-        loss = -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta)          e = label_smoothing
+        loss = -(1 - e) log sigmoid(x) - e log sigmoid(-x)          x = beta delta - margin, e = label_smoothing
 
-    e in [0, 1/2] is the probability that a label is flipped. With e > 0 the optimal margin is finite,
-    beta delta = log((1 - e) / e).
-    Limits: e = 0 is DPO, ln 2 at delta = 0; e = 1/2 is symmetric in the two responses.
-    Reference: arXiv:2305.18290, equation 7; cDPO: https://ericmitchell.ai/cdpo.pdf, equation 3.
+    e in [0, 1/2] is the probability that a label is flipped. With e > 0 the optimal x is finite, log((1 - e) / e).
+    `margin`, one number or one per pair, is how much larger beta delta should be than 0: how much better the chosen
+    response was rated, in the units of the reward beta log_ratio. It is detached.
+    Limits: e = 0 and margin 0 is DPO, ln 2 at delta = 0; e = 1/2 is symmetric in the two responses.
+    Reference: arXiv:2305.18290, equation 7; cDPO: https://ericmitchell.ai/cdpo.pdf, equation 3; margin (ODPO):
+    arXiv:2402.10571, equation 8.
     """
     check_between(0, 0.5, label_smoothing=label_smoothing)
-    return masked(smoothed_nll(_scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask), label_smoothing), mask)
+    x = _scaled_margin(chosen_log_ratio, rejected_log_ratio, beta, mask)
+    if not isinstance(margin, int | float):
+        _, margin = prepared(mask, chosen_log_ratio=x, margin=margin.detach())
+    return masked(smoothed_nll(x - margin, label_smoothing), mask)
 
 
 def robust_dpo(

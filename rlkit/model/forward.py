@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from rlkit._util.files import no_code
 from rlkit._util.numbers import is_number, show
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
+from rlkit.losses.corrections import log_support_mass
+from rlkit.losses.distillation import CHUNK_SIZE, by_rows
 from rlkit.model import vision
 from rlkit.model.families import (
     check_architecture,
@@ -204,7 +207,9 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, dtype: str = "fp32") -> LogProbs:
     """Log-prob of each target and entropy at its position, both 0 where the mask is False, on the model's device.
 
-    A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32.
+    A shared prompt is forwarded once. The log-probs are of the temperature-scaled, untruncated distribution, in fp32;
+    of a batch with `support`, renormalised over it (`rlkit.losses.log_support_mass`; logits are computed 256 rows at a
+    time, and again in the backward). The entropy is always that of the whole vocabulary.
     dtype: "fp32", or "bf16": matrix products in bf16 (autocast) over fp32 master weights. "fp16" is refused.
 
     On a model cut by `parallelize` all ranks call it together. Ranks with the same data parallel coordinate pass the
@@ -348,7 +353,21 @@ def log_probs_head(
     temperature: float,
     dtype: torch.dtype,
 ) -> LogProbs:
-    """The head of `token_outputs` that gives log-probs and entropies."""
+    """The head of `token_outputs` that gives log-probs, over `batch.support` where it is there, and entropies."""
+    out = _whole_log_probs(hidden, spread, model=model, batch=batch, temperature=temperature, dtype=dtype)
+    if batch.support is None:
+        return out
+    logits = logits_of(model, temperature=temperature, dtype=dtype)
+    streams = hidden, spread(batch.support)
+    mass = by_rows(
+        lambda x, ids: log_support_mass(logits(x), ids), *streams, chunk_size=CHUNK_SIZE, mask=spread(batch.mask)
+    )
+    return LogProbs((out.logp - mass).clamp(max=0), out.entropy)
+
+
+def _whole_log_probs(
+    hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, temperature: float, dtype: torch.dtype
+) -> LogProbs:
     mesh, mask, targets = mesh_of(model), batch.mask, spread(batch.targets)
     if gives_logits(model):
         return logits_logp(hidden, targets, mask=spread(mask), temperature=temperature)
@@ -363,13 +382,13 @@ def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
     if gives_logits(model):
-        fault = "its logits are not those of one head, so the mass that top-p or top-k keep is not computed"
-        raise ValueError(f"model type {model.config.model_type!r}: {fault}; use top_p=1 and top_k=0")
+        fault = "its logits are not those of one head, so the mass that truncated sampling keeps is not computed"
+        raise ValueError(f"model type {model.config.model_type!r}: {fault}; use top_p=1, top_k=0 and min_p=0")
     hidden, weight, options = head_inputs(model, hidden, temperature=params.temperature, dtype=dtype)
-    if is_sharded(weight):  # top-p and top-k rank the tokens of all shards
+    if is_sharded(weight):  # the limits compare the tokens of all shards
         weight, bias = weight.full_tensor(), options["bias"]  # type: ignore[attr-defined]
         options["bias"] = None if bias is None else bias.full_tensor()
-    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k}
+    limits: dict[str, Any] = {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
     return (linear_log_kept_mass(hidden, weight, mask=spread(batch.mask), **limits, **options),)
 
 
@@ -384,6 +403,26 @@ def head_inputs(
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
+
+
+def logits_of(model: Any, *, temperature: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The function from hidden states `[R, D]` to logits `[R, V]` at the temperature, in fp32.
+
+    Its gradient reaches the head's weight, of which every rank holds all columns here.
+    """
+    if gives_logits(model):
+        return lambda x: x.float() / temperature
+    empty = torch.empty(0, device=model.device)
+    _, weight, options = head_inputs(model, empty, temperature=temperature, dtype=dtype)
+    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight, options["bias"]))
+    softcap, scale = options["softcap"], options["temperature"]
+
+    def logits(hidden: Tensor) -> Tensor:
+        z = F.linear(hidden.to(weight), weight).float()
+        z = z if bias is None else z + bias.float()
+        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / scale
+
+    return logits
 
 
 def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> PolicyFn | None:
@@ -420,14 +459,27 @@ def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, 
 
 
 def with_kept_mass(
-    policy: Policy, batch: Batch, *, params: SamplingParams, max_tokens: int, mesh: Mesh | None = None
+    policy: Policy,
+    batch: Batch,
+    *,
+    params: SamplingParams,
+    max_tokens: int,
+    mesh: Mesh | None = None,
+    on_policy: bool = True,
 ) -> Batch:
-    """The batch with `kept_mass`: the probability mass that top-p or top-k kept, under the current weights.
+    """The batch with `kept_mass`: the probability mass that truncated sampling kept, under the current weights.
 
-    The batch must be on-policy: sampled with these weights. Unchanged where `params` use neither top-p nor top-k.
+    Unchanged where `params` do not truncate, and where the engine has reported it (`Completion.support`).
+
+    Errors: ValueError where it has not, and older weights may have sampled (`on_policy` False).
     """
-    if not params.truncates:
+    if not params.truncates or batch.kept_mass is not None:
         return batch
+    if not on_policy:
+        raise ValueError(
+            "truncated samples of older weights need the tokens that were kept, and these trajectories have none: an "
+            "environment that makes its own Trajectory passes on `Completion.support`"
+        )
     _check_temperature(batch, params.temperature or 1.0)
     model, dtype = policy.model, DTYPES[policy.dtype]
 

@@ -8,20 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit.losses.distillation import CHUNK_SIZE, MIN_LOGP, by_rows, check_support, topk_rows
 from rlkit.model.alignment import aligned
-from rlkit.model.families import gives_logits
 from rlkit.model.forward import (
     DTYPES,
     Policy,
     compute_log_probs,
     compute_tokens,
-    head_inputs,
     log_probs_head,
+    logits_of,
     token_outputs,
 )
 from rlkit.model.routing import own_routing
@@ -55,7 +53,7 @@ class LocalTeacher:
 
         def top(micro: Batch) -> Tensor:
             def head(hidden: Tensor, _spread: Any) -> tuple[Tensor, ...]:
-                logits = logits_of(self.policy)
+                logits = _logits_of(self.policy)
                 tops = [logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(CHUNK_SIZE)]
                 both = torch.cat([torch.cat([x.indices.float(), x.values], 1) for x in tops])  # ids below 2^24
                 return both.unbind(1)
@@ -94,25 +92,8 @@ def as_teachers_read(batch: Batch) -> Batch:
     )  # fmt: skip
 
 
-def logits_of(policy: Policy) -> Callable[[Tensor], Tensor]:
-    """The function from hidden states `[R, D]` to logits `[R, V]` at the policy's temperature, in fp32.
-
-    Its gradient reaches the head's weight, of which every rank holds all columns here.
-    """
-    model = policy.model
-    if gives_logits(model):
-        return lambda x: x.float() / policy.temperature
-    empty = torch.empty(0, device=model.device)
-    _, weight, options = head_inputs(model, empty, temperature=policy.temperature, dtype=DTYPES[policy.dtype])
-    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight, options["bias"]))
-    softcap, temperature = options["softcap"], options["temperature"]
-
-    def logits(hidden: Tensor) -> Tensor:
-        z = F.linear(hidden.to(weight), weight).float()
-        z = z if bias is None else z + bias.float()
-        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-
-    return logits
+def _logits_of(policy: Policy) -> Callable[[Tensor], Tensor]:
+    return logits_of(policy.model, temperature=policy.temperature, dtype=DTYPES[policy.dtype])
 
 
 def with_divergence(
@@ -135,7 +116,7 @@ def with_divergence(
         out = log_probs_head(
             hidden, spread, model=policy.model, batch=batch, temperature=policy.temperature, dtype=dtype
         )
-        logits = logits_of(policy)
+        logits = _logits_of(policy)
         if batch.teacher_logp is not None:
 
             def topk(x: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
@@ -145,7 +126,7 @@ def with_divergence(
             return (*out, by_rows(topk, *streams, chunk_size=CHUNK_SIZE, mask=spread(batch.mask)))
         total = torch.zeros_like(out.logp)
         for teacher, states, has in of_teachers:
-            theirs, same = logits_of(teacher.policy), teacher.tokenizers is None
+            theirs, same = _logits_of(teacher.policy), teacher.tokenizers is None
 
             def whole(x: Tensor, t: Tensor, theirs: Any = theirs, same: bool = same) -> Tensor:
                 both = [logits(x), theirs(t).detach()]  # the head may be the student's own

@@ -38,7 +38,7 @@ from rlkit.segments import broadcast_to_tokens, cumulative, episode_advantages, 
 from rlkit.types import Batch, Picture, Trajectory
 
 _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass", "advantages", "values", "returns")
-_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "teacher_ids", "teacher_logp")
+_PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "support", "teacher_ids", "teacher_logp")
 _PER_SEQ = ("rewards", "truncated", "roles", "teachers", "teacher_prompts")
 _IDS = ("group_ids", "episode_ids")
 
@@ -118,7 +118,41 @@ def _token_streams(
         np.copyto(versions[ids], x.versions, where=x.mask, casting="same_kind")
         start = end
     arrays = {"tokens": tokens, "targets": targets, "mask": mask, "token_rewards": rewards, "rollout_logp": logp}
-    return {name: torch.from_numpy(x) for name, x in {**arrays, "versions": versions}.items()}
+    packed = {name: torch.from_numpy(x) for name, x in {**arrays, "versions": versions}.items()}
+    return packed | _support(samples, [len(x) - 1 for x in heads], lens, packed["mask"], packed["rollout_logp"])
+
+
+def _support(
+    samples: Sequence[Trajectory], firsts: Sequence[int], lens: Sequence[int], mask: Tensor, rollout_logp: Tensor
+) -> dict[str, Tensor]:
+    """What truncated sampling kept at each token, where the samples have it; `rollout_logp` is then renormalised."""
+    recorded = [t.support is not None for t in samples]
+    if not any(t.support is not None and t.support.ids.shape[1] for t in samples):
+        return {}
+    if lacking := [i for i, t in enumerate(samples) if not recorded[i] and any(t.mask)]:
+        raise ValueError(
+            f"sample {lacking[0]} has no `support` and sample {recorded.index(True)} has one: an environment that "
+            "makes its own Trajectory passes on `Completion.support`"
+        )
+    width = max(t.support.ids.shape[1] for t in samples if t.support is not None)
+    ids, mass = np.full((sum(lens), width), -1, np.int32), np.ones(sum(lens), np.float32)
+    start = 0
+    for t, first, n in zip(samples, firsts, lens, strict=True):
+        if t.support is not None:
+            rows = slice(start + first, start + first + len(t.ids))
+            ids[rows, : t.support.ids.shape[1]], mass[rows] = t.support
+        start += n
+    kept_mass = torch.from_numpy(mass)
+    logp = masked((rollout_logp - kept_mass.log()).clamp(max=0), mask)
+    return {"support": torch.from_numpy(ids), "kept_mass": kept_mass * mask, "rollout_logp": logp}
+
+
+def without_support(batch: Batch) -> Batch:
+    """The batch with log-probs of the whole vocabulary: `kept_mass` is still that of the weights that sampled."""
+    if batch.support is None:
+        return batch
+    logp = masked(batch.rollout_logp + batch.kept_mass.log(), batch.mask)
+    return replace(batch, support=None, rollout_logp=logp)
 
 
 def _images(
@@ -180,9 +214,11 @@ def unpack(batch: Batch) -> list[list[Trajectory]]:
     """The trajectories that were packed, in their groups. Floats have fp32 precision; `score` and `info` are not kept.
 
     Pieces of one episode that are no longer adjacent (after `select`) become separate episodes.
+    Of a batch with `support`, log-probs are those of the whole vocabulary, and the support is not kept.
     An unshared batch does not record where its prompts end: the first token of each sequence becomes the prompt, and
     the rest of the prompt masked tokens, whose images are `later_images`.
     """
+    batch = without_support(batch)
     prefixes = [p.tolist() for p in batch.prefix_tokens.split(seq_lens(batch.prefix_cu).tolist())]
     lens = seq_lens(batch.cu_seqlens).tolist()
     streams = [

@@ -17,7 +17,7 @@ from rlkit._util.numbers import is_number, show
 from rlkit._util.tensors import check_call
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import Watched, report_absent, report_once
-from rlkit.types import Completion, Generate, Picture, SamplingParams, Trajectory
+from rlkit.types import Completion, Generate, Picture, SamplingParams, Support, Trajectory
 
 X = TypeVar("X")
 IDLE_S = 60.0  # seconds without a turn after which an environment is named
@@ -58,6 +58,7 @@ async def single_turn(prompt: Prompt, sample: Sampler) -> Trajectory:
         truncated=out.finish_reason != "stop",
         info={"finish_reason": out.finish_reason},
         experts=out.experts,
+        support=out.support,
     )
 
 
@@ -230,6 +231,19 @@ def joined_experts(before: Any, after: Any) -> Any:
     if before is None or after is None:
         return None
     return np.concatenate((before, after[len(before) :]))
+
+
+def joined_support(*parts: Support | None) -> Support | None:
+    """The support of consecutive tokens; None without parts, and unless each has one."""
+    supports = [x for x in parts if x is not None]
+    if not parts or len(supports) < len(parts):
+        return None
+    ids = np.full((sum(len(x.ids) for x in supports), max(x.ids.shape[1] for x in supports)), -1, np.int32)
+    start = 0
+    for x in supports:
+        ids[start : start + len(x.ids), : x.ids.shape[1]] = x.ids
+        start += len(x.ids)
+    return Support(ids, np.concatenate([x.mass for x in supports]))
 
 
 def wrong_reward(trajectory: Trajectory, *, is_valid: Callable[[Any], bool] = is_number) -> str | None:

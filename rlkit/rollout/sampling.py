@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlkit._util.tensors import cumsum, upcast
 from rlkit.losses.corrections import kept_support
+from rlkit.types import Support
 
 _BLOCK, _SMALL = 256, 4096  # tokens of the vocabulary: of a block, and up to which one sum is as fast
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -45,6 +46,7 @@ def sample(
     temperature: Float[Tensor, "B"] | None = None,
     top_p: Float[Tensor, "B"] | None = None,
     top_k: Int[Tensor, "B"] | None = None,
+    min_p: Float[Tensor, "B"] | None = None,
     never: Sequence[int] = (),
 ) -> Sampled:
     """The token whose interval of the CDF holds `u`, for each row.
@@ -53,24 +55,48 @@ def sample(
 
     with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
-    0 is never returned. `top_p=None` and `top_k=None` disable truncation for all rows; in a tensor, 1.0 and 0 disable
-    it for that row. Tokens of `never` are never returned; the log-prob of the others is as if they could be.
+    0 is never returned. None for `top_p`, `top_k` and `min_p` disables truncation for all rows; in a tensor, 1.0, 0 and
+    0.0 disable it for that row. Tokens of `never` are never returned; the log-prob of others is as if they could be.
 
-    Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) both look
+    Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
     """
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    return sample_kept(logits, u, **options, never=never)[0]
+
+
+def sample_kept(
+    logits: Float[Tensor, "B V"],
+    u: Float[Tensor, "B"],
+    *,
+    temperature: Float[Tensor, "B"] | None,
+    top_p: Float[Tensor, "B"] | None = None,
+    top_k: Int[Tensor, "B"] | None = None,
+    min_p: Float[Tensor, "B"] | None = None,
+    never: Sequence[int] = (),
+) -> tuple[Sampled, Float[Tensor, "B V"]]:
+    """`sample`, and the probabilities of the tokens that it could have drawn (0 for others; not normalised)."""
     z = upcast(logits)
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
-    mass = p if top_p is None and top_k is None else p * kept_support(p, top_p=top_p, top_k=top_k)
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    mass = p if all(x is None for x in limits.values()) else p * kept_support(p, **limits)
     if never:
         banned = torch.tensor(never, device=logits.device)
         mass, logits = mass.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
     ids = _inverse_cdf(mass, u)
     if temperature is not None:
         ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
-    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_())
+    return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_()), mass
+
+
+def support_of(kept: Float[Tensor, "B V"]) -> Support:
+    """The tokens that have a probability in `kept`, of `sample_kept`, and their sum, one row each."""
+    num = int((kept > 0).sum(-1).max()) if len(kept) else 0
+    found = kept.topk(num, dim=-1)
+    ids = torch.where(found.values > 0, found.indices, -1)
+    return Support(ids.int().cpu().numpy(), kept.sum(-1, dtype=torch.float64).float().cpu().numpy())
 
 
 def _inverse_cdf(p: Float[Tensor, "B V"], u: Float[Tensor, "B"]) -> Int[Tensor, "B 1"]:

@@ -54,12 +54,13 @@ from rlkit.rollout.groups import (
     Score,
     compact,
     joined_experts,
+    joined_support,
     mix,
     seeded_group,
     single_turn,
 )
 from rlkit.rollout.limits import success, varies
-from rlkit.types import Completion, Generate, SamplingParams
+from rlkit.types import Completion, Generate, SamplingParams, Support
 
 Continued = Callable[..., Awaitable[Completion]]  # as `continue_aborted`
 NOTHING = Completion([], [], [], "abort")
@@ -171,6 +172,7 @@ def joined(first: Completion, second: Completion) -> Completion:
     return Completion(
         first.ids + second.ids, first.logp + second.logp, first.versions + second.versions, second.finish_reason,
         experts=joined_experts(first.experts, second.experts) if first.ids else second.experts,
+        support=joined_support(*(x.support for x in (first, second) if x.ids)),
     )  # fmt: skip
 
 
@@ -200,6 +202,7 @@ def _first(done: Completion, num: int) -> Completion:
     return replace(
         done, ids=done.ids[:num], logp=done.logp[:num], versions=done.versions[:num],
         experts=None if experts is None else experts[: len(experts) - gone],
+        support=None if done.support is None else Support(*(x[:num] for x in done.support)),
     )  # fmt: skip
 
 
@@ -262,9 +265,12 @@ class Journal:
                 path.unlink()
 
     def _write(self, key: Key, out: Completion) -> None:
-        row = asdict(out)
+        row = asdict(replace(out, support=None))
+        del row["support"]
         if (experts := row.pop("experts")) is not None:
-            row["experts"] = [*experts.shape, base64.b64encode(experts.tobytes()).decode()]
+            row["experts"] = _written(experts)
+        if out.support is not None:
+            row["support"] = [*map(_written, out.support)]
         line = (json.dumps({"key": key, **row}, separators=(",", ":")) + "\n").encode()
         fix = "Free space there and resume: completions that were written are not sampled again."
         with explain_full_disk("a completion", self._folder, needed=len(line), fix=fix):
@@ -281,12 +287,22 @@ class Journal:
                 row = json.loads(line)
                 key = tuple(row.pop("key"))
                 if "experts" in row:
-                    *shape, data = row["experts"]
-                    row["experts"] = np.frombuffer(base64.b64decode(data), np.int16).reshape(shape)
+                    row["experts"] = _read_array(row["experts"], np.int16)
+                if "support" in row:
+                    row["support"] = Support(*map(_read_array, row["support"], (np.int32, np.float32)))
                 self._known[key] = Completion(**row)
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
                 fix = "delete the file, and its completions are sampled again"
                 raise ValueError(f"{path}, line {number} is no completion ({error!r}): {fix}") from None
+
+
+def _written(x: np.ndarray) -> list[Any]:
+    return [*x.shape, base64.b64encode(x.tobytes()).decode()]
+
+
+def _read_array(written: Sequence[Any], dtype: type) -> np.ndarray:
+    *shape, data = written
+    return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 
 
 def _key(seed: int | None, prompt_ids: list[int], images: str) -> Key:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
 from rlkit.rollout.engines import EngineError, silence
 from rlkit.rollout.shared import SharedStream
+from rlkit.run import on_save
 from rlkit.run.console import TRAINING, say, with_command
 from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_metrics
 from rlkit.run.history import process_gib
@@ -50,6 +51,7 @@ class Job:
     saver: BackgroundSaver
     schedule: Schedule
     start: int
+    commands: list[on_save.Command] = field(default_factory=list)
 
 
 async def unless_hung(waiting: Awaitable[X], *, engine: Any, stop: Stop, run: Run) -> X | None:
@@ -95,7 +97,9 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[Job]:
                 run.say(f"nothing to train: {cause}; args.json stays as it was")
             started = True
             with tracking(run, schedule), _profiled(run, schedule, start=max(start, 0)):
-                yield Job(run, stop, saver, schedule, start)
+                job = Job(run, stop, saver, schedule, start)
+                yield job
+                report_commands(job, wait=True)
     except Exception as error:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
@@ -150,6 +154,7 @@ def save_if_due(
     if due or saver.idle:
         with _reported(run, fatal=False):
             saver.wait()
+    report_commands(job)
     then: Callable[[], object] | None = None
     if stream is not None:
         state = {**state, "stream": stream.state}
@@ -164,7 +169,9 @@ def save_if_due(
             on_all_ranks(run.sync)
             both, args = _with_reference(model, reference), read_args(run.folder)
             state |= {name: args[name] for name in ("script", "run") if args.get(name)}
-            saver.save(step=step, model=both, optimizer=optimizer, state=state, then=then)
+            saver.save(
+                step=step, model=both, optimizer=optimizer, state=state, then=partial(_saved, job, step, then),
+            )  # fmt: skip
             if must:
                 saver.wait()
     elif not every and then is not None:
@@ -173,6 +180,22 @@ def save_if_due(
         said = with_command(f"saved after step {step}; go on with", resume_command("--resume"), sys.stdout)
         run.say(said, whole=True)
     return stopping
+
+
+def _saved(job: Job, step: int, then: Callable[[], object] | None) -> None:
+    """A checkpoint is on the disk: truncate the journal, and start the user's command on the first rank."""
+    if then is not None:
+        then()
+    if job.schedule.on_save and job.run.active:
+        folder, log = job.run.checkpoints / f"step_{step:08d}", job.run.folder / "on_save.log"
+        job.commands.extend(on_save.start(job.schedule.on_save, folder, log=log, say=job.run.say))
+
+
+def report_commands(job: Job, *, wait: bool = False) -> None:
+    """Report the commands of `on_save` that have failed; with `wait` once all have ended."""
+    if wait and job.commands:
+        job.run.status("waiting for on_save")
+    on_save.report(job.commands, log=job.run.folder / "on_save.log", say=job.run.say, wait=wait)
 
 
 def check_finite(model: Any, *, when: str = "") -> None:

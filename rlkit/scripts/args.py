@@ -269,8 +269,8 @@ class Evaluation:
     """reward on held-out prompts in place of --reward: FILE.py:FUNCTION, with a weight where there are several, as for
     --reward; NAME=FILE.py:FUNCTION is for the set NAME of --eval-data"""
     eval_sampling: Annotated[tuple[str, ...], Needs("eval_data")] = ()
-    """sampling on held-out prompts, as temperature:0.6,samples:4 (also top_p, top_k, max_new_tokens); NAME=... is for
-    the set NAME of --eval-data"""
+    """sampling on held-out prompts, as temperature:0.6,samples:4 (also top_p, top_k, min_p, max_new_tokens);
+    NAME=... is for the set NAME of --eval-data"""
     eval_limit: Count = 128
     """maximum number of held-out prompts of each set"""
     trial: bool = True
@@ -336,7 +336,9 @@ class Evaluation:
                 refuse_if(True, f"`{flag}` {name}=...: `eval_data` {there}")
 
 
-_SAMPLING: dict[str, Any] = {"temperature": float, "samples": int, "top_p": float, "top_k": int, "max_new_tokens": int}
+_SAMPLING: dict[str, Any] = {
+    "temperature": float, "samples": int, "top_p": float, "top_k": int, "min_p": float, "max_new_tokens": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     rlkit distill ... --teacher http://HOST:8000 --teacher-top-k 16
     rlkit distill ... --teacher math=M code=C --teacher-column subject
     rlkit distill ... --reward my_rewards.py:score --teacher-coef 0.1
-    rlkit distill ... --teacher self --teacher-prompt "{prompt} Hint: {answer}"
+    rlkit distill --model M --teacher M --teacher-prompt "{prompt} Hint: {answer}"
 
 A teacher is a folder, a hub id, the URL of an SGLang or vLLM server, or the model itself, which then reads a hint.
 Data, environments and engines are those of `rlkit grpo`.

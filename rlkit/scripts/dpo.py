@@ -44,6 +44,8 @@ class Loss:
     """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
     gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
     """target margin"""
+    margin_column: Annotated[str | None, For("loss", "dpo", "cpo")] = None
+    """column of numbers that are subtracted from beta times the difference of the log-ratios (ODPO)"""
     sft_coef: NotNegative = 0.0
     """weight of the chosen response's NLL per token (orpo and cpo: 1 in the papers)"""
 
@@ -77,7 +79,7 @@ def main(args: Args) -> Path:
         args = replace(args, loss=replace(args.loss, beta=beta_of(args.loss)))
     brought = bring(args, PAIR)
     place = open_place(args, brought)
-    made = make_examples(args, brought, place, preference_pairs, PAIR)
+    made = make_examples(args, brought, place, partial(preference_pairs, margin_column=args.loss.margin_column), PAIR)
     from rlkit.loops.preference import dpo
 
     has_reference = args.loss.loss not in NO_REFERENCE and not args.precompute_reference

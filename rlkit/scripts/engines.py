@@ -17,7 +17,7 @@ from rlkit._util.extras import interpreter, lacks
 from rlkit._util.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
 from rlkit.scripts.args import Model, log
 from rlkit.scripts.trial import function_of
-from rlkit.settings import SERVERS, Engines, refuse_if
+from rlkit.settings import SERVERS, Engines, Rollouts, is_default, refuse_if
 
 if TYPE_CHECKING:
     from rlkit.rollout.engines.servers.kinds import Lora, ServerKind
@@ -58,6 +58,16 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
         _check_answers(engines)
     if not engines.engine_urls:
         interpreter(engines.engine)
+
+
+def check_truncation(engines: Engines, rollouts: Rollouts) -> None:
+    """Refuse (ValueError) truncated samples of older weights from servers, before these start."""
+    limits = [f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name)]
+    refuse_if(
+        engines.serves and limits and rollouts.max_age,
+        f"{' and '.join(limits)} with `overlap` or `staleness` needs the tokens that were kept, which servers do not "
+        "report: use `engine` local",
+    )
 
 
 def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlkit.data.examples import sft_examples
 from rlkit.data.turns import SFT
@@ -32,6 +33,8 @@ class Args:
     schedule: Flat[Schedule] = Schedule(Path("runs/sft"), steps=300, eval_steps=50, save_steps=100)
     optim: Flat[Optim] = Optim(lr=1e-5, lr_schedule="linear", warmup_steps=20)
     lora: Flat[Lora] = Lora()
+    loss: Literal["nll", "dft"] = "nll"
+    """nll: negative log-likelihood; dft: weighted by the token's probability (rlkit.losses.dft). Both log the NLL"""
 
 
 def main(args: Args) -> Path:
@@ -40,11 +43,13 @@ def main(args: Args) -> Path:
     place = open_place(args, brought)
     made = make_examples(args, brought, place, sft_examples, *SFT)
     from rlkit.loops.sft import sft
+    from rlkit.losses import dft
 
     model, _ = load_policies(place, has_reference=False)
     return sft(
         model, place.tokenizer, made.examples, args.schedule, place.optim, batch_size=args.examples.batch_size,
         eval_examples=made.held_out, eval_sets=answer_sets(args, brought, place, model), parts=made.parts,
+        loss=dft if args.loss == "dft" else None,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
-from rlkit.scripts.engines import EngineSpec, check_engine, check_images, open_engine
+from rlkit.scripts.engines import EngineSpec, check_engine, check_images, check_truncation, open_engine
 from rlkit.scripts.start import (
     Brought,
     Place,
@@ -46,6 +46,7 @@ def bring(args: Sampled) -> Brought:
 
     model, lora, episodes = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
+    check_truncation(args.engine, args.rollouts)
     limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
     parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     rewards = own_rewards(args.evaluation, args.episodes, held_out)

@@ -124,6 +124,19 @@ def test_pairs_with_a_margin_below_zero_are_named_once(caplog):
     assert [line.rpartition(": ")[2] for line in caplog.messages if "lower score" in line] == ["row 2, row 3"]
 
 
+def test_the_margin_column_is_read_and_each_row_needs_a_number(caplog):
+    pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
+    rows = [{**pair, "gap": gap} for gap in (0.5, 2, 0)]
+    assert [p.margin for p in pairs(*rows, margin_column="gap")[0]] == [0.5, 2.0, 0.0]
+    assert not [line for line in caplog.messages if "gap" in line], "a column that is read is not reported"
+    assert [p.margin for p in pairs(*rows)[0]] == [None] * 3
+    for wrong, shown in ((None, "None"), ("0.5", "'0.5'"), (float("nan"), "nan")):
+        with pytest.raises(
+            ValueError, match=rf"^row 4: column 'gap' of --margin-column must hold a number, got \w+ {shown}$"
+        ):
+            pairs(*rows, {**pair, "gap": wrong}, margin_column="gap")
+
+
 @pytest.mark.parametrize("nothing", EMPTY.values(), ids=EMPTY)
 def test_a_pair_that_teaches_nothing_is_dropped_and_named(caplog, nothing):
     same = {"prompt": "hi", "chosen": "yo", "rejected": "yo"}

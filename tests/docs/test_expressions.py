@@ -110,6 +110,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "double-sided IS": double_sided,
     "GSPO-token": gspo_token,
     "NLL, SFT": lambda logp: -torch.log(logp.exp()),
+    "DFT": lambda logp: -logp.exp().detach() * torch.log(logp.exp()),
     "NLL of the chosen response": lambda chosen_logp: -torch.log(chosen_logp.exp()),
     "entropy bonus": lambda entropy: entropy * -0.01,
     "token sum": lambda: torch.tensor([float(t % 5 != 2) for t in range(24)]),

@@ -17,11 +17,11 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def by_hand(p: list[float], top_p: float, top_k: int) -> float:
-    """Walk down the sorted probabilities until the nucleus is full or top_k are taken."""
+def by_hand(p: list[float], top_p: float, top_k: int, min_p: float) -> float:
+    """Walk down the sorted probabilities until the nucleus is full, top_k are taken or the next is too small."""
     kept, count = 0.0, 0
     for x in sorted(p, reverse=True):
-        if (top_k and count == top_k) or (top_p < 1 and kept >= top_p):
+        if (top_k and count == top_k) or (top_p < 1 and kept >= top_p) or x < min_p * max(p):
             break
         kept, count = kept + x, count + 1
     return math.log(min(kept, 1.0))
@@ -32,19 +32,23 @@ def by_hand(p: list[float], top_p: float, top_k: int) -> float:
     vocab=st.integers(1, 60),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.013, 0.999]),
     top_k=st.sampled_from([0, 1, 5, 59, 1000]),
+    min_p=st.sampled_from([0.0, 0.3]),
     scale=st.sampled_from([0.0, 1.0, 10.0]),
     seed=st.integers(0, 99),
 )
-def test_equals_the_walk(rows: int, vocab: int, top_p: float, top_k: int, scale: float, seed: int) -> None:
+def test_equals_the_walk(
+    rows: int, vocab: int, top_p: float, top_k: int, min_p: float, scale: float, seed: int
+) -> None:
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((rows, 4), (vocab, 4), (vocab,)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "FIRST_CANDIDATES", 2)
         patch.setattr(chunked, "COLUMNS", 16)
         patch.setattr("rlkit.kernels.linear_logp.CPU_LOGITS_BYTES", 2 * vocab * 8)
-        got = linear_log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, top_p=top_p, top_k=top_k)
+        got = linear_log_kept_mass(hidden * scale, weight, bias=bias, temperature=0.7, **limits)
     p = ((hidden * scale @ weight.T + bias) / 0.7).softmax(1)
-    want = torch.tensor([by_hand(row, top_p, top_k) for row in p.tolist()], dtype=torch.float64)
+    want = torch.tensor([by_hand(row, top_p, top_k, min_p) for row in p.tolist()], dtype=torch.float64)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
@@ -57,6 +61,9 @@ def test_known_mass() -> None:
         ({"top_p": 0.51}, 0.8),
         ({"top_k": 3}, 0.95),
         ({"top_k": 1, "top_p": 0.9}, 0.5),
+        ({"min_p": 0.31}, 0.8),
+        ({"min_p": 0.29}, 0.95),
+        ({"min_p": 1.0}, 0.5),
     ):
         assert linear_log_kept_mass(hidden, weight, **options).item() == pytest.approx(math.log(mass))
 
@@ -87,6 +94,8 @@ def test_errors_name_the_argument() -> None:
         linear_log_kept_mass(x, x, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be >= 0"):
         linear_log_kept_mass(x, x, top_k=-1)
+    with pytest.raises(ValueError, match="min_p must be from 0"):
+        linear_log_kept_mass(x, x, min_p=1.5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -63,6 +63,11 @@ def veto(log_ratio, min_ratio):
     return [float(all(math.exp(x) >= min_ratio for x in log_ratio))] * len(log_ratio)
 
 
+def on_a_set(logits, mask):
+    """Two of five tokens, as a sampler recorded them, and padding."""
+    return L.log_support_mass(logits, torch.tensor([0, 3, -1]).expand(*logits.shape[:-1], 3), mask=mask)
+
+
 CORRECTIONS = [
     weights(
         L.tis,
@@ -81,6 +86,7 @@ CORRECTIONS = [
     weights(L.batch_normalized, variant="own mean", streams={"mean": None}, skip=WHOLE_BATCH),
     row(L.effective_sample_size, family=STATISTIC, skip=WHOLE_BATCH),
     weights(L.log_kept_mass, options={"top_p": 0.7, "top_k": 3}),
+    row(L.log_support_mass, call=on_a_set, streams={"logits": Stream(low=-3.0, high=3.0, size=(5,))}),
 ]
 
 KLS = [

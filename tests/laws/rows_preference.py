@@ -37,10 +37,12 @@ def logits(fn, **options):
 OPTIMUM = {"prefers_chosen": "the loss increases beyond the optimal margin"}
 MARGIN = (laws.prefers_chosen, laws.margin_only)
 PAIR = (laws.prefers_chosen,)
+NO_MARGIN = {"margin": None}
 
 MARGINS = [
-    preference(L.dpo, *MARGIN),
-    preference(L.dpo, *MARGIN, variant="smoothed", options={"label_smoothing": 0.2}, skip=OPTIMUM),
+    preference(L.dpo, *MARGIN, streams=NO_MARGIN),
+    preference(L.dpo, *MARGIN, variant="a margin per pair"),
+    preference(L.dpo, *MARGIN, variant="smoothed", streams=NO_MARGIN, options={"label_smoothing": 0.2}, skip=OPTIMUM),
     preference(
         L.robust_dpo,
         laws.limit(pair(L.dpo), note="label_smoothing = 0 is dpo", label_smoothing=0.0),

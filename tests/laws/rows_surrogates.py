@@ -101,6 +101,7 @@ def surrogate(fn, c, *more, **how):
 
 ROWS = [
     row(L.reinforce, one, family=SURROGATE),
+    row(L.dft, laws.non_negative, skip={"gradcheck": "the probability is detached by design"}),
     row(L.importance_sampling, plain_ratio, family=SURROGATE),
     surrogate(
         L.ppo_clip,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -94,6 +95,20 @@ def test_dpo_is_the_papers_loss_of_the_exported_model(tmp_path):
     for key, column in zip(("loss", "accuracy", "margin", "chosen"), zip(*found, strict=True), strict=True):
         assert lines[-1][f"eval/{key}"] == pytest.approx(sum(column) / 7, rel=1e-4, abs=1e-5)
     assert lines[-1]["eval/accuracy"] == 1
+
+
+def test_the_margin_of_each_pair_reaches_its_loss(tmp_path):
+    """Before training all log-ratios are 0, so the loss of a pair is log(1 + e^margin)."""
+    held_out = [replace(pair, margin=m) for pair, m in zip(make_pairs(4), (0.0, 0.5, -1.0, 2.0), strict=True)]
+    options = {"reference": small_model(), "loss": partial(losses.dpo, beta=BETA), "steps": 1, "eval_pairs": held_out}
+    some = [replace(pair, margin=1.0) for pair in make_pairs(8)]
+    call(dpo, small_model(), tokenizer(), some, output=tmp_path, batch_size=8, eval_steps=1, **options)
+    untrained, first = lines_of(tmp_path)
+    assert first["loss"] == pytest.approx(math.log1p(math.e), rel=1e-6)
+    wanted = sum(math.log1p(math.exp(pair.margin)) for pair in held_out) / 4
+    assert untrained["eval/loss"] == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(ValueError, match="either all pairs have a `margin`, or none has"):
+        call(dpo, small_model(), tokenizer(), [*some, *make_pairs(1)], output=tmp_path / "b", batch_size=8, **options)
 
 
 def test_a_loss_without_reference_reads_mean_log_probs_and_adds_the_likelihood(tmp_path):

@@ -35,7 +35,7 @@ AT = lambda step: 0.3
 ACTS = {
     Rollouts: {
         "prompts_per_step": (3, {}), "group_size": (3, {}), "minibatches": (2, {}), "epochs": (2, {}),
-        "max_new_tokens": (4, {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "top_k": (3, {}),
+        "max_new_tokens": (4, {}), "temperature": (0.5, {}), "top_p": (0.5, {}), "top_k": (3, {}), "min_p": (0.5, {}),
         "stop": (tuple("abcdefghijklmnopqrstuvwxyz ."), {}), "stop_token_ids": (tuple(range(100)), {}),
         "drop_truncated": (True, {}), "staleness": (1.0, {}), "skip_nan": (True, {}), "eval_samples": (3, EVAL),
         "drop_off_policy": (True, {"staleness": 1.0, "steps": 4}), "journal": (True, {}),
@@ -70,7 +70,7 @@ ACTS = {
 ELSEWHERE = {  # field -> the test that has it
     (Rollouts, "overlap"): "test_grpo_loops.py", (Rollouts, "max_dropped"): "below",
     (Schedule, "output"): "every test", (Schedule, "resume"): "test_resume.py",
-    (Schedule, "dtype_export"): "tests/model/test_source.py",
+    (Schedule, "on_save"): "tests/run/test_on_save.py", (Schedule, "dtype_export"): "tests/model/test_source.py",
     **{(Schedule, name): "tests/run/test_trackers.py" for name in ("track", "track_project", "track_model")},
     (Optim, "max_tokens"): "memory only: gradients are equal, see test_updates.py",
 }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.checks import check_kept_mass
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task, rl
 from rlkit.loops.updates import PolicyLoss, grpo_update
@@ -112,8 +113,12 @@ def test_trajectories_of_two_temperatures_are_not_packed():
 
 
 def test_a_nucleus_needs_its_kept_mass_in_an_own_loop(tmp_path):
+    """Which the embedded engine reports; of another engine it is computed."""
+    params = SamplingParams(top_p=0.5)
     with pytest.raises(ValueError, match=r"`kept_mass`: call with_kept_mass\(...\) in `prepare`"):
-        own_loop(tmp_path / "run", Policy(small_model()), top_p=0.5)
+        check_kept_mass(pack(sampled(small_model())), params)
+    check_kept_mass(pack(sampled(small_model(), top_p=0.5)), params)
+    own_loop(tmp_path / "run", Policy(small_model()), top_p=0.5)
 
 
 def step(model, batch, *, lr=1.0, kl_coef=0.0, **changes):

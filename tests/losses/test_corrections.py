@@ -19,6 +19,7 @@ from rlkit.losses import (
     keep_ratio,
     keep_whole_sequences,
     log_kept_mass,
+    log_support_mass,
     opsm,
     seq_log_ratio,
     seq_log_ratio_sum,
@@ -26,6 +27,7 @@ from rlkit.losses import (
     tis,
     veto,
 )
+from rlkit.losses.corrections import kept_support
 
 LENS = [3, 0, 1, 4, 2]
 CU = torch.tensor([0, 3, 3, 4, 8, 10])
@@ -176,6 +178,7 @@ def test_kept_mass_of_impossible_tokens_masked_rows_and_no_truncation() -> None:
     half = log_kept_mass(logits, top_k=1, mask=mask)
     assert half[0].item() == pytest.approx(math.log(0.5))
     assert half[1].isfinite()
+    assert log_kept_mass(torch.tensor([0.5, 0.3, 0.2]).log(), min_p=0.5).item() == pytest.approx(math.log(0.8))
 
 
 def test_truncated_sampling_is_corrected_in_expectation() -> None:
@@ -193,6 +196,59 @@ def test_truncated_sampling_is_corrected_in_expectation() -> None:
     wrong = (q * tis(new.log() - p.log(), max_weight=100) * f).sum()
     assert right.item() == pytest.approx((new * f)[kept].sum().item())
     assert wrong.item() == pytest.approx(right.item() / 0.8)
+
+
+SETS = torch.tensor([[0, 2, -1], [1, -1, -1], [-1, -1, -1], [3, 1, 0]], dtype=torch.int32)
+
+
+def test_the_mass_of_a_recorded_set_and_its_gradient() -> None:
+    """log S = log sum_{a in S} p_a, and its gradient is the softmax over S less the softmax; padding alone is all."""
+    z = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mass = log_support_mass(z, SETS)
+    (grad,) = torch.autograd.grad(mass.sum(), z)
+    for t, p in enumerate(z.detach().softmax(-1).tolist()):
+        inside = [a for a in SETS[t].tolist() if a >= 0] or range(5)
+        total = sum(p[a] for a in inside)
+        assert mass[t].item() == pytest.approx(math.log(total), abs=1e-12)
+        assert grad[t].tolist() == pytest.approx([p[a] / total * (a in inside) - p[a] for a in range(5)], abs=1e-12)
+    mask = torch.tensor([True, False, True, True])
+    z = z.detach().clone()
+    z[1] = torch.nan
+    z.requires_grad_()
+    part = log_support_mass(z, SETS, mask=mask)
+    (part_grad,) = torch.autograd.grad(part.sum(), z)
+    torch.testing.assert_close(part, torch.where(mask, mass, 0))
+    torch.testing.assert_close(part_grad, torch.where(mask[:, None], grad, 0))
+    for wrong in (SETS[:2], SETS.float(), SETS + 2):
+        with pytest.raises(ValueError, match=r"^support must "):
+            log_support_mass(z, wrong)
+
+
+def test_renormalised_log_probs_are_unbiased_on_policy_and_off_policy_over_the_old_support() -> None:
+    """Enumerate what a nucleus of old weights can sample. At those weights the expectation of A grad log pi_S is the
+    gradient of sum_S pi_S A, for any constant that a baseline adds to A. At newer weights the ratio of renormalised
+    log-probs gives sum_S pi_S f: the newer policy on the old set, and nothing of the tokens outside it."""
+    g = torch.Generator().manual_seed(1)
+    old, new = torch.randn(2, 6, dtype=torch.float64, generator=g)
+    kept = kept_support(old.softmax(-1)[None], top_p=torch.tensor([0.7], dtype=torch.float64))[0]
+    ids = kept.nonzero().flatten()
+    support = ids.int().expand(len(ids), -1)
+    drawn = old[ids].softmax(-1)
+    values = torch.randn(len(ids), dtype=torch.float64, generator=g)
+
+    def renormalised(z: torch.Tensor) -> torch.Tensor:
+        return z.log_softmax(-1)[ids] - log_support_mass(z.expand(len(ids), -1), support)
+
+    torch.testing.assert_close(renormalised(old).exp(), drawn)
+    z = old.clone().requires_grad_()
+    (truth,) = torch.autograd.grad((z[ids].softmax(-1) * values).sum(), z)
+    for baseline in (0.0, 5.0):
+        (found,) = torch.autograd.grad((drawn * (values - baseline) * renormalised(z)).sum(), z)
+        torch.testing.assert_close(found, truth)
+    ratio = (renormalised(new) - renormalised(old)).exp()
+    torch.testing.assert_close((drawn * ratio * values).sum(), (new[ids].softmax(-1) * values).sum())
+    untruncated = (new.log_softmax(-1) - old.log_softmax(-1))[ids].exp()
+    assert abs((drawn * untruncated).sum() - 1) > 0.05 > abs((drawn * ratio).sum() - 1)
 
 
 def test_errors_name_the_argument() -> None:

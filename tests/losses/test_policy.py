@@ -221,6 +221,14 @@ def test_clip_distances_may_be_tensors() -> None:
     torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
 
 
+def test_dft_is_the_nll_with_the_gradient_of_the_probability() -> None:
+    logp = torch.tensor([-0.1, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    loss = losses.dft(logp)
+    (grad,) = torch.autograd.grad(loss.sum(), logp)
+    assert loss.tolist() == pytest.approx([-x * math.exp(x) for x in (-0.1, -1.0, -3.0)])
+    assert grad.tolist() == pytest.approx([-math.exp(x) for x in (-0.1, -1.0, -3.0)])
+
+
 def test_dro_is_the_policy_gradient_plus_a_quadratic_pull() -> None:
     points = [(x, a) for x in LOG_RATIOS for a in (*ADVANTAGES, 0.0)]
     x, a = columns(points)

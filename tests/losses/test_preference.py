@@ -239,6 +239,17 @@ def test_errors_name_the_argument(call, match: str) -> None:
         call(*inputs("dpo"))
 
 
+def test_dpo_with_a_margin_is_the_log_loss_of_the_scaled_difference_less_the_margin() -> None:
+    c, r, m = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, -1.0, 2.0], [0.1, 0.3, -1.0], [0.2, 0.0, 3.0]))
+    x = [0.3 * (a - b) - k for a, b, k in zip(c.tolist(), r.tolist(), m.tolist(), strict=True)]
+    want = [math.log1p(math.exp(-v)) for v in x]
+    assert L.dpo(c, r, beta=0.3, margin=m).tolist() == pytest.approx(want, abs=1e-12)
+    smooth = [0.9 * a + 0.1 * math.log1p(math.exp(v)) for a, v in zip(want, x, strict=True)]
+    assert L.dpo(c, r, beta=0.3, margin=m, label_smoothing=0.1).tolist() == pytest.approx(smooth, abs=1e-12)
+    assert torch.equal(L.dpo(c, r, beta=0.3, margin=torch.zeros(3)), L.dpo(c, r, beta=0.3))
+    assert L.dpo(c[:1], r[:1], beta=0.3, margin=0.2).tolist() == pytest.approx(want[:1], abs=1e-12)
+
+
 def test_wrong_dtypes_name_the_argument() -> None:
     c, r = inputs("dpo")
     with pytest.raises(TypeError, match="chosen_log_ratio"):

@@ -38,12 +38,24 @@ HELPERS = {
 
 
 def test_the_code_prints_what_the_page_says():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (printed,) = re.findall(r"prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "rewards.md", "exec", dont_inherit=True), {"__name__": "page"})
     assert out.getvalue() == printed
+
+
+async def test_the_reward_of_each_source(tmp_path):
+    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "by_source.py").write_text(code)
+    score = load_function(f"{tmp_path}/by_source.py:score")
+    rows = [{"source": "gsm8k", "answer": "1/2"}, {"source": "squad", "answer": "Paris"}]
+    for row, rewards in zip(rows, ([1.0, 0.0], [0.0, 1.0]), strict=True):
+        samples = [Sample(text, row, 0, {}) for text in ("\\boxed{0.5}", "Paris")]
+        assert [r.reward for r in await run_reward(score, samples, timeout_s=60)] == rewards
+    with pytest.raises(Exception, match=r"row 1.*'other'"):
+        await run_reward(score, [Sample("x", {"source": "other"}, 0, {})], timeout_s=60)
 
 
 def test_the_table_has_every_reward_and_no_other():

@@ -150,6 +150,7 @@ async def test_every_parameter_goes_to_vllm() -> None:
         ("raw_logprobs", {"temperature": 0.0}, None),
         ("processed_logprobs", {"temperature": 0.7, "top_p": 0.9}, "of the truncated distribution"),
         ("processed_logprobs", {"top_k": 5}, "of the truncated distribution"),
+        ("processed_logprobs", {"min_p": 0.1}, "of the truncated distribution"),
         ("processed_logprobs", {"temperature": 0.0}, None),
     ],
 )

@@ -67,10 +67,10 @@ def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(te
     assert (out.ids.diff() >= 0).all()
 
 
-def kept_by_hand(p: list[float], top_p: float, top_k: int) -> list[bool]:
+def kept_by_hand(p: list[float], top_p: float, top_k: int, min_p: float) -> list[bool]:
     kept, mass = [False] * len(p), 0.0
     for rank, i in enumerate(sorted(range(len(p)), key=lambda i: (-p[i], i))):
-        kept[i] = (top_k == 0 or rank < top_k) and (top_p >= 1 or mass < top_p)
+        kept[i] = (top_k == 0 or rank < top_k) and (top_p >= 1 or mass < top_p) and p[i] >= min_p * max(p)
         mass += p[i]
     return kept
 
@@ -79,14 +79,16 @@ def kept_by_hand(p: list[float], top_p: float, top_k: int) -> list[bool]:
     st.lists(st.integers(0, 12), min_size=2, max_size=9).filter(any),
     st.sampled_from([0.01, 0.3, 0.55, 0.9, 0.999, 1.0]),
     st.integers(0, 10),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
     st.sampled_from([1, 2, 128]),
 )
-def test_support_is_the_documented_one(counts, top_p, top_k, first):
+def test_support_is_the_documented_one(counts, top_p, top_k, min_p, first):
     p = torch.tensor([[c / sum(counts) for c in counts]], dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corrections, "FIRST_RANKED", first)
-        kept = kept_support(p, top_p=torch.tensor([top_p], dtype=torch.float64), top_k=torch.tensor([top_k]))
-    truth = kept_by_hand(p[0].tolist(), top_p, top_k)
+        shares = {"top_p": torch.tensor([top_p], dtype=torch.float64), "min_p": torch.tensor([min_p])}
+        kept = kept_support(p, **shares, top_k=torch.tensor([top_k]))
+    truth = kept_by_hand(p[0].tolist(), top_p, top_k, min_p)
     ranked = sorted(p[0].tolist(), reverse=True)
     if all(abs(sum(ranked[:i]) - top_p) > 1e-9 for i in range(len(ranked) + 1)):  # not on the edge of a sum
         assert kept[0].tolist() == truth
@@ -98,7 +100,8 @@ def test_truncated_sampling_gives_exactly_the_support_in_proportion_and_the_untr
     n = 10_000
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     rows = {"top_p": torch.full((n,), 0.8, dtype=torch.float64), "top_k": torch.zeros(n, dtype=torch.int64)}
-    for limits, support in ((rows, {1, 3, 4}), (rows | {"top_k": torch.full((n,), 2)}, {1, 3})):
+    least = {"min_p": torch.full((n,), 0.3, dtype=torch.float64)}
+    for limits, support in ((rows, {1, 3, 4}), (rows | {"top_k": torch.full((n,), 2)}, {1, 3}), (least, {1, 3, 4})):
         out = sample(p.log().expand(n, -1), u, **limits)
         share = torch.bincount(out.ids, minlength=5) / n
         kept = torch.tensor([v in support for v in range(5)])
@@ -115,8 +118,10 @@ def test_each_row_has_its_own_settings():
         temperature=torch.tensor([0.0, 1.0, 1.0, 1.0]),
         top_p=torch.tensor([1.0, 0.9, 1.0, 1.0], dtype=torch.float64),
         top_k=torch.tensor([0, 0, 2, 0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0]),
     )
     assert out.ids.tolist() == [0, 2, 1, 3]  # p = .644 .237 .087 .032
+    assert sample(logits, u, min_p=torch.tensor([0.0, 0.1, 0.3, 1.0])).ids.tolist() == [3, 2, 1, 0]
     assert torch.allclose(out.logp, logits.log_softmax(-1)[torch.arange(4), out.ids])
 
 

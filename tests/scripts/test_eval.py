@@ -121,7 +121,7 @@ FIXED = ("--data", "turns.jsonl")
         ),
         (
             "grpo", (*RL, "--eval-data", "a.jsonl", "--eval-sampling", "temp:1"),
-            "--eval-sampling temp:1: temp:1 is not one of temperature, samples, top_p, top_k, max_new_tokens",
+            "--eval-sampling temp:1: temp:1 is not one of temperature, samples, top_p, top_k, min_p, max_new_tokens",
         ),
         (
             "grpo", (*RL, "--eval-data", "a.jsonl", "--eval-sampling", "temperature:0,samples:2"),

@@ -659,8 +659,11 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
         ({"teacher": "self"}, "`teacher` self says what the model says: add `teacher_prompt` with more"),
         ({"teacher": "self", "teacher_prompt": "Q: {prompt}"}, "`teacher` self says what the model says"),
         ({"teacher": "a", "teacher_ema": 0.1}, "`teacher_ema` is for `teacher` self alone"),
-        ({"teacher": "a", "teacher_prompt": "{prompt} {}"}, "'{prompt} {}': a column is written {name}"),
-        ({"teacher": "a", "teacher_prompt": "{prompt"}, "'{prompt': expected '}' before end"),
+        (
+            {"teacher": "a", "teacher_prompt": "{prompt} {}"},
+            "`teacher_prompt` '{prompt} {}': a column is written {name}",
+        ),
+        ({"teacher": "a", "teacher_prompt": "{prompt"}, "`teacher_prompt` '{prompt': expected '}' before end"),
     ],
 )
 def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):

@@ -64,6 +64,7 @@ async def test_sampling_obeys_top_k_top_p_and_greedy(engine: SGLang, models: Mod
     assert max((await ranks_and_mass(temperature=0.0))[0]) == 0
     assert 0 < max((await ranks_and_mass(top_k=4))[0]) < 4
     assert 0 < max((await ranks_and_mass(top_p=0.6))[1]) < 0.6 + 1e-4
+    assert max((await ranks_and_mass(min_p=1.0))[0]) == 0
 
 
 async def test_the_tokens_of_a_stop_string_are_part_of_the_completion(engine: SGLang) -> None:

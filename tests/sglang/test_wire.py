@@ -28,6 +28,7 @@ def test_sampling_parameters() -> None:
             "temperature": 0.3,
             "top_p": 0.8,
             "top_k": -1,
+            "min_p": 0.0,
             "stop_token_ids": [3],
             "stop": ["x"],
             "no_stop_trim": True,
@@ -35,8 +36,9 @@ def test_sampling_parameters() -> None:
             "sampling_seed": 9,
         },
     }
-    salted = body([1], SamplingParams(top_k=7), NONE, "rlkit-3")
+    salted = body([1], SamplingParams(top_k=7, min_p=0.1), NONE, "rlkit-3")
     assert salted["sampling_params"]["top_k"] == 7
+    assert salted["sampling_params"]["min_p"] == 0.1
     assert salted["extra_key"] == "rlkit-3"
     assert "sampling_seed" not in salted["sampling_params"]
 

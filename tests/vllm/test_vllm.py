@@ -57,7 +57,7 @@ async def test_log_probs_are_of_the_scaled_distribution(params: SamplingParams, 
 
 async def test_what_the_server_would_report_wrong_is_refused(engine: VLLM) -> None:
     for truncated in (SamplingParams(top_p=0.9), SamplingParams(top_k=3)):
-        with pytest.raises(ValueError, match="of the truncated distribution: sample without top_p and top_k"):
+        with pytest.raises(ValueError, match="of the truncated distribution: sample without top_p, top_k and min_p"):
             await engine.generate(PROMPT, params=truncated)
     for bad in ([-1], [263], [1] * 8192):
         with pytest.raises(ValueError, match="prompt_ids must"):

@@ -152,24 +152,25 @@ def linear_log_kept_mass(
     *,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     bias: Float[Tensor, "V"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> Float[Tensor, "T"]:
-    """log S: log of the probability mass kept by top-p and top-k sampling in each row, in nats.
+    """log S: log of the probability mass kept by top-p, top-k and min-p sampling in each row, in nats.
 
         p = softmax(z), z as in `linear_logp`, in descending order: p_(1) >= p_(2) >= ...
-        S = sum of p_(i) with  i <= top_k  and  p_(1) + ... + p_(i-1) < top_p
+        S = sum of p_(i) with  i <= top_k,  p_(1) + ... + p_(i-1) < top_p  and  p_(i) >= min_p p_(1)
 
     `rollout_logp - log S` is the log-probability of a token under the truncated distribution it was sampled from;
     without the correction every ratio is too large by a factor 1 / S. Detached: S belongs to the behaviour policy.
-    `top_k=0` and `top_p=1.0` are off; log S is then 0, as it is where `mask` is False. The vocabulary is not sorted:
-    the largest 128 (or top_k) entries are selected, and more only for rows whose nucleus is larger. Memory: 32 MB of
+    `top_k=0`, `top_p=1.0` and `min_p=0.0` are off; log S is then 0, as it is where `mask` is False. The vocabulary is
+    not sorted: the largest 128 (or top_k) entries are selected, and more only for rows that keep more. Memory: 32 MB of
     logits on a CPU, 1 GB elsewhere (at least one row), and the same again for their softmax.
 
-    Limits:     top_k = 1 is the largest log-probability; top_k >= V and top_p = 1 give 0.
-    Differs:    both limits apply to p itself, as in SGLang and `rlkit.rollout`; Hugging Face `generate` and vLLM
+    Limits:     top_k = 1 is the largest log-probability; top_k >= V, top_p = 1 and min_p = 0 give 0.
+    Differs:    all limits apply to p itself, as in SGLang and `rlkit.rollout`; Hugging Face `generate` and vLLM
                 renormalise after top-k, before top-p. This matters only if both limits are on.
     Reference:  nucleus sampling, arXiv:1904.09751; the bias without the correction, huggingface/trl#6789.
     """
@@ -178,9 +179,11 @@ def linear_log_kept_mass(
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if top_k < 0:
         raise ValueError(f"top_k must be >= 0 (0 is off), got {top_k}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be from 0 (off) to 1, got {min_p}")
     vocab, dtype = weight.shape[0], compute_dtype(hidden, weight, bias)
     out = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-    if top_p == 1 and not 0 < top_k < vocab:
+    if top_p == 1 and min_p == 0 and not 0 < top_k < vocab:
         return out
     head = chunked.Head(weight, ops.finite(bias, dtype), temperature, softcap)
     rows = ops.present(mask, hidden.device)
@@ -188,5 +191,5 @@ def linear_log_kept_mass(
     chunk_bytes = CPU_LOGITS_BYTES if hidden.device.type == "cpu" else LOGITS_BYTES
     for chunk in rows.split(max(1, chunk_bytes // (vocab * dtype.itemsize))):
         p = chunked.logits(hidden[chunk], head, dtype).softmax(1)
-        out[chunk] = chunked.kept_mass(p, top_p, min(top_k or vocab, vocab)).log().clamp_(max=0).to(dtype)
+        out[chunk] = chunked.kept_mass(p, top_p, min(top_k or vocab, vocab), min_p).log().clamp_(max=0).to(dtype)
     return out

@@ -231,16 +231,18 @@ def logits_by_library(out: Tensor, h: Tensor, head: Head) -> None:
     out.div_(head.temperature)
 
 
-def kept_mass(p: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Kept mass of each row, fp64: the sum of the largest p, at most `top_k` of them, until it reaches `top_p`."""
-    size = top_k if top_p == 1 else min(FIRST_CANDIDATES, top_k)
+def kept_mass(p: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor:
+    """Kept mass of each row, fp64: the sum of the largest p, at most `top_k` of them, until it reaches `top_p`, and of
+    those that are at least `min_p` times the largest."""
+    size = top_k if top_p == 1 and min_p == 0 else min(FIRST_CANDIDATES, top_k)
     mass, todo = p.new_zeros(p.shape[0], dtype=torch.float64), torch.arange(p.shape[0], device=p.device)
     while todo.numel():
         largest = (p if todo.numel() == p.shape[0] else p[todo]).topk(size, dim=1).values.double()
         total = cumsum(largest, 1)
         before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=1)
-        mass[todo] = torch.where((before < top_p) | (top_p == 1), largest, 0).sum(1)
-        todo = todo[total[:, -1] < top_p] if size < top_k else todo[:0]
+        likely = largest >= min_p * largest[:, :1]
+        mass[todo] = torch.where(((before < top_p) | (top_p == 1)) & likely, largest, 0).sum(1)
+        todo = todo[(total[:, -1] < top_p) & likely[:, -1]] if size < top_k else todo[:0]
         size = min(8 * size, top_k)
     return mass
 

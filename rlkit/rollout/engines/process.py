@@ -122,6 +122,8 @@ class ProcessEngine:
         self.version = 0
         self.progress = Progress(0, 0, 0)
 
+    reports_support = True
+
     async def __aenter__(self) -> ProcessEngine:
         return self
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rlkit._util.numbers import is_number, to_number
-from rlkit.rollout.groups import Sampler, joined_experts
-from rlkit.types import Completion, FinishReason, Picture, Trajectory
+from rlkit.rollout.groups import Sampler, joined_experts, joined_support
+from rlkit.types import Completion, FinishReason, Picture, Support, Trajectory
 
 
 class Turns:
@@ -65,7 +67,9 @@ class Turns:
             num_appended = len(self._appended)
             experts = joined_experts(self._now.experts, out.experts) if self._now.ids else out.experts
             images = (*self._now.later_images, *self._shown)
-            self._now = replace(self._now, experts=experts, later_images=images)
+            between = Support(np.zeros((num_appended, 0), np.int32), np.ones(num_appended, np.float32))
+            parts = (self._now.support, between, out.support) if self._now.ids else (between, out.support)
+            self._now = replace(self._now, experts=experts, later_images=images, support=joined_support(*parts))
             self._now.ids.extend([*self._appended, *out.ids])
             self._now.mask.extend([*[False] * num_appended, *[True] * len(out.ids)])
             self._now.logp.extend([*[0.0] * num_appended, *out.logp])

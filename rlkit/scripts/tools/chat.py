@@ -37,8 +37,8 @@ from rlkit.settings import Count, Needs, NotNegative, ParallelArgs, SamplingPara
 
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
-    "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "stop": list,
-    "stop_token_ids": list, "lora_rank": int | None, "ref_sync_steps": int, "adapter": str | None,
+    "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "min_p": int | float,
+    "stop": list, "stop_token_ids": list, "lora_rank": int | None, "ref_sync_steps": int, "adapter": str | None,
     "resize_embeddings": bool,
 }  # fmt: skip
 
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
     with template_errors():
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
     ends = (*ends, *saved.get("stop_token_ids", ()))
-    sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k") if n in options}
+    sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p") if n in options}
     stop = tuple(saved.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
     chat = Chat(tokenizer, data, SamplingParams(**sampling, stop=stop, stop_token_ids=ends), live)
     chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, keep_turns=True, seed=int.from_bytes(os.urandom(4)))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlkit.loops.evaluate import EvalSet
 
 _NEW = Range("a new folder", lambda path: not Path(path).exists())
-_KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k")  # of a run
+_KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # of a run
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Args:
     """nucleus sampling; None: the run's, else off"""
     top_k: CountOr0 | None = None
     """sample from the k most likely tokens; None: the run's, else off"""
+    min_p: Share | None = None
+    """sample from tokens with at least this share of the most likely token's probability; None: the run's, else off"""
     stop: tuple[str, ...] = ()
     """strings that end a turn, in addition to the model's own stop tokens"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)

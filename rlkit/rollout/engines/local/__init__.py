@@ -33,8 +33,8 @@ from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
-from rlkit.rollout.sampling import sample, uniforms
-from rlkit.types import Completion, Picture, Progress, SamplingParams, request_ids
+from rlkit.rollout.sampling import sample_kept, support_of, uniforms
+from rlkit.types import Completion, Picture, Progress, SamplingParams, Support, request_ids
 
 _U64 = 2**64 - 1
 # rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
@@ -47,6 +47,9 @@ class LocalEngine:
     One task steps the batch and yields to the event loop after each token. There are no threads and no clock: the
     same calls in the same order give the same bits. It serves one event loop at a time and can be used from one
     `asyncio.run` after another.
+
+    Under top-p, top-k and min-p each completion has its `support`; without `top_k` at most the 1,024 most likely tokens
+    are then kept.
 
     Args:
         model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
@@ -67,6 +70,7 @@ class LocalEngine:
     """
 
     positional_noise = True  # see `rlkit.rollout.stream.continue_aborted`
+    reports_support = True  # see `Completion.support`
 
     def __init__(
         self,
@@ -303,8 +307,8 @@ class LocalEngine:
         read = n - len(sources)
         batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
         self._decoder.reserve(max(batch, n), self._room(), keep=n)
-        truncated = bool((rows.top_p[:n] < 1).any() or rows.top_k[:n].any() or self._never)
-        if self._fused and not truncated:
+        limits = rows.limits()
+        if self._fused and not (limits or self._never):
             tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
             noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1)
             drawn = self._fused.draw(rows.token[:batch], rows.position[:batch], noise, tempered)
@@ -315,14 +319,17 @@ class LocalEngine:
             if sources:
                 self._decoder.copy(sources, range(read, n), int(rows.position[read:n].max()) + 1)
                 logits = torch.cat((logits, logits[sources]))
-            ids, logp = sample(
+            (ids, logp), kept = sample_kept(
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
                 temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
-                top_p=self._to(rows.top_p[:n]) if (rows.top_p[:n] < 1).any() else None,
-                top_k=self._to(rows.top_k[:n]) if rows.top_k[:n].any() else None,
+                **{name: self._to(x) for name, x in limits.items()},
                 never=self._never,
             )
+            truncated = [i for i, request in enumerate(rows.requests) if request.params.truncates]
+            support = support_of(kept[truncated]) if truncated else Support((), ())
+        for i, chosen, mass in zip(truncated, *support, strict=True):
+            rows.requests[i].support.append(Support(chosen[None], mass[None]))
         self._push(ids.cpu().numpy(), logp.cpu().numpy())
 
     def _push(self, ids: np.ndarray, logp: np.ndarray) -> None:

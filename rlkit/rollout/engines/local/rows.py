@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from rlkit.types import Completion, FinishReason, Picture, SamplingParams
+from rlkit.rollout.groups import joined_support
+from rlkit.types import Completion, FinishReason, Picture, SamplingParams, Support
+
+MAX_SUPPORT = 1024  # tokens that top-p and min-p keep at most, since each of them is recorded: 4 KB a sampled token
 
 
 class StopStrings:
@@ -69,6 +72,7 @@ class Request:
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    support: list[Support] = field(default_factory=list)
 
     @property
     def final_length(self) -> int:
@@ -87,7 +91,8 @@ class Request:
     def finish(self, reason: FinishReason, experts: Any = None) -> None:
         """Return the completion to the caller, unless it was cancelled."""
         if not self.future.done():
-            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts))
+            support = joined_support(*self.support) if self.params.truncates and self.ids else None
+            self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts, support))
 
 
 class Rows:
@@ -101,6 +106,7 @@ class Rows:
         self.temperature = np.ones(max_batch, np.float32)
         self.top_p = np.ones(max_batch, np.float64)
         self.top_k = np.zeros(max_batch, np.int64)
+        self.min_p = np.zeros(max_batch, np.float64)
         self.final = np.zeros(max_batch, np.int64)
 
     def __len__(self) -> int:
@@ -113,7 +119,16 @@ class Rows:
         params = request.params
         self.token[slot], self.position[slot] = request.prompt[-1], len(request.prompt) - 1
         self.seed[slot], self.final[slot] = request.seed, request.final_length
-        self.temperature[slot], self.top_p[slot], self.top_k[slot] = params.temperature, params.top_p, params.top_k
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            getattr(self, name)[slot] = getattr(params, name)
+        if params.truncates and not params.top_k:
+            self.top_k[slot] = MAX_SUPPORT
+
+    def limits(self) -> dict[str, np.ndarray]:
+        """Those of top-p, top-k and min-p that some row has on."""
+        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        off = {"top_p": 1}
+        return {k: x[: len(self)] for k, x in values.items() if (x[: len(self)] != off.get(k, 0)).any()}
 
     def push(
         self, ids: Int[np.ndarray, "n"], logp: Float[np.ndarray, "n"], version: int
@@ -130,7 +145,7 @@ class Rows:
         left = len(self.requests) - len(gone)
         targets = sorted(slot for slot in gone if slot < left)
         sources = [slot for slot in range(left, len(self.requests)) if slot not in gone]
-        for array in (self.token, self.position, self.seed, self.temperature, self.top_p, self.top_k, self.final):
+        for array in (x for x in vars(self).values() if isinstance(x, np.ndarray)):
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.requests[target] = self.requests[source]

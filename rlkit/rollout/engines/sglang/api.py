@@ -64,6 +64,7 @@ class SGLangApi:
         sampling: dict[str, Any] = {
             "max_new_tokens": longest,
             "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1,
+            "min_p": params.min_p,
             "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
             "no_stop_trim": True, "skip_special_tokens": False,
         }  # fmt: skip

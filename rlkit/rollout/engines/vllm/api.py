@@ -72,14 +72,14 @@ class VLLMApi:
         longest = max_new_tokens(prompt_ids, params, limits)
         if self._processed and params.truncates:
             raise ValueError(
-                "vLLM's log-probs would be those of the truncated distribution: sample without top_p and top_k, or "
-                "start the server without --logprobs-mode processed_logprobs"
+                "vLLM's log-probs would be those of the truncated distribution: sample without top_p, top_k and "
+                "min_p, or start the server without --logprobs-mode processed_logprobs"
             )
         if not self._processed and params.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
         sampling: dict[str, Any] = {
             "max_tokens": longest,
-            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": 0.0,
+            "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "stop_token_ids": list(params.stop_token_ids), "stop": list(params.stop),
             "include_stop_str_in_output": True, "detokenize": bool(params.stop), "logprobs": 0,
