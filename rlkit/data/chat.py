@@ -125,6 +125,7 @@ def opened_text(
     """
     begun = len(messages) > 1 and messages[-1].get("role") == "assistant"
     before = messages[:-1] if begun else messages
+    markup_of(tokenizer).refuse_first(before)
     text = render_text(tokenizer, before, add_generation_prompt=True, tools=tools, template_args=template_args)
     return text + beginning(messages[-1], text) if begun else text
 

@@ -118,6 +118,35 @@ class Markup:
             return first[0], first[1], ""
 
     @cached_property
+    def misopened(self) -> tuple[str, str] | None:
+        """The generation prompt, and what is written before an answer, where their words differ: the role, mostly."""
+        told = self._renders[1].rpartition(_SAID)[0] or _ASKED
+        both = self._renders[0].rpartition(_ASKED)[2], told.rpartition(_ASKED)[2]
+        first, second = (re.findall(r"\w+", REASONING.sub("", text)) for text in both)
+        return both if any(a != b for a, b in zip(first, second)) else None
+
+    @cached_property
+    def _takes_first(self) -> bool:
+        """Whether the template writes the first message as the system's, whatever its role: a lone question stands
+        where the system's text would, without the header that the user has after that."""
+        told = [{"role": "system", "content": _SAID}, {"role": "user", "content": _ASKED}]
+        try:
+            alone, both = self._renders[0], apply_template(self.tokenizer, told, opened=True)
+        except Exception:  # any of the template: it refuses the system's messages
+            return False
+        before, _, after = both.partition(_SAID)
+        last = [re.findall(r"\w+", text)[-1:] for text in (after.partition(_ASKED)[0], before)]
+        return alone.partition(_ASKED)[0] == before and bool(last[0]) and last[0] != last[1]
+
+    def refuse_first(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for a first message that the template would write as the system's and that is another's."""
+        if messages and messages[0].get("role") != "system" and self._takes_first:
+            raise ValueError(
+                f"the chat template writes the first message as the system's, and here it is the "
+                f"{messages[0].get('role')}'s: put a system message before it (--system-prompt), or change the template"
+            )
+
+    @cached_property
     def closing(self) -> str:
         """What the template writes after an answer; "" without a chat template."""
         return self._renders[1].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
@@ -291,7 +320,7 @@ class Markup:
             _log.warning("the tokenizer has no eos_token: texts end without a token, and train no stop")
 
     def report(self, source: str = "the chat template") -> None:
-        """Name, once, what the template leaves out: the end of an answer, and `bos`."""
+        """Name, once, what the template leaves out, the end of an answer and `bos`, and a wrong generation prompt."""
         if "template" in self.told or not getattr(self.tokenizer, "chat_template", None):
             return
         self.told.add("template")
@@ -309,6 +338,11 @@ class Markup:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there); %r ends it, in training "
                 "and in sampling", source, self.closing, self.end_text,
+            )  # fmt: skip
+        if self.misopened:
+            _log.warning(
+                "%s: opens a turn with %r but writes %r before an answer, so that what is trained is not what would be "
+                "sampled", source, *self.misopened,
             )  # fmt: skip
         before = self._renders[1].removeprefix(opened).partition(_SAID)[0]
         if self._renders[1].startswith(opened) and re.search(r"\w", REASONING.sub("", before)):

@@ -141,6 +141,10 @@ class Template:
                     f"names{role_fix([role])}"
                 )
         try:
+            markup_of(self.tokenizer).refuse_first(messages)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        try:
             return render_text(
                 self.tokenizer, messages, add_generation_prompt=opened, tools=self.tools, template_args=self.args
             )

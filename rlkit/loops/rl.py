@@ -90,7 +90,7 @@ async def rl(
     send = partial(publish, engine, partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype)))
     call = run_in_thread if rollouts.overlap or rollouts.max_age else run_inline  # pending samples are still scored
     with saving.open_training(schedule, start=start) as job:
-        note_task(job.run, task, schedule, penalties)
+        note_task(job.run, task, schedule, penalties, rollouts)
         samples = Samples(job.run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
         watch = Watch(job.run, task.prompts, tokenizer, skip=rollouts.skip_nan)
         leg, before = resumed_order(saved, task, rollouts, engine, start=first, say=job.run.say)
@@ -203,7 +203,7 @@ def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequ
     return mask_off_policy(groups, version=version) if rollouts.drop_off_policy else groups
 
 
-def note_task(run: Run, task: Task, schedule: Schedule, penalties: Penalties) -> None:
+def note_task(run: Run, task: Task, schedule: Schedule, penalties: Penalties, rollouts: Rollouts) -> None:
     """Note the numbers of rows for the report; report settings without effect."""
     run.note(rows=len(task.prompts), held_out={name: len(one.prompts) for name, one in task.held_out.items()})
     if task.held_out and not schedule.eval_steps:
@@ -211,6 +211,11 @@ def note_task(run: Run, task: Task, schedule: Schedule, penalties: Penalties) ->
     if penalties.ref_sync_steps > schedule.steps > 0:
         late = f"ref_sync_steps {penalties.ref_sync_steps} is above steps {schedule.steps}"
         run.say(f"the reference never moves: {late}")
+    one = rollouts.minibatches * rollouts.epochs == 1 or penalties.kl_in in ("reward", "advantage")
+    if penalties.ref_sync_steps == 1 and penalties.has_kl and one:
+        run.say(
+            "the KL is 0 from the first copy on: with ref_sync_steps 1 the reference is the policy before each update"
+        )
 
 
 def resumed_order(

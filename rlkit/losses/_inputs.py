@@ -15,6 +15,12 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_same_shape(**tensors)
     name, first = next(iter(tensors.items()))
     check_mask(mask, **{name: first})
+    data = tensors.get("advantages")
+    if name == "log_ratio" and data is not None and data.requires_grad and not first.requires_grad:
+        raise ValueError(
+            "advantages require a gradient and log_ratio does not: the order is (log_ratio, advantages), and "
+            "advantages that are computed from values need .detach()"
+        )
     return tuple(masked(upcast(x), mask) for x in tensors.values())
 
 

@@ -181,8 +181,9 @@ def read_pretrained(
         raise ValueError(f"model {str(path)!r}: {fault} ({len(mismatched)} differences in all)")
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
-    if not (embedding[:256].any() or embedding.any()):
-        raise ValueError(f"model {str(path)!r}: its embedding is 0 everywhere: copy or download its weights again")
+    for name, weight in (("embedding", embedding), ("head", getattr(head, "weight", embedding))):
+        if not (weight[:256].any() or weight.any()):
+            raise ValueError(f"model {str(path)!r}: its {name} is 0 everywhere: copy or download its weights again")
     if head is not None and hasattr(head, "weight"):
         untie(model.config, equal=head.weight is embedding, path=path)
     return model, info["missing_keys"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlkit._util.numbers import is_number, show
 from rlkit._util.ranks import distributed, on_all_ranks, reshard, world_size
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
@@ -34,12 +35,14 @@ def adamw(
     Reference: arXiv:1711.05101
     """
     groups = parameter_groups(model, weight_decay=weight_decay)
+    _check_numbers(lr=lr, eps=eps)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters in two groups, matrices and, without weight decay, vectors (norms, biases)."""
     check_is_model(model)
+    _check_numbers(weight_decay=weight_decay)
     reshard(model)
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
@@ -49,6 +52,13 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _check_numbers(**values: Any) -> None:
+    """TypeError for a value that is no number, such as text of a YAML file, where 1e-5 is text."""
+    for name, x in values.items():
+        if not isinstance(x, Tensor) and not is_number(x):
+            raise TypeError(f"{name} must be a number, got {show(x)}" + f"; use float({name})" * isinstance(x, str))
 
 
 def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.Optimizer:
@@ -100,6 +110,7 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
     of_ends = {id(p) for m in model.modules() for p in m.parameters(recurse=False) if isinstance(m, nn.Embedding)}
     of_ends |= {id(p) for name, p in model.named_parameters() if name.split(".")[-2:-1] in (["lm_head"], ["score"])}
     hidden, others = [], []
+    _check_numbers(lr=lr)
     for group in parameter_groups(model, weight_decay=weight_decay):
         inside = [p for p in group["params"] if p.ndim == 2 and id(p) not in of_ends]
         rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
@@ -158,7 +169,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float, model: 
     With a non-finite norm the step is skipped: parameters and states do not change, and `skipped_step` is 1. All ranks,
     pipeline stages included, use the same bits of the norm, so they skip together.
     Returns `grad_norm` (before clipping) and `skipped_step`. A process on its own warns where no parameter has a
-    gradient, as before the first `backward()`; among several ranks one may have none.
+    gradient, as before the first `backward()`; among several ranks one may have none. Without `model`, as in a loop of
+    your own, it also warns where all gradients of the first step are exactly 0.
 
     `model` is that of the parameters. Pipeline stages need it: two of them may hold a copy of a tied weight, whose
     gradients are summed first.
@@ -181,6 +193,13 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float, model: 
             stacklevel=3,  # past `no_grad`
         )
     size = float(norm)
+    if grads and size == 0 and model is None and not optimizer.state and not distributed():
+        warnings.warn(
+            "optimizer_step: every gradient is exactly 0, so nothing trains in this first step: either all advantages "
+            "are 0 (equal rewards in each group, or groups of one: group_ids), or the loss does not depend on the "
+            "model (old log-probs need .detach())",
+            stacklevel=3,
+        )
     finite = math.isfinite(size)
     if finite and grads:
         if size + 1e-6 > max_norm:  # a product with 1 would read and write all gradients for nothing

@@ -26,10 +26,15 @@ UNUSUAL = (
             "a distance from 1, so the ratio is never clipped below; 0.2 is 20%, and inf clips nothing"),
     Unusual("clip_high", lambda x, _: 10 <= x < inf,
             "a distance from 1, so only ratios above {above:g} are clipped; 0.2 is 20%, and inf clips nothing"),
+    Unusual("clip_low", lambda x, f: 0.7 <= x < 1 and f.get("loss") != "gmpo",
+            "a distance from 1, so only ratios below {off:.3g} are clipped; if it is the bound, give {off:.3g}"),
+    Unusual("clip_high", lambda x, f: 1 < x <= 1.5 and f.get("loss") != "gmpo",
+            "a distance from 1, so only ratios above {above:g} are clipped; if it is the bound, give {off:.3g}"),
     Unusual("temperature", lambda x, _: x > 5, "samples are close to random tokens; 0.6 to 1.2 is usual"),
     Unusual("tis_max_weight", lambda x, _: x < 1, "on-policy tokens, of ratio 1, get this weight too; 2 is usual"),
     Unusual("entropy_target", lambda x, f: x > f["uniform"], _ENTROPY),
     Unusual("entropy_limit", lambda x, f: x > f["uniform"], _ENTROPY),
+    Unusual("entropy_coef", lambda x, _: x < 0, "a negative bonus lowers the entropy; a positive one raises it"),
     Unusual("lr", lambda x, f: x > 0.01 and f.get("optimizer") == "adamw" and not (f.get("lora_rank") or f["adapter"]),
             "a step of AdamW changes each weight by about that much; 1e-6 to 1e-4 is usual for all weights"),
     Unusual("staleness", lambda x, _: x > 16,
@@ -43,16 +48,12 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
     for flag, where, says in UNUSUAL:
         x = values.get(flag)
         if x is not None and where(x, values):
-            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, says.format(above=1 + x, **values))
+            said = says.format(above=1 + x, off=abs(1 - x), **values)
+            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, said)
 
 
 def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:
-    """Log clip distances that are bounds of the ratio, and those that cannot act: with one optimizer step on a batch
-    every ratio is 1."""
-    low, high = loss.clip_low, loss.clip_high
-    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
-        said = "--clip-low %g --clip-high %g are distances from 1: the ratio is clipped to %g and %g"
-        _log.warning(said, low, high, 1 - low, 1 + high)
+    """Log clip distances that cannot act: with one optimizer step on a batch every ratio is 1."""
     flags = [f"--{x.replace('_', '-')}" for x in ("clip_low", "clip_high") if not is_default(loss, x)]
     if flags and rollouts.minibatches * rollouts.epochs == 1:
         _log.warning(

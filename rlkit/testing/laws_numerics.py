@@ -181,8 +181,11 @@ def _weighted_sum(s: Subject, case: Case, name: str, change: Tensor) -> Tensor:
 
 def _attached(s: Subject, case: Case, name: str) -> bool:
     """Whether the result depends on this argument according to autograd."""
-    leaf = case.streams[name].clone().requires_grad_()
-    return any(x.requires_grad for x in tensors(s(replaced(case, **{name: leaf}), whole=case)))
+    leaves = {k: x.clone().requires_grad_() for k, x in case.streams.items() if x.is_floating_point()}
+    outputs = [x.sum().double() for x in tensors(s(replaced(case, **leaves), whole=case)) if x.requires_grad]
+    if not outputs:
+        return False
+    return torch.autograd.grad(torch.stack(outputs).sum(), leaves[name], allow_unused=True)[0] is not None
 
 
 def _worst(x: Tensor) -> str:

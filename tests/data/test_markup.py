@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from families import FAMILIES, tokenizer_of
 
 from rlkit.agents.branches import Branches
-from rlkit.data.chat import end_of_turn_id, render, stop_token_ids
+from rlkit.data.chat import end_of_turn_id, opened_text, render, stop_token_ids
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.markup import markup_of
 from rlkit.data.prompts import Prompt, rl_prompts
@@ -676,6 +677,57 @@ def test_a_template_without_a_generation_prompt_is_named_once(tmp_path, caplog):
     for _ in range(2):
         rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
     assert caplog.text.count(r"the generation prompt lacks '<|im_start|>assistant\n'") == 1
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_generation_prompt_of_another_role_is_named_on_every_road(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    tokenizer.chat_template = f"{{% for m in messages %}}{TURN}{{% endfor %}}{OPENS.replace('assistant', 'user')}"
+    how, said = {"tokenizer": tokenizer, "max_example_tokens": 99}, {"prompt": "hi", "response": "4"}
+    line = r"opens a turn with '<|im_end|>\n<|im_start|>user\n' but writes '<|im_end|>\n<|im_start|>assistant\n' befo"
+    roads = (
+        lambda: rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99),
+        lambda: sft_examples([said], **how),
+        lambda: preference_pairs([{"prompt": "hi", "chosen": "4", "rejected": "5"}], **how),
+        lambda: labelled_examples([{"prompt": "hi", "completion": "4", "label": True}], **how),
+    )
+    for road in roads:
+        markup_of(tokenizer).told.clear()
+        caplog.clear()
+        road()
+        assert caplog.text.count(line) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
+def test_no_public_template_takes_another_role_for_its_own(name, tmp_path):
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    markup = markup_of(tokenizer)
+    assert markup.misopened is None
+    markup.refuse_first([user("hi")])
+
+
+def test_a_template_that_takes_any_first_message_for_the_systems_is_refused_without_one(tmp_path):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    first = "<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n"
+    tokenizer.chat_template = f"{first}{{% for m in messages[1:] %}}{TURN}{{% endfor %}}{OPENS}"
+    how, said = {"tokenizer": tokenizer, "max_example_tokens": 99}, [user("hi"), assistant("4")]
+    read = partial(rl_prompts, [{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    roads = (
+        read,
+        lambda: sft_examples([{"messages": said}], **how),
+        lambda: sft_examples([{"prompt": "hi", "response": "4"}], **how),
+        lambda: preference_pairs([{"prompt": "hi", "chosen": "4", "rejected": "5"}], **how),
+        lambda: labelled_examples([{"prompt": "hi", "completion": "4", "label": True}], **how),
+        lambda: opened_text(tokenizer, [user("hi")]),
+    )
+    for road in roads:
+        with pytest.raises(ValueError, match="writes the first message as the system's, and here it is the user's"):
+            road()
+    assert read(system_prompt="Count.")
+    assert opened_text(tokenizer, [{"role": "system", "content": "Count."}, user("hi")]).count("user") == 1
 
 
 def test_texts_without_any_end_are_named_once(tmp_path, caplog):

@@ -21,8 +21,9 @@ from rlkit.loops.reward_model import reward_model
 from rlkit.loops.rl import Task
 from rlkit.loops.sft import sft
 from rlkit.loops.updates import PolicyLoss
+from rlkit.losses import ppo_clip
 from rlkit.model.forward import Policy, make_policy, prepare_model, with_old_logp, with_ref_logp
-from rlkit.model.optim import adamw, optimizer_step
+from rlkit.model.optim import adamw, muon, optimizer_step
 from rlkit.packing import pack, split, with_advantages
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout import rollout
@@ -250,3 +251,29 @@ def test_an_optimizer_step_without_backward_warns_and_a_loop_without_a_signal_do
         Policy(model)(pack([[trajectory()]])).logp.sum().backward()
         optimizer_step(optimizer, max_norm=1.0)
         asyncio.run(call(grpo, model, tokenizer(), LocalEngine(model), group_size=2, **options))
+
+
+def test_gradients_of_exactly_zero_warn_in_the_first_step_of_an_own_loop():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(detached, **options):
+        logp = model(torch.ones(3, 2)).flatten()
+        ppo_clip(logp - (logp.detach() if detached else logp), torch.ones(3)).sum().backward()
+        optimizer_step(optimizer, max_norm=1.0, **options)
+
+    with pytest.warns(UserWarning, match=r"every gradient is exactly 0.*old log-probs need \.detach\(\)"):
+        step(detached=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(detached=True)
+        step(detached=False)  # no step without a signal later on
+
+
+@pytest.mark.parametrize("make", [adamw, muon])
+def test_a_learning_rate_as_text_is_refused(make):
+    model = small_model()
+    with pytest.raises(TypeError, match=r"^lr must be a number, got str '1e-5'; use float\(lr\)$"):
+        make(model, lr="1e-5")
+    with pytest.raises(TypeError, match=r"^weight_decay must be a number, got NoneType None$"):
+        make(model, lr=1e-5, weight_decay=None)

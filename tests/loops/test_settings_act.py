@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rlkit.advantages import whiten
 from rlkit.data.prompts import Prompt
 from rlkit.loops.grpo import grpo
 from rlkit.loops.ppo import ppo
+from rlkit.loops.rl import note_task
 from rlkit.model.heads import load_value_model
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
@@ -183,6 +185,19 @@ def test_a_clip_that_cannot_act_is_named(flags, steps, caplog):
     """With one optimizer step on a batch every ratio is 1."""
     warn_of_clip(Loss(**flags), Rollouts(epochs=steps))
     assert ("--clip-high: nothing is clipped" in caplog.text) == (bool(flags) and steps == 1)
+
+
+@pytest.mark.parametrize(
+    ("kl", "rollouts", "zero"),
+    [({}, {}, True), ({}, {"epochs": 2}, False), ({"kl_in": "reward"}, {"epochs": 2}, True),
+     ({"ref_sync_steps": 2}, {}, False), ({"kl_coef": 0.0, "ref_sync_steps": 0}, {}, False)],
+)  # fmt: skip
+def test_a_reference_that_is_always_the_policy_is_named(kl, rollouts, zero, tmp_path, capsys):
+    task, schedule = SimpleNamespace(prompts=[], held_out={}), Schedule(tmp_path, steps=3)
+    penalties = Penalties(**{"kl_coef": 0.5, "ref_sync_steps": 1} | kl)
+    run = SimpleNamespace(note=lambda **_: None, say=print)
+    note_task(run, task, schedule, penalties, Rollouts(**rollouts))
+    assert ("the KL is 0 from the first copy on: with ref_sync_steps 1" in capsys.readouterr().out) == zero
 
 
 def test_what_a_run_does_not_use_is_named_on_the_screen(tmp_path, capsys):

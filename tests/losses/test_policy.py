@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -252,6 +253,22 @@ def test_dro_is_the_policy_gradient_plus_a_quadratic_pull() -> None:
 def test_bad_options_are_named(name: str, options: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         getattr(losses, name)(torch.zeros(2), torch.ones(2), **options)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "dual_clip", "dppo", "gspo", "kimi15", "m2po", "kl_cov"])
+def test_exchanged_arguments_are_named(name: str) -> None:
+    """Advantages are data: what requires a gradient in their place is the log-ratio."""
+    whole = {"mask": None, "cu_seqlens": torch.tensor([0, 2])}
+    more = {
+        "dual_clip": {"clip_c": 3.0}, "dppo": {"old_logp": -torch.ones(2)}, "gspo": whole, "m2po": {"cutoff": 1.0},
+        "kimi15": whole | {"tau": 0.1}, "kl_cov": {"selected": torch.ones(2).bool(), "kl_coef": 1.0},
+    }  # fmt: skip
+    fn = partial(getattr(losses, name), **more.get(name, {}))
+    log_ratio, advantages = torch.zeros(2, requires_grad=True), torch.ones(2)
+    with pytest.raises(ValueError, match=r"the order is \(log_ratio, advantages\), and .* need \.detach\(\)"):
+        fn(advantages, log_ratio)
+    assert fn(log_ratio, advantages).requires_grad
+    assert not fn(log_ratio.detach(), advantages).requires_grad
 
 
 def test_bad_tensors_are_named() -> None:

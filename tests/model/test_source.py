@@ -280,6 +280,10 @@ OF_NAMES = {
         lambda w: {k: 0 * x for k, x in w.items()},
         "its embedding is 0 everywhere: copy or download its weights again",
     ),
+    "zeros of the head": (
+        lambda w: {k: 0 * x if k == "embed_out.weight" else x for k, x in w.items()},
+        "its head is 0 everywhere: copy or download its weights again",
+    ),
     "8 bits": (
         lambda w: {k: x.to(torch.float8_e4m3fn) for k, x in w.items()},
         " is F8_E4M3, quantized, and config.json has no quantization_config: load the bf16 or fp32 checkpoint",
