@@ -136,6 +136,14 @@ def test_small_batches_are_close_to_the_best_of_all_partitions():
     assert statistics.mean(ratios) < 1.02
 
 
+def test_two_sequences_are_swapped_where_no_single_move_helps():
+    """Longest first gives 70 and 50."""
+    lens = [30, 30, 20, 20, 20]
+    whole = packed([[n] for n in lens], prompt=1)
+    best = min(max(sum(part), sum(lens) - sum(part)) for k in range(5) for part in itertools.combinations(lens, k))
+    assert loads_of(whole, plan_microbatches(whole, max_tokens=100, ranks=2).bins) == [best, best]
+
+
 def test_the_loads_after_an_exchange_are_those_counted_anew():
     lens = balancing._Lens([5, 7, 4, 6, 9, 0], [0, 0, 1, 1, 2, -1], [10, 20, 40, 0])
 

@@ -57,6 +57,11 @@ def test_the_type_defines_the_reduction():
     assert not mean(torch.ones(2, requires_grad=True)).total.requires_grad
 
 
+@pytest.mark.parametrize("metric", [largest, smallest])
+def test_one_extreme_alone_is_read(metric):
+    assert finalize({"x": metric(torch.tensor([3.0]))}) == {"x": 3.0}
+
+
 def test_metrics_on_host_and_device_are_read_together():
     host, device = torch.ones(()), torch.ones((), device="meta")  # "meta" is a device without memory
     for values in ([host, device], [device, host]):

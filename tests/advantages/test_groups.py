@@ -207,6 +207,17 @@ def test_errors(name):
         apply(name, torch.ones(3), ids - 1, lengths)
 
 
+def test_rewards_of_two_axes_are_told_their_readings():
+    rewards = torch.arange(12.0).reshape(3, 4)
+    with pytest.raises(ValueError, match=r"\[3, 4\]; use (.*), rewards.sum\(1\) if it holds a sequence's") as refused:
+        A.group_centered(rewards, group_ids=torch.arange(3))
+    flat, ids = str(refused.value).partition("use ")[2].partition(" if a row is a group")[0].split(" and group_ids=")
+    got = A.group_centered(eval(flat), group_ids=eval(ids))
+    torch.testing.assert_close(got, (rewards - rewards.mean(1, keepdim=True)).flatten())
+    with pytest.raises(ValueError, match=r"use rewards.flatten\(\)$"):
+        A.group_centered(rewards[:, :1], group_ids=torch.arange(3))
+
+
 def test_limits():
     g = torch.Generator().manual_seed(4)
     r, ids = torch.randn(20, generator=g).double(), torch.randint(0, 4, (20,), generator=g)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import loops
 import torch
 from row import PACKED, WHOLE_BATCH, row
@@ -239,6 +241,24 @@ def trace_credit(outcome, answer_logp, cu_seqlens):
     return A.trace_credit(outcome, answer_logp, step_seq_ids=episode)
 
 
+def turn_lens(mask, cu_seqlens):
+    """The length of each turn at its first token."""
+    starts = A.turn_starts(mask, cu_seqlens=cu_seqlens)
+    return torch.zeros(mask.shape, dtype=torch.int64).masked_scatter(starts, A.turn_lens(mask, cu_seqlens=cu_seqlens))
+
+
+def walked(case: Case) -> torch.Tensor:
+    """The same by a walk over the tokens."""
+    mask, lens, first = case.mask.tolist(), [0] * case.num_tokens, 0
+    for begin, end in pairwise(case.cu_seqlens.tolist()):
+        for t in range(begin, end):
+            if mask[t]:
+                first = first if t > begin and mask[t - 1] else t
+                lens[first] += 1
+    return torch.tensor(lens, dtype=torch.int64)
+
+
+GAPS = {"padded_is_packed": "a masked token between two sampled ones starts a new turn"}
 OTHERS = [
     row(A.whiten, laws.scales(degree=0, names=("advantages",)), family=ESTIMATOR, options=EPS, skip=WHOLE_BATCH),
     row(
@@ -273,6 +293,19 @@ OTHERS = [
         call=turn_returns,
         streams={"rewards": Stream()},
         skip={"segment_isolation": "a turn is compared with those of the other episodes of its group"},
+    ),
+    row(
+        A.turn_starts,
+        laws.limit(lambda case: walked(case) > 0, note="it is a walk over the tokens"),
+        family=PACKED,
+        skip=GAPS,
+    ),
+    row(
+        A.turn_lens,
+        laws.limit(walked, note="it is a walk over the tokens"),
+        family=PACKED,
+        call=turn_lens,
+        skip=GAPS,
     ),
     row(
         A.trace_credit,

@@ -41,7 +41,7 @@ NO_MARGIN = {"margin": None}
 
 MARGINS = [
     preference(L.dpo, *MARGIN, streams=NO_MARGIN),
-    preference(L.dpo, *MARGIN, variant="a margin per pair"),
+    preference(L.dpo, laws.no_gradient_by("margin"), *MARGIN, variant="a margin per pair"),
     preference(L.dpo, *MARGIN, variant="smoothed", streams=NO_MARGIN, options={"label_smoothing": 0.2}, skip=OPTIMUM),
     preference(
         L.robust_dpo,

@@ -131,3 +131,9 @@ def test_errors_name_the_argument() -> None:
         L.minillm_advantages(logp, teacher_logp, mask=mask, cu_seqlens=cu, gamma=-0.5)
     with pytest.raises(TypeError, match="mask must be bool"):
         L.iw_opd_weights(logp, mask=mask.float(), cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("combine", [L.teacher_mixture, L.teacher_product])
+def test_combined_teachers_are_a_target(combine):
+    given = [torch.randn(2, 3, 5, requires_grad=True), torch.tensor([0.25, 0.75], requires_grad=True)]
+    assert not combine(*given).requires_grad

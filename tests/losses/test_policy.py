@@ -102,7 +102,7 @@ ROWS = {
     "dppo": Row(None, tv_c, {"delta_low": 0.03, "delta_high": 0.02, "max_weight": 4.0}, needs_old=True),
     "dppo_kl": Row(None, kl_c, {"delta_low": 0.02, "delta_high": 0.01, "max_weight": 4.0}, needs_old=True),
 }
-UNTABLED = {"dro", "gspo", "luspo", "gmpo", "vespo", "kimi15"}  # those of sequences: test_policy_seq.py
+UNTABLED = {"dft", "dro", "gspo", "luspo", "gmpo", "vespo", "kimi15"}  # those of sequences: test_policy_seq.py
 
 
 def grid(needs_old: bool) -> list[tuple[float, ...]]:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.sft import sft
 from rlkit.model.forward import prepare_model
-from rlkit.model.optim import make_optimizer, muon, optimizer_step, set_lr
+from rlkit.model.optim import cosine_lr, make_optimizer, muon, optimizer_step, schedule, set_lr
 from rlkit.run.folder import read_metrics
 from rlkit.settings import Optim, Schedule
 
@@ -132,3 +133,31 @@ def test_muon_refuses_a_part_of_a_matrix(size):
         return
     with pytest.raises(ValueError, match=r"muon: a rank holds a part of a matrix of shape \[32, 48\]"):
         muon(net, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (schedule("constant", lr=2.0, num_steps=8, warmup_steps=2), partial(lr_scheduler.ConstantLR, factor=1.0)),
+        (
+            schedule("linear", lr=2.0, num_steps=8, warmup_steps=2),
+            partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=6),
+        ),
+        (
+            schedule("cosine", lr=2.0, num_steps=8, warmup_steps=2),
+            partial(lr_scheduler.CosineAnnealingLR, T_max=6),
+        ),
+        (
+            partial(cosine_lr, lr=2.0, num_steps=8, warmup_steps=2, floor=0.25),
+            partial(lr_scheduler.CosineAnnealingLR, T_max=6, eta_min=0.5),
+        ),
+    ],
+)
+def test_after_the_warm_up_a_schedule_is_torchs_own(ours, theirs):
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=2.0)
+    after, want = theirs(optimizer), [1.0, 2.0]
+    for _ in range(7):
+        want.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        after.step()
+    assert [ours(step) for step in range(9)] == pytest.approx(want, abs=1e-9)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlkit.losses import corrections
 from rlkit.losses.corrections import kept_support
-from rlkit.rollout.sampling import sample, uniforms
+from rlkit.rollout.sampling import sample, support_of, uniforms
 
 MASK = 2**64 - 1
 
@@ -165,3 +165,9 @@ def test_the_token_is_that_of_the_whole_cdf(size):
         before = cdf[row, token] - p[row, token]
         assert p[row, token] > 0
         assert before - 1e-12 <= u[row] * cdf[row, -1] <= cdf[row, token] + 1e-12
+
+
+def test_the_support_has_the_kept_tokens_and_is_padded_with_minus_one():
+    ids, mass = support_of(torch.tensor([[0.0, 0.25, 0.5, 0.0], [0.0, 0.0, 0.0, 0.125]]))
+    assert [sorted(row) for row in ids.tolist()] == [[1, 2], [-1, 3]]
+    assert (ids.dtype, mass.tolist()) == (np.int32, [0.75, 0.125])
