@@ -28,6 +28,7 @@ from rlkit._util.text import keywords
 from rlkit.compat.actions import actions_of, show_observation
 from rlkit.compat.recognise import Published, RowsOf, kind_of, takes_prompt
 from rlkit.data.sources import Source
+from rlkit.rewards.failures import called
 from rlkit.rewards.load import load_object
 from rlkit.rollout.calling import takes
 
@@ -178,8 +179,6 @@ def environment_of(spec: str) -> Any:
 
 @cache
 def _of_place(spec: str) -> Any:
-    from rlkit.rewards.episodes import called
-
     foreign = load_object(spec)
     return called(lambda: resolved(foreign), foreign, spec)
 

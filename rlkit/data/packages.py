@@ -69,8 +69,8 @@ def reasoning_gym(
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size must be a whole number of at least 1, got {size!r}")
     first = (_HELD_OUT if held_out else 0) if seed is None else seed
-    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    data_source = f"reasoning_gym:{task}{given and f'({given})'}"
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    data_source = f"reasoning_gym:{task}{written and f'({written})'}"
     entries = gym_task(task, size=size, seed=first, **arguments)
     return ({"prompt": entry["question"], **entry, "data_source": data_source} for entry in entries)
 

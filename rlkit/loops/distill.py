@@ -203,8 +203,8 @@ def prompted(task: Task, prompt_of: Callable[[Prompt, Trajectory], Sequence[int]
     async def score(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
         group = group if task.score is None else await task.score(prompt, group)
         if prompt.images or any(t.continues or t.later_images for t in group):
-            what = "images" if prompt.images or any(t.later_images for t in group) else "an episode in several pieces"
-            raise ValueError(f"row {prompt.index + 1}: a prompt of the teacher's own does not suit {what}")
+            seen = "images" if prompt.images or any(t.later_images for t in group) else "an episode in several pieces"
+            raise ValueError(f"row {prompt.index + 1}: a prompt of the teacher's own does not suit {seen}")
         return [replace(t, info={**t.info, "teacher_prompt": [*prompt_of(prompt, t)]}) for t in group]
 
     async def unchanged(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:

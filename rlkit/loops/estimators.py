@@ -229,9 +229,9 @@ def _states(batch: Batch, turns: _Turns) -> Tensor:
     ids, after = [], -1
     for start, n, i, e in zip(starts, *(x.tolist() for x in (turns.lens, turns.seq_ids, turns.episode_ids))):
         first = after <= bounds[i]
-        shown = targets[max(after, bounds[i]) : start].tobytes()
+        before = targets[max(after, bounds[i]) : start].tobytes()
         prompt = (int(batch.prefix_ids[i]), int(batch.tokens[bounds[i]])) if first else (-1, -1)
-        ids.append(states.setdefault((int(turns.group_ids[e]), *prompt, shown), len(states)))
+        ids.append(states.setdefault((int(turns.group_ids[e]), *prompt, before), len(states)))
         after = start + n
     return torch.tensor(ids, dtype=torch.long, device=batch.targets.device)
 
@@ -279,8 +279,8 @@ def with_estimates(
 
 def compares_turns(advantage: Advantage) -> bool:
     """Whether an estimator asks for the loop's baseline, by an argument `baseline` that is None."""
-    given = inspect.signature(advantage).parameters.get("baseline")
-    return given is not None and given.default is None
+    parameter = inspect.signature(advantage).parameters.get("baseline")
+    return parameter is not None and parameter.default is None
 
 
 def _refuse_turn_rewards(batch: Batch) -> None:

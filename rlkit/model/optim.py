@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlkit._util.numbers import is_number, show
+from rlkit._util.numbers import show
 from rlkit._util.ranks import distributed, on_all_ranks, reshard, world_size
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
@@ -57,7 +57,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 def _check_numbers(**values: Any) -> None:
     """TypeError for a value that is no number, such as text of a YAML file, where 1e-5 is text."""
     for name, x in values.items():
-        if not isinstance(x, Tensor) and not is_number(x):
+        if not isinstance(x, Tensor | float | int):
             raise TypeError(f"{name} must be a number, got {show(x)}" + f"; use float({name})" * isinstance(x, str))
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from rlkit._util.extras import MissingExtra
 from rlkit.rewards.call import RewardError
-from rlkit.rewards.failures import fix_of, name_of, place_in
+from rlkit.rewards.failures import called, fix_of, name_of, place_in
 from rlkit.rollout.groups import Env, Prompt, Sampler, Score, pieces_of, sample_group
 from rlkit.types import Completion, Trajectory
-
-Made = TypeVar("Made")
 
 
 class EpisodeError(RewardError):
@@ -102,16 +99,3 @@ _OF_TURN = ("text", "ids", "finish_reason")  # of `rlkit.rollout.envs.chat.Turn`
 def made(make: Callable[[], Env], foreign: Any, spec: str) -> Env:
     """`make()`, which calls the user's factory or constructor; ValueError with file, line and fix if that fails."""
     return named(called(make, foreign, spec), foreign)
-
-
-def called(make: Callable[[], Made], foreign: Any, spec: str) -> Made:
-    """`make()`; ValueError with file, line and fix where the user's code in it fails."""
-    try:
-        return make()
-    except MissingExtra:
-        raise
-    except Exception as error:
-        if not (place := place_in(foreign, error)):
-            raise
-        fix = fix_of(foreign, error, None) or "correct it"
-        raise ValueError(f"`env` {spec}: {type(error).__name__}: {error}{place}; {fix}") from error

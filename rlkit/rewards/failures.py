@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlkit._util.extras import MissingExtra
 from rlkit.rewards.load import PRIVATE
 from rlkit.rewards.timeouts import TimedOut
 
+Made = TypeVar("Made")
 _PACKAGE = Path(__file__).parents[1]  # rlkit
 _NO_ALARM = (
     "turn its own alarm off (math_verify: parse(..., parsing_timeout=None), verify(..., timeout_seconds=None)) and use "
@@ -135,6 +137,19 @@ def _no_key(key: str, row: Mapping[str, Any] | None, line: str) -> str:
     if inner is not None:
         return f"the row's {inner} has no key {key!r}; keys found: {sorted(map(str, fields))}"
     return f"the row has no column {key!r}; columns found: {sorted(map(str, fields))}; rename one with --rename"
+
+
+def called(make: Callable[[], Made], foreign: Any, spec: str) -> Made:
+    """`make()`, of an environment; ValueError with file, line and fix where the user's code in it fails."""
+    try:
+        return make()
+    except MissingExtra:
+        raise
+    except Exception as error:
+        if not (place := place_in(foreign, error)):
+            raise
+        fix = fix_of(foreign, error, None) or "correct it"
+        raise ValueError(f"`env` {spec}: {type(error).__name__}: {error}{place}; {fix}") from error
 
 
 def lost_processes(function: Callable[..., Any], error: BaseException) -> str:

@@ -40,11 +40,11 @@ def function_of(flag: str, spec: str, *, load: Callable[[str], Any] | None = Non
 
     try:
         return (load or load_function)(spec)
-    except MissingExtra:
-        raise
     except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
         raise ValueError(f"`{flag}` {spec}: {error}") from None
     except ImportError as error:
+        if load is not None and isinstance(error, MissingExtra):  # which names the flag
+            raise
         raise ImportError(f"`{flag}` {spec}: {error}", name=error.name) from None
 
 
