@@ -172,13 +172,11 @@ def _takes_nothing(function: Any) -> bool:
     return takes(function) if named else takes(function) and not takes(function, "one")
 
 
+@cache
 def environment_of(spec: str) -> Any:
     """What `--env` names: `published`, or the object of FILE.py:NAME, `resolved`. Made once for each text."""
-    return published(spec) or _of_place(spec)
-
-
-@cache
-def _of_place(spec: str) -> Any:
+    if (made := published(spec)) is not None:
+        return made
     foreign = load_object(spec)
     return called(lambda: resolved(foreign), foreign, spec)
 

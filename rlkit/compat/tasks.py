@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.agents.endpoint import agent_env
+from rlkit.compat.games import seed_of
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.calls import BadCall, Call
 from rlkit.rollout.envs.chat import Chat, Turn
@@ -43,7 +44,7 @@ def openenv(
     server finds invalid is answered by "Error: ...", with reward 0, and the episode goes on. A server without a free
     session (CAPACITY_REACHED) is tried again for `wait_s` seconds, then TimeoutError.
 
-    The seed is the row's column `seed`, or the prompt's index. The reward is the sum of the steps' rewards (None counts
+    The seed is `seed_of` the prompt. The reward is the sum of the steps' rewards (None counts
     as 0; see `gym_env`, also for `token_rewards`). Checked against openenv-core 0.3.0.
     """
 
@@ -51,10 +52,9 @@ def openenv(
         held = SimpleNamespace(client=None)
 
         async def reset() -> str:
-            seed = prompt.row.get("seed", prompt.index)
             try:
                 async with asyncio.timeout(wait_s):
-                    while (result := await opened(seed)) is None:
+                    while (result := await opened(seed_of(prompt))) is None:
                         await asyncio.sleep(_PAUSE_S)
             except TimeoutError:
                 raise TimeoutError(_NO_SESSION.format(wait_s)) from None

@@ -141,8 +141,10 @@ def reinforce_pp(batch: Batch, bootstrap: Float[Tensor, "N"], *, gamma: float = 
 
 
 class _Turns(NamedTuple):
-    """The turns [S] of a batch: sampled tokens, sequence, episode, reward; groups and rewards of its episodes [E]."""
+    """The turns [S] of a batch: first token, sampled tokens, sequence, episode, reward; groups and rewards of its
+    episodes [E]."""
 
+    starts: Tensor
     lens: Tensor
     seq_ids: Tensor
     episode_ids: Tensor
@@ -160,7 +162,7 @@ class _Turns(NamedTuple):
 def _turns(batch: Batch) -> _Turns:
     """The terminal reward, which `pack` puts on the last action of each piece, counts at an episode's last turn."""
     lens = library.turn_lens(batch.mask, cu_seqlens=batch.cu_seqlens)
-    starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens)
+    starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens).nonzero().flatten()
     seq = seq_ids(batch.cu_seqlens, num_tokens=batch.num_tokens)[starts]
     first, episodes = is_first_piece(batch.episode_ids), batch.episode_ids.unique(return_inverse=True)[1]
     groups = batch.group_ids
@@ -173,7 +175,7 @@ def _turns(batch: Batch) -> _Turns:
     acts = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0
     of_turns = sum_per_seq(batch.token_rewards, cu_seqlens=batch.cu_seqlens) - batch.rewards.where(acts, 0.0)
     totals = batch.rewards + group_sum(of_turns, group_ids=batch.episode_ids)
-    return _Turns(lens, seq, episodes[seq], rewards, groups[first][order], totals[first][order])
+    return _Turns(starts, lens, seq, episodes[seq], rewards, groups[first][order], totals[first][order])
 
 
 def turn_returns(
@@ -223,11 +225,10 @@ def _states(batch: Batch, turns: _Turns) -> Tensor:
     """Equal ids for the turns of a group before which the same tokens were shown."""
     if batch.images is not None and any(batch.images[batch.prefix_cu.numel() - 1 :]):
         raise ValueError("gigpo compares the tokens of observations, and these show pictures: use turn_returns")
-    starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens).nonzero().flatten().tolist()
     targets, bounds = batch.targets.cpu().numpy(), batch.cu_seqlens.tolist()
     states: dict[tuple[int, int, int, bytes], int] = {}
     ids, after = [], -1
-    for start, n, i, e in zip(starts, *(x.tolist() for x in (turns.lens, turns.seq_ids, turns.episode_ids))):
+    for start, n, i, e in zip(*(x.tolist() for x in (turns.starts, turns.lens, turns.seq_ids, turns.episode_ids))):
         first = after <= bounds[i]
         before = targets[max(after, bounds[i]) : start].tobytes()
         prompt = (int(batch.prefix_ids[i]), int(batch.tokens[bounds[i]])) if first else (-1, -1)

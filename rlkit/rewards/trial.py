@@ -239,11 +239,11 @@ async def _elsewhere(
     as a policy writes it.
     """
     golds = {i: text for i, row in enumerate(islice(rows, _AMONG)) if i != index and (text := _text(gold_answer(row)))}
-    found = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
-    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *found] if i is not None}
-    own = gold_answer(rows[index])
-    if isinstance(own, float) and own.is_integer():
-        chosen[index] = f"{own:.0f}"
+    differing = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
+    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *differing] if i is not None}
+    gold = gold_answer(rows[index])
+    if isinstance(gold, float) and gold.is_integer():
+        chosen[index] = f"{gold:.0f}"
 
     async def fails(at: int, gold: str) -> str:
         texts = [form.format(text) for text in _answers(gold)]
