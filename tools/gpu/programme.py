@@ -80,7 +80,9 @@ def programmes(out: Path, *, rehearse: bool, smollm: str) -> dict[str, list[Stag
         flags = [x for pair in zip(names, size, strict=True) for x in pair]
         task = ("--data", "recipes/sums/train.jsonl", "--eval-data", "recipes/sums/test.jsonl", "--reward", REWARD)
         run = ("-m", "rlkit.scripts", "grpo", "--model", smollm, *task, "--lr", "1e-5", "--save-steps", "0", *flags)
-        return Stage(name, seconds, (*run, *more, "--output", str(out / name.replace(" ", "_"))))
+        folder = out / name.replace(" ", "_")
+        again = ("--resume",) if folder.exists() else ()  # a run that reached its limit
+        return Stage(name, seconds, (*run, *more, *again, "--output", str(folder)))
 
     few = ("--steps", "1", "--eval-limit", "4")
     demo = ("--hidden", "768", "--layers", "12", "--digits", "10", "--device", "cuda")
