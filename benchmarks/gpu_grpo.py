@@ -66,7 +66,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--checkpointing", action="store_true", help="rlkit: activation checkpointing")
     parser.add_argument("--compile", action="store_true", help="rlkit: compiled layers")
-    parser.add_argument("--profile", action="store_true", help="rlkit: one more update, by kernel, in profile.txt")
+    parser.add_argument("--profile", action="store_true", help="rlkit: two groups by kernel, in profile.txt")
     parser.add_argument("--rehearse", action="store_true", help="without a device: tiny shapes on the CPU")
     parser.add_argument("--out", type=Path, required=True, help="folder of grpo.jsonl")
     args = parser.parse_args()
@@ -183,7 +183,9 @@ def rlkit(args: argparse.Namespace) -> list[Row]:
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.profile:
-        profile(update, args.out)
+        few = pack(groups[:2])
+        few = with_streams(few, advantages=torch.randn(few.num_tokens, generator=draw))
+        profile(partial(update.func, few, **update.keywords), args.out)
     return rows
 
 

@@ -597,8 +597,9 @@ class ParallelArgs(Parallel):
     activation_checkpointing: bool = False
     """store only each layer's input, and recompute the rest in the backward"""
     reshard_after_forward: bool = True
-    """free each layer's gathered parameters after its forward and gather them again for its backward (ZeRO-3); off:
-    keep them from forward to backward (ZeRO-2), half of the gathers for the memory of all layers in `dtype`"""
+    """on several ranks free each layer's gathered parameters after its forward and gather them again for its backward
+    (ZeRO-3); off: keep them from forward to backward (ZeRO-2), half of the gathers for the memory of all layers in
+    `dtype`"""
     offload: bool = False
     """keep parameters, gradients and optimizer states in CPU memory"""
     compile: bool = False

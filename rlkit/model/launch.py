@@ -235,7 +235,7 @@ def make_deterministic(seed: int) -> None:
     where it has none; cuBLAS gets a workspace of fixed size, unless CUBLAS_WORKSPACE_CONFIG is set; Python, numpy and
     torch are seeded.
 
-    Limits: the same machine, versions and layout of ranks. Not yet run on a GPU. CPU runs are bit-reproducible anyway.
+    Limits: the same machine, versions and layout of ranks. CPU runs are bit-reproducible anyway.
     Reference: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -7,7 +7,7 @@ Terms of a training step, for `rlkit.model.parallelize(dtype=bf16)`:
     gathered     bf16 weights in use: two layers (one computing, one on its way; all of them without
                  `reshard_after_forward`; of experts, expert parallel ranks gather only their own), embedding and head;
                  in the backward also their gradients until they are summed: embedding and head in bf16, one layer in
-                 bf16 and fp32
+                 bf16 and fp32. On one rank, without offload, a bf16 copy of all weights, and the largest gradient
     activations  kept for the backward, by T / cp tokens. Each norm keeps an fp32 copy, because transformers computes it
                  in fp32. Tensor parallel cuts heads and hidden units, or the tokens of experts, not the residual
                  stream.
@@ -176,11 +176,14 @@ def stage_bytes(stage: Stage, layout: Layout, *, in_flight: int = 1) -> dict[str
     outside = stage.vocab_parameters / layout.tp
     layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
     in_use = min(2, stage.layers) if layout.reshard_after_forward else stage.layers
+    alone = layout.gpus == 1 and not layout.offload
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
     inputs = tokens * 2 * shape.hidden * stage.layers
     return {
         "states": 0.0 if layout.offload else 16 * stage.parameters / layout.cut,
-        "gathered": 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside,
+        "gathered": 2 * stage.parameters + 2 * outside
+        if alone
+        else 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside,
         "activations": in_flight * inputs + one if layout.checkpointing else in_flight * stage.layers * one,
         "loss": stage.last * (tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES),
     }

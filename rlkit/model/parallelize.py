@@ -4,9 +4,9 @@
     mesh = make_mesh(Parallel(shard=4, tp=2), device="cuda")
     model = load_parallel("Qwen/Qwen3-8B", mesh, dtype=torch.bfloat16, activation_checkpointing=True)
 
-The result is used like a model in one process: `rlkit.model.forward.forward`, `adamw`, `optimizer_step`. FSDP2 is
-applied even on one rank, so that parameters, optimizer states and checkpoints have one code path. Gradients are sums
-over ranks and micro-batches: the weights of the loss already hold the denominator of the whole batch.
+The result is used like a model in one process: `rlkit.model.forward.forward`, `adamw`, `optimizer_step`. On one rank a
+`WorkingCopy` takes the place of FSDP2, unless the parameters are offloaded. Gradients are sums over ranks and
+micro-batches: the weights of the loss already hold the denominator of the whole batch.
 
 Tensor parallelism follows the model's own plan, which transformers ships, as DTensor styles: column-parallel
 projections into heads and hidden units, row-parallel ones back, embedding and head cut along the vocabulary.
@@ -43,6 +43,7 @@ from rlkit.model.lora import (
 from rlkit.model.pretrained import NO_CODE, building, explained, load_config
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
+from rlkit.model.working_copy import WorkingCopy
 from rlkit.parallel.attention import recomputing
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
@@ -145,6 +146,7 @@ def parallelize(
         activation_checkpointing: keep only each layer's input, and recompute the layer in the backward.
         reshard_after_forward: free each layer's gathered parameters after its forward, and gather them again for its
             backward. False keeps them, in `dtype`, from forward to backward: one gather a micro-batch instead of two.
+            One rank keeps them in any case.
         offload: parameters, gradients and optimizer states live in CPU memory, and are copied layer by layer.
         compile: compile each layer, with attention as a graph break. Not with tensor parallelism.
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
@@ -178,21 +180,20 @@ def parallelize(
     if sizes.tp > 1:
         split_tensors(model, mesh)
     copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
+    alone = dist.get_world_size() == 1 and not offload
+    half = alone and not frozen and dtype != torch.float32
+    working = WorkingCopy(model, dtype=dtype, reduce_dtype=reduce_dtype) if half else None
+    again = recomputing if working is None else working.recomputing
     for layer in filter(_holds_any, _layers(model)):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": recomputing}
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": again}
             layer.forward = partial(checkpoint, layer.forward, **options)
-    sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies)
-    shard(
-        sharded,
-        mesh,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-        offload=offload,
-    )
+    sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies, working=working)
+    if not alone:
+        options = {"dtype": dtype, "reduce_dtype": reduce_dtype}
+        shard(sharded, mesh, reshard_after_forward=reshard_after_forward, offload=offload, **options)
     return sharded
 
 

@@ -1,8 +1,9 @@
-"""A model over many ranks: `ShardedModel` holds it with its mesh and dtype, and computes inside its forward."""
+"""A model over a mesh of ranks: `ShardedModel` holds it with its mesh and dtype, and computes inside its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlkit._util.ranks import reshard
+from rlkit.model.working_copy import WorkingCopy
 from rlkit.parallel.mesh import Mesh
 
 
@@ -17,7 +19,8 @@ class ShardedModel(nn.Module):
     """A transformers model that `parallelize` cut over `mesh`, and what belongs to it.
 
     It has the modules, parameters and names of the model, and its other attributes (`config`, `base_model`, ...). FSDP2
-    gathers and frees the root's parameters (norm, head) around `forward`, so `inside` runs its work as the forward.
+    gathers and frees the root's parameters (norm, head) around `forward`, so `inside` runs its work as the forward. A
+    `WorkingCopy` stands in for the parameters meanwhile.
 
     Attributes:
         mesh: the ranks that hold it.
@@ -25,10 +28,18 @@ class ShardedModel(nn.Module):
         copies: the first and the last pipeline stage, where both hold a copy of a tied weight; else None.
     """
 
-    def __init__(self, model: Any, mesh: Mesh, *, dtype: torch.dtype, copies: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        copies: dist.ProcessGroup | None = None,
+        working: WorkingCopy | None = None,
+    ) -> None:
         super().__init__()
         shared = {"_modules": model._modules, "_parameters": model._parameters, "_buffers": model._buffers}
-        vars(self).update(shared, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies)
+        vars(self).update(shared, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies, _working=working)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -38,7 +49,9 @@ class ShardedModel(nn.Module):
 
     def forward(self, *args: Any, work: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The model's own forward, or `work(self, *args)`."""
-        return vars(self)["_model"].forward(*args, **options) if work is None else work(self, *args)
+        working = vars(self)["_working"]
+        with nullcontext() if working is None else working.in_place():
+            return vars(self)["_model"].forward(*args, **options) if work is None else work(self, *args)
 
 
 def inside(model: Any, work: Callable[..., Any], *args: Any) -> Any:
@@ -81,5 +94,5 @@ def sync_gradients(model: Any, on: bool) -> None:
     While it is off, each rank accumulates whole gradients, which the next backward with it on sums. Off for all but the
     last micro-batch of a step saves communication, for the memory of a whole gradient per rank.
     """
-    if isinstance(model, ShardedModel):
+    if hasattr(model, "set_requires_gradient_sync"):  # on one rank there is nothing to sum
         model.set_requires_gradient_sync(on)

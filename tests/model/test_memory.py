@@ -60,6 +60,9 @@ def test_what_the_layout_changes():
     assert offloaded["states"] == 0
     (kept,) = step_bytes(large, replace(Layout(8), reshard_after_forward=False))
     assert kept["gathered"] - parts["gathered"] == 2 * (large.layers - 2) * large.layer_parameters
+    (alone,) = step_bytes(large, Layout(1))
+    ends = 2 * large.vocab * large.hidden
+    assert alone["gathered"] == 2 * large.parameters + 2 * ends  # a copy, and gradients of the ends
     (whole,), (shared,) = (step_bytes(experts, Layout(8, ep=ep)) for ep in (1, 8))
     assert whole["states"] == shared["states"]
     assert shared["gathered"] < 0.7 * whole["gathered"]

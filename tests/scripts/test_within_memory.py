@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def place(tmp_path):
-    """0.6 B weights: 8.9 GiB of states, and 1.1 for the engine's copy."""
+    """0.6 B weights: 8.9 GiB of states, 1.1 for the copy that computes, 1.1 for the engine's."""
     sizes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     config = Qwen3Config(
         hidden_size=1024, intermediate_size=3072, vocab_size=151_936, tie_word_embeddings=True, **sizes
@@ -33,7 +33,7 @@ def place(tmp_path):
     [
         (140, False, 16_384, ""),
         (40, True, 16_384, "memory: 0.6 B parameters on 40 GiB: activation checkpointing is on\n"),
-        (14, True, 8192, "activation checkpointing is on, --max-tokens is 8192 instead of 16384\n"),
+        (15, True, 8192, "activation checkpointing is on, --max-tokens is 8192 instead of 16384\n"),
     ],
 )
 def test_the_flags_follow_the_memory(place, capsys, gib, checkpointing, tokens, line):
