@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from rlkit._util.tensors import cumsum, upcast
+from rlkit.kernels.decode import block_sums
 from rlkit.losses.corrections import kept_support
 from rlkit.types import Support
 
@@ -107,12 +107,12 @@ def _inverse_cdf(p: Float[Tensor, "B V"], u: Float[Tensor, "B"]) -> Int[Tensor, 
     if p.shape[-1] <= _SMALL:
         cdf = cumsum(p, -1)
         return torch.searchsorted(cdf, _below(u[:, None] * cdf[:, -1:], cdf), right=True).clamp_(max=p.shape[-1] - 1)
-    blocks = F.pad(p, (0, -p.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    cdf = cumsum(blocks.sum(-1, dtype=torch.float64), -1)
+    cdf = cumsum(block_sums(p, block=_BLOCK), -1)
     target = _below(u[:, None] * cdf[:, -1:], cdf)
     block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)
     before = torch.where(block > 0, cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    inner = cumsum(blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0], -1)
+    at = block * _BLOCK + torch.arange(_BLOCK, device=p.device)
+    inner = cumsum(p.gather(-1, at.clamp(max=p.shape[-1] - 1)).masked_fill(at >= p.shape[-1], 0.0), -1)
     rest = _below((target - before).clamp_(min=0), inner)
     return (block * _BLOCK + torch.searchsorted(inner, rest, right=True)).clamp_(max=p.shape[-1] - 1)
 

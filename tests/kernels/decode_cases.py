@@ -101,6 +101,14 @@ def silu(device: str, dtype: torch.dtype, impl: str | None, width: int) -> None:
     close(decode.silu_mul(x, impl=impl), gate / (1 + (-gate).exp()) * up)
 
 
+def sums(device: str, dtype: torch.dtype, impl: str | None, width: int) -> None:
+    p = draw(3, width, device=device, dtype=torch.float32).softmax(-1)
+    want = [[math.fsum(row[i : i + 32]) for i in range(0, width, 32)] for row in p.tolist()]
+    got = decode.block_sums(p, block=32, impl=impl)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got.cpu(), torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
 CASES: dict[str, Callable[[str, torch.dtype, str | None], None]] = {
     **{
         f"rotation, {shape}, norm={n}": lambda d, t, i, shape=shape, n=n: rotation(d, t, i, shape, n)
@@ -114,4 +122,5 @@ CASES: dict[str, Callable[[str, torch.dtype, str | None], None]] = {
     },
     **{f"norm, {n}": lambda d, t, i, n=n: norm(d, t, i, n) for n in (96, 256)},
     **{f"silu, {n}": lambda d, t, i, n=n: silu(d, t, i, n) for n in (100, 1500)},
+    **{f"sums, {n}": lambda d, t, i, n=n: sums(d, t, i, n) for n in (30, 64, 700)},
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlkit.kernels import _triton
 from rlkit.kernels.decode import reference
 
-__all__ = ["add_rms_norm", "append_rotated", "attend_slots", "fits_kernels", "silu_mul"]
+__all__ = ["add_rms_norm", "append_rotated", "attend_slots", "block_sums", "fits_kernels", "silu_mul"]
 
 IMPLS = ("reference", "triton")
 HALF = (torch.bfloat16, torch.float16)
@@ -105,6 +105,15 @@ def silu_mul(x: Float[Tensor, "B 2I"], *, impl: str | None = None) -> Float[Tens
 
         return triton.silu_mul(x)
     return reference.silu_mul(x)
+
+
+def block_sums(p: Float[Tensor, "B V"], *, block: int, impl: str | None = None) -> Float[Tensor, "B N"]:
+    """Sums of `block` neighbours of each row in fp64, of the fewer ones that are left at its end too."""
+    if chosen(impl, p) == "triton":
+        from rlkit.kernels.decode import triton
+
+        return triton.block_sums(p, block=block)
+    return reference.block_sums(p, block=block)
 
 
 def chosen(impl: str | None, x: Tensor) -> str:

@@ -58,3 +58,12 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `rlkit.kernels.decode.silu_mul`."""
     gate, up = x.float().chunk(2, -1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def block_sums(p: Tensor, *, block: int) -> Tensor:
+    """See `rlkit.kernels.decode.block_sums`."""
+    whole = p.shape[-1] // block * block
+    sums = p[:, :whole].unflatten(-1, (-1, block)).sum(-1, dtype=torch.float64)
+    return (
+        torch.cat((sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), -1) if whole < p.shape[-1] else sums
+    )

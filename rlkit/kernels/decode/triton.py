@@ -26,6 +26,7 @@ MERGE = {"num_warps": 2}
 ROTATE = {"num_warps": 1}
 NORM = {"num_warps": 8}
 SILU = {"BLOCK": 1024, "num_warps": 4}
+SUMS = {"BLOCKS": 16, "num_warps": 4}
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 
@@ -261,3 +262,22 @@ def silu_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
     up = tl.load(x_ptr + row * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp2(-gate * LOG2_E)) * up
     tl.store(out_ptr + row * width + i, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def block_sums(p: Tensor, *, block: int) -> Tensor:
+    """See `rlkit.kernels.decode.block_sums`."""
+    rows, width = p.shape
+    count = triton.cdiv(width, block)
+    out = p.new_empty(rows, count, dtype=torch.float64)
+    with torch.cuda.device_of(p):
+        sums_kernel[(rows, triton.cdiv(count, SUMS["BLOCKS"]))](p.contiguous(), out, width, count, SIZE=block, **SUMS)
+    return out
+
+
+@triton.jit
+def sums_kernel(p_ptr, out_ptr, width, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Some neighbouring blocks of one row. SIZE is a power of two."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = i[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    p = tl.load(p_ptr + row * width + at, mask=at < width, other=0.0)
+    tl.store(out_ptr + row * count + i, tl.sum(p.to(tl.float64), 1), mask=i < count)
