@@ -22,6 +22,7 @@ _MARK = re.compile(r"<\w+>|.{1,30}[:#>=]\s*")  # a constant after which a functi
 _SAID = re.compile(r"\b(?:answer|result)(?: is|:)\s+(.+?)[.\s]*\Z", re.IGNORECASE)
 _CHOICE = re.compile(r"\(?([A-J])[.):]\s+\S")
 _WITH_UNIT = re.compile(r"([$€£]?-?\d[\d.,/]*)\s+[^\W\d]+\.?")
+_CAPTURES = re.compile(r"\((?:\?P<\w+>)?[.\\\[-]")  # a text that is a regular expression
 _TOKEN = re.compile(  # of a regular expression: what it captures, what may be missing, any text, blanks, a character
     r"(?P<group>\((?:\?P<\w+>)?(?!\?)(?:\\.|\[(?:\\.|[^]])*\]|[^()\\])*\)[?*+]*)|(?P<none>\(\?[a-z]+\)|\(\?:[^()]*\)[?*]|"
     r"\\[AZb]|[\^$?])|(?P<any>(?:\.|\[\\s\\S\]|\[\^[^]]*\])[*+]\??)|(?P<blank>\\s[*+]?\??)|\\(?P<char>.)"
@@ -34,11 +35,11 @@ def forms_of(function: Callable[..., Any]) -> list[str]:
     forms, keys = [*FORMS], [text for text in texts if isinstance(text, str) and text.isidentifier()]
     for text in texts:
         pattern = text if isinstance(text, re.Pattern) else None
-        if pattern or "(" in text:
+        if pattern or _CAPTURES.search(text):
             forms += _of_pattern(pattern or text)
         elif _MARK.fullmatch(text) and not text.startswith("</"):
-            mark = _escaped(text.rstrip())
-            forms.append(f"{mark}{{0}}</{mark[1:]}" if mark.startswith("<") else f"{mark} {{0}}")
+            mark, close = _escaped(text.rstrip()), f"</{text[1:]}"
+            forms += [f"{mark}{{0}}{close}", f"{mark}1{close}{{0}}"] if mark.startswith("<") else [f"{mark} {{0}}"]
     forms += [_escaped(json.dumps(dict.fromkeys(keys, "\0")).replace("\\u0000", "\0"))] * bool(keys)
     return [*{form.format("7"): form for form in forms}.values()]
 
@@ -58,7 +59,7 @@ def _of_pattern(pattern: str | re.Pattern[str]) -> list[str]:
         compiled = re.compile(pattern, 0 if isinstance(pattern, re.Pattern) else re.DOTALL)
         text = _TOKEN.sub(text_of, compiled.pattern)
         found = compiled.search(text.replace("\0", "7"))
-    except (re.error, TypeError):
+    except (re.error, TypeError, OverflowError):
         return []
     return [_escaped(text)] if found and "7" in found.groups() else []
 

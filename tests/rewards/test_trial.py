@@ -193,6 +193,8 @@ RIGHT = {
     "a tag of its own": (f"{TAG}return float(bool(m) and m[1] == row['answer'])", PARIS),
     "a tag of its own, after the gold answer": (f"gold = row['answer']\n{TAG}return float(bool(m) and m[1] == gold)", PARIS),
     "a mark of its own": ("gold = row['answer']\nreturn float(completion.split('Final answer:')[-1].strip() == gold and ':' in completion)", ROWS),
+    "after a tag of its own": (
+        "gold = row['answer']\nreturn float('<steps>' in completion and completion.split('</steps>')[-1].strip() == gold)", PARIS),
     "a key of its own": (
         "gold = row['answer']\ntry:\n    return float(json.loads(completion)['result'] == gold)\n"
         "except (ValueError, TypeError, KeyError):\n    return 0.0", PARIS),
