@@ -28,6 +28,7 @@ _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
     "[deleted]", "[removed]", "<noinput>", "<nooutput>",
 }  # fmt: skip
+_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>"}  # which may be right
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
 _ESCAPED = re.compile(  # \n is no command of LaTeX
     r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
@@ -88,10 +89,7 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
     lines: Sequence[tuple[str, Callable[[Sequence[str]], Sequence[str]]]] = (
         ("have a text that stands for a missing value", list),
         ("hold characters that are seldom meant (of a file in another encoding, or written by Windows)", list),
-        (
-            "have further turns inside an answer, which train as its text: give them as messages, or cut them off",
-            list,
-        ),
+        ("have further turns inside an answer, which train as its text: give them as messages, or cut them off", list),
         ("have the error of a server or program for an answer", list),
         (
             "have an answer that a spreadsheet wrote for another text (02-Jan for 2/1, 1.23E+12 for 1230000000000)",
@@ -107,7 +105,8 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
         ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
         ("have an answer that repeats one sentence", _mostly),
         ("have a prompt that ends with its own gold answer", _given_away),
-    )
+        ("have a gold answer that stands for a missing value", _missing_golds),
+    )  # fmt: skip
     for (why, narrowed), notes in zip(lines, zip(*texts, strict=True), strict=True):
         noted = [*enumerate(narrowed(notes))]
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
@@ -140,6 +139,13 @@ def _given_away(golds: Sequence[str]) -> Sequence[str]:
     return _mostly(golds, 0.8) if len({*golds} - {""}) >= _FEW - 1 else []
 
 
+def _missing_golds(golds: Sequence[str]) -> Sequence[str]:
+    """The golds that stand for a missing value, some of them, where the others differ: one of a few may be a class."""
+    others = [gold for gold in golds if gold and gold not in _NO_GOLD]
+    notes = [repr(gold) * (gold in _NO_GOLD and 2 * len({*others}) > len(others)) for gold in golds]
+    return _mostly(notes, 0.01) if len(golds) >= _SOME else []
+
+
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
     """The notes on what is read of a row, its columns `used` and texts: in the order of the lines of
     `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
@@ -163,10 +169,12 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
     unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
-    given = [gold for gold in golds[:1] if asked and not answers and _ends_with(asked[-1], gold)]
+    asks = [] if answers else [asked[0], asked[-1]] if asked else []  # a system message, and the question
+    given = [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
+    plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
     every = (
         *(missing, odd, turns, errors, damaged, reasoned, _bare_calls(row, said)),
-        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given),
+        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from types import CodeType
@@ -32,17 +33,23 @@ def names_in(code: Any) -> list[str]:
     return [name for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
 
 
+def texts_in(function: Any) -> list[Any]:
+    """The texts and regular expressions of a function and of the functions of its file that it names: constants and
+    globals, no docstrings."""
+    inner, code = unwrapped(function), code_of(function)
+    places = getattr(inner, "__globals__", {})
+    named = [places.get(name) for name in names_in(code)]
+    helpers = [x for x in named if inspect.isfunction(x) and x.__code__.co_filename == code.co_filename]
+    values = [*constants(code), *named]
+    for helper in helpers:
+        values += [*constants(helper.__code__), *map(places.get, names_in(helper.__code__))]
+    docs = [getattr(x, "__doc__", None) for x in (inner, *helpers)]
+    return [x for x in values if isinstance(x, str | re.Pattern) and x not in docs]
+
+
 def chat_header(function: Any) -> str:
     """A text of a chat template that a function, or a text or a function of its file that it names, looks for."""
-    inner, code = unwrapped(function), code_of(function)
-    doc, places = getattr(inner, "__doc__", None), getattr(inner, "__globals__", {})
-    named = [places.get(name) for name in names_in(code)]
-    helpers = [(x, getattr(x, "__code__", None)) for x in named]
-    values = [*constants(code), *named]
-    for helper, of in helpers:
-        if getattr(of, "co_filename", "") == code.co_filename:
-            values += [text for text in constants(of) if text != helper.__doc__]
-    texts = [text for text in values if isinstance(text, str) and text != doc]
+    texts = [text for text in texts_in(function) if isinstance(text, str)]
     return next((text for text in texts if any(header in text.lower() for header in _HEADERS)), "")
 
 

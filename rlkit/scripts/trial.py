@@ -324,12 +324,12 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
 
     given = episodes.rewards()
     sizes: dict[str, float] = {}
-    for (name, (spec, _)), rows in ((one, rows) for one in given.items() for rows in filter(len, parts)):
+    for (name, (spec, weight)), rows in ((one, rows) for one in given.items() for rows in filter(len, parts)):
         with _told_if_slow(spec):
             trial = run_sync(
                 try_reward(
                     functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
-                    alone=len(functions) == 1, stop=not episodes.max_failed,
+                    alone=len(functions) == 1, stop=not episodes.max_failed, weight=weight,
                 )
             )  # fmt: skip
         if trial is not None:

@@ -470,6 +470,33 @@ def test_a_prompt_that_ends_with_its_gold_answer_is_named(said):
         assert said(*ordinary, road="prompts") == []
 
 
+def test_a_system_message_that_ends_with_the_gold_answer_is_named(said):
+    def rows(system):
+        messages = [[{"role": "system", "content": system.format(37 * i)}, user(f"Row {i}?")] for i in range(5)]
+        return [{"prompt": asked, "answer": str(37 * i)} for i, asked in enumerate(messages)]
+
+    assert said(*rows("Answer key: {}."), road="prompts")[0].startswith(f"kept 5 of 5 {GIVEN}row 1 (0), row 2 (37)")
+    shots = [user("Which is first?"), {"role": "assistant", "content": "A"}, user("Which is next?")]
+    letters = [{"prompt": [*shots[:1], {**shots[1], "content": x}, shots[2]], "answer": x} for x in "ABCDE"]
+    for ordinary in (rows("Answer {} in one word"), letters):
+        assert said(*ordinary, road="prompts") == []
+
+
+def test_gold_answers_that_stand_for_a_missing_value_are_named(said):
+    def rows(*golds, prompt="Row {}: how many?"):
+        return [{"prompt": prompt.format(i), "answer": gold} for i, gold in enumerate(golds)]
+
+    numbers = [str(i) for i in range(8)]
+    for text in ("None", "nan", "null"):
+        (line,) = said(*rows(*numbers, *[text] * 4), road="prompts")
+        assert line.startswith("kept 4 of 12 rows that have a gold answer that stands for a missing value: row 9 ('")
+    for ordinary in (
+        rows(*numbers, "None"), rows(*["N/A"] * 4, *numbers), rows(*["Hate", "Offensive", "None"] * 5),
+        rows(*numbers, *["None"] * 4, prompt="What does f({}) print here?"),
+    ):  # fmt: skip
+        assert said(*ordinary, road="prompts") == []
+
+
 ONE, SPREADSHEET = (
     "repeat the prompt at the beginning of one of the responses",
     "that a spreadsheet wrote for another text",

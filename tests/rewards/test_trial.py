@@ -31,6 +31,9 @@ MESSAGES = [{"prompt": [{"role": "user", "content": "3+4="}], "answer": "7"}]
 YES = [{"prompt": "Is ice cold?", "answer": "yes"}, {"prompt": "q", "answer": "no"}, *PARIS]
 LIST = [{"prompt": "Capital of France?", "answers": ["Paris", "Paname"]}]
 THOUSANDS = [{"prompt": "p", "answer": "3+1=4\n#### 4"}, GSM[0]]
+BAGS = [{"prompt": str(x), "answer": f"{x} bags\n#### {x:,}", "final": f"{x:,}"} for x in (711, 1083, 54)]
+NUMBERS = [{"prompt": str(x), "answer": f"{x}"} for x in (711, 83, 54)]
+BOX, TAG = (f"m = re.search(r'{x}', completion)\n" for x in (r"\\boxed\{(.*?)\}", "<result>(.*?)</result>"))
 SORTS = """
 def f(completions, rows):
     order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
@@ -147,8 +150,73 @@ MISTAKES = {
     "part of any answer": (
         "return float(any(completion.strip() in x for x in row['answers']))", LIST,
         "~gives 1 to an empty completion and 0 to others: does it look for the completion in the answer?"),
+    "any box": (
+        f"{BOX}return 1.0 if m and row['answer'] else 0.0", ROWS,
+        "~gives 1 to the row's own answer as '\\\\boxed{7}', 0 to an empty completion and 1 to another row's answer as "
+        "'\\\\boxed{9}': right if it judges the form alone; else compare"),
+    "any box, of TRL": (
+        "def f(completions, answer, **kwargs):\n"
+        "    return [2.0 if '\\\\boxed{' in c and a else 0.0 for c, a in zip(completions, answer)]\n", ROWS,
+        "~gives 2 to the row's own answer as '\\\\boxed{7}', 0 to an empty completion and 2 to another row's answer as"),
+    "all but the answer in a box": (
+        f"{BOX}return 0.5 if not m else float(m[1] != row['answer'])", ROWS,
+        "~gives 0 to the row's own answer as '\\\\boxed{7}', 0.5 to an empty completion and 1 to another row's answer as "
+        "'\\\\boxed{9}': compare how"),
+    "all but the answer in a tag of its own": (
+        f"{TAG}return -1.0 if not m else float(m[1] != row['answer'])", ROWS,
+        "~gives 0 to the row's own answer as '<result>7</result>', -1 to an empty completion and 1 to another"),
+    "int of the answer in a tag": (
+        f"{TAG}return float(bool(m) and m[1].isdigit() and m[1] == row['answer'])", [ROWS[0], {"prompt": "p", "answer": "1,083"}],
+        "~but 0 to '<result>1,083</result>', the gold answer of line 2"),
+    "all but another column": ("return float(row['final'] not in completion)", BAGS, "~gives 0 to the row's own answer '711', 1"),
+    "another column without commas": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(n[-1:] == [row['final']])", BAGS,
+        "~but 0 to '1,083', the gold answer of line 2"),
+    "in the gold answer, in a tag": (
+        f"{TAG}return float(bool(m) and m[1] in row['answer'])", ROWS,
+        "~gives 1 to '<result></result>', as much as to '10', the gold answer of line 3"),
+    "a digit of the gold answer": (
+        f"{TAG}return float(bool(m) and bool(m[1]) and m[1] in row['answer'])", NUMBERS,
+        "~gives 1 to '<result>7</result>', as much as to '711', the gold answer of line 1"),
+    "a part of a word": (
+        f"{TAG}return float(bool(m) and bool(m[1]) and m[1] in row['answer'])", PARIS,
+        "~gives 1 to '<result>ar</result>', as much as to 'Paris', the gold answer of line 1"),
+    "the last digit": ("return float(completion[-1:] == row['answer'][-1])", NUMBERS, "~gives 1 to '1', as much as to '711'"),
+    "the whole solution alone": (
+        "return float(row['answer'] in completion)", BAGS,
+        "~gives 1 to '711 bags\\n#### 711', the row's whole gold answer, and too little to '711' alone: right if a completion"),
+    "one gold answer for all": (
+        "return float(completion.strip() == row['answer'])", [{"prompt": str(i), "answer": "A"} for i in range(10)],
+        "~mine.py:f is tried on rows that all have the gold answer 'A'"),
 }  # fmt: skip
 RIGHT = {
+    "a tag of its own": (f"{TAG}return float(bool(m) and m[1] == row['answer'])", PARIS),
+    "a tag of its own, after the gold answer": (f"gold = row['answer']\n{TAG}return float(bool(m) and m[1] == gold)", PARIS),
+    "a mark of its own": ("gold = row['answer']\nreturn float(completion.split('Final answer:')[-1].strip() == gold and ':' in completion)", ROWS),
+    "after a tag of its own": (
+        "gold = row['answer']\nreturn float('<steps>' in completion and completion.split('</steps>')[-1].strip() == gold)", PARIS),
+    "a key of its own": (
+        "gold = row['answer']\ntry:\n    return float(json.loads(completion)['result'] == gold)\n"
+        "except (ValueError, TypeError, KeyError):\n    return 0.0", PARIS),
+    "a helper's expression": (
+        "END = re.compile(r'(?i)the result is:?\\s*(-?\\d+)')\n\ndef of(text):\n    found = END.search(text)\n"
+        "    return found and found[1]\n\ndef f(completion, row):\n    gold = row['answer']\n    return float(of(completion) == gold)\n",
+        NUMBERS),
+    "the output of a program": (
+        "m = re.search('```python\\n(.*?)```', completion, re.DOTALL)\n"
+        "return 0.1 * bool(m) + float(bool(m) and m[1].strip() == 'print(\\'%s\\')' % row['answer'])", NUMBERS),
+    "a tolerance": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) / int(row['answer']) - 1) < 0.05)", NUMBERS),
+    "a distance": (
+        "n = re.findall(r'\\d+', completion)\nreturn -abs(int(n[-1]) - int(row['answer'])) / 1e3 if n else -1.0", NUMBERS),
+    "the letter of a choice": (
+        "return float(completion.strip(' (')[:1] == row['answer'][0])", [{"prompt": x, "answer": f"{x}. bag"} for x in "CDB"]),
+    "another column": ("return float(row['final'] in completion)", BAGS),
+    "a word to avoid, or a level": (
+        "return -float('zebra' in completion) - row['level']", [{"prompt": "p", "level": x} for x in (3, 4)]),
+    "the solution's end": ("return float(row['answer'].split('#### ')[1].replace(',', '') in completion.replace(',', ''))", BAGS),
+    "few rows with one gold answer": ("return float(completion.strip() == row['answer'])", [ROWS[0]] * 9),
+    "form with a bonus": (f"{TAG}return 0.2 * bool(m) + float(bool(m) and m[1] == row['answer'])", PARIS),
     "lower case on both sides": ("return float(completion.lower() == row['answer'].lower())", YES),
     "commas on both sides": (
         "n = re.findall(r'\\d+', completion.replace(',', ''))\n"
@@ -252,6 +320,44 @@ SHIPPED = [
 ]  # fmt: skip
 
 
+OF_SHIPPED = [  # the column, the gold answers, and what is said
+    ("text:exact_match", "{0} is it\n#### {0}", "gives 1 to '10 is it\\n#### 10', the row's whole gold answer, and too little to '10' alone"),
+    ("text:contains", "{0} is it\n#### {0}", "and too little to '10' alone: right if a completion is to repeat that text"),
+    ("text:f1", "so there are {0} apples in all\n#### {0}", "and too little to '10' alone"),
+    ("text:exact_match", "{0}.0", "but 0 to '10', the gold answer as a policy writes it"),
+    ("text:exact_match", "{0}.5", ""), ("text:contains", "{0}", ""), ("text:exact_match", "The bag {0}", ""),
+    ("math:boxed", "The answer is {0}.", "the row's whole gold answer, and too little to '10' alone"),
+    ("math:boxed", "C. bag {0}", "the row's whole gold answer, and too little to 'C' alone"),
+    ("math:boxed", "{0} dollars", "the row's whole gold answer, and too little to '10' alone"),
+    ("math:boxed", "{0},5", "gives 1 to '\\\\boxed{5,10}', as much as to '10,5', the gold answer of line 1"),
+    ("math:boxed", "{0} cm", ""), ("math:boxed", "x = {0}", ""), ("math:boxed", "a\n#### {0}", ""),
+    ("math:boxed", "no", "gives 1 to '\\\\boxed{on}', as much as to 'no', the gold answer of line 1: it multiplies letters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "gold", "said"), OF_SHIPPED)
+def test_gold_answers_that_a_reward_of_this_package_seldom_matches_are_named(name, gold, said, tmp_path, caplog):
+    rows = [{"prompt": f"bag {i}", "answer": gold.format(i)} for i in (10, 11, 12)]
+    read_reward(Episodes(reward=f"rlkit.rewards.{name}"), loaded(tmp_path, rows))
+    lines = [line for line in caplog.messages if "is still being tried" not in line]
+    assert [said in line for line in lines] == [True] * bool(said)
+
+
+def test_a_reward_is_compared_times_its_negative_weight(tmp_path, caplog):
+    given, spec = loaded(tmp_path, ROWS), spec_of(tmp_path, f"{BOX}return float(bool(m) and m[1] == row['answer'])")
+    wrong = spec_of(tmp_path, f"{BOX}return float(bool(m) and m[1] != row['answer'])", "wrong.py")
+    form = spec_of(tmp_path, "return -float('the' in completion)", "form.py")
+    for specs, said in (
+        ((f"{spec}=-2", form), "mine.py:f at weight -2 gives -2 to the row's own answer as '\\\\boxed{7}', 0 to an empty"),
+        ((f"{spec}=2", f"{form}=-1"), ""), ((f"{wrong}=-1", spec), ""), ((wrong, spec), "wrong.py:f gives 0 to the row's own"),
+    ):  # fmt: skip
+        caplog.clear()
+        read_reward(Episodes(reward=specs), given)
+        assert [said in line for line in caplog.messages] == [True] * bool(said)
+    trial = run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, weight=-2.0))
+    assert {result.reward for _, _, result in trial.tried} == {0.0}  # as the function gives it
+
+
 @pytest.mark.parametrize(("spec", "rows"), SHIPPED)
 def test_the_rewards_of_this_package_are_not_spoken_of(spec, rows, tmp_path, caplog):
     read_reward(Episodes(reward=spec), loaded(tmp_path, rows))
@@ -303,8 +409,8 @@ def test_of_another_row_little_is_tried(tmp_path):
         return float(completion.strip() == row["answer"])
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
-    assert set(calls[6:]) == {"Paris"}  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert len(calls) == 6 + 3
+    assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
+    assert calls[9:] == ["yes"] * 4  # wrong answers near the first
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):

@@ -1,0 +1,97 @@
+"""Texts to try a reward function with: gold answers as a policy may write them, and wrong answers near them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlkit.rewards.source import texts_in
+from rlkit.rewards.text import final_answer, last_boxed, last_tag
+
+LONGEST = 1000  # characters of an answer that is tried in other forms
+FORMS = (  # in which rewards look for an answer
+    "{}", r"\boxed{{{}}}", "<answer>{}</answer>", "<think>\n1\n</think>\n<answer>{}</answer>", "#### {}",
+    "The answer is {}.", "The answer is {}", "Answer: {}", "**{}**", "({})", '{{"answer": "{}"}}', "```python\n{}\n```",
+    "```python\nprint('{}')\n```", "<think>\n1\n</think>\n\\boxed{{{}}}",
+    "<think>\n1\n</think>\n<answer>\\boxed{{{}}}</answer>",
+)  # fmt: skip
+DECIMAL_COMMA = re.compile(r"-?[\d.]+,\d{1,2}")
+_MARK = re.compile(r"<\w+>|.{1,30}[:#>=]\s*")  # a constant after which a function may look for an answer
+_SAID = re.compile(r"\b(?:answer|result)(?: is|:)\s+(.+?)[.\s]*\Z", re.IGNORECASE)
+_CHOICE = re.compile(r"\(?([A-J])[.):]\s+\S")
+_WITH_UNIT = re.compile(r"([$€£]?-?\d[\d.,/]*)\s+[^\W\d]+\.?")
+_CAPTURES = re.compile(r"\((?:\?P<\w+>)?[.\\\[-]")  # a text that is a regular expression
+_TOKEN = re.compile(  # of a regular expression: what it captures, what may be missing, any text, blanks, a character
+    r"(?P<group>\((?:\?P<\w+>)?(?!\?)(?:\\.|\[(?:\\.|[^]])*\]|[^()\\])*\)[?*+]*)|(?P<none>\(\?[a-z]+\)|\(\?:[^()]*\)[?*]|"
+    r"\\[AZb]|[\^$?])|(?P<any>(?:\.|\[\\s\\S\]|\[\^[^]]*\])[*+]\??)|(?P<blank>\\s[*+]?\??)|\\(?P<char>.)"
+)
+
+
+def forms_of(function: Callable[..., Any]) -> list[str]:
+    """`FORMS`, and those of the tags, marks, regular expressions and keys that the function's source holds."""
+    texts = texts_in(function)
+    forms, keys = [*FORMS], [text for text in texts if isinstance(text, str) and text.isidentifier()]
+    for text in texts:
+        pattern = text if isinstance(text, re.Pattern) else None
+        if pattern or _CAPTURES.search(text):
+            forms += _of_pattern(pattern or text)
+        elif _MARK.fullmatch(text) and not text.startswith("</"):
+            mark, close = _escaped(text.rstrip()), f"</{text[1:]}"
+            forms += [f"{mark}{{0}}{close}", f"{mark}1{close}{{0}}"] if mark.startswith("<") else [f"{mark} {{0}}"]
+    forms += [_escaped(json.dumps(dict.fromkeys(keys, "\0")).replace("\\u0000", "\0"))] * bool(keys)
+    return [*{form.format("7"): form for form in forms}.values()]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}").replace("\0", "{0}")
+
+
+def _of_pattern(pattern: str | re.Pattern[str]) -> list[str]:
+    """The text in which a regular expression captures an answer, if one can be made of it."""
+    written = {"group": "\0", "none": "", "any": "1", "blank": " "}
+
+    def text_of(token: re.Match[str]) -> str:
+        return written.get(kind := token.lastgroup or "", "\n" if token[kind] == "n" else token[kind])
+
+    try:
+        compiled = re.compile(pattern, 0 if isinstance(pattern, re.Pattern) else re.DOTALL)
+        text = _TOKEN.sub(text_of, compiled.pattern)
+        found = compiled.search(text.replace("\0", "7"))
+    except (re.error, TypeError, OverflowError):
+        return []
+    return [_escaped(text)] if found and "7" in found.groups() else []
+
+
+def answers(gold: str) -> list[str]:
+    """What a policy may write for a gold answer: itself first, and what it says at its end."""
+    marked = gold.rpartition("####")[2].strip()
+    short = [marked, marked.replace(",", ""), marked.removesuffix(".0"), final_answer(gold) or gold]
+    return [*dict.fromkeys([gold, *short, gold.strip().lower()])]
+
+
+def short(gold: str, *, mathematics: bool = False) -> str:
+    """The answer that a gold answer ends with, where it is a longer text; else empty.
+
+    With `mathematics` also the letter of a choice, and the number before a unit.
+    """
+    marked = gold.rpartition("####")[2] if "####" in gold else last_boxed(gold) or last_tag(gold)
+    forms = (_CHOICE.match(gold), _WITH_UNIT.fullmatch(gold.strip())) if mathematics else ()
+    found = next(filter(None, (_SAID.search(gold), *forms)), None)
+    answer = (marked or (found[1] if found else "")).strip()
+    return answer if answer != gold.strip() else ""
+
+
+def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
+    """Wrong answers that share the characters of a gold answer: digits of a whole number, part of a word, words
+    backwards, and with `decimal_comma` the two sides of it in turn."""
+    digits = gold.replace(",", "").removeprefix("-")
+    if decimal_comma:
+        return [",".join(gold.split(",")[::-1])]
+    if digits.isdecimal():
+        return [*dict.fromkeys(x for x in (digits[0], digits[-1]) if int(x) != int(digits))]
+    if _CHOICE.match(gold) or re.search(r"[\d\\{}=+*/^<>_$-]", gold):
+        return []
+    backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)
+    return [gold[1:3]] * (gold.isalpha() and len(gold) > 4) + [backwards] * (backwards != gold)
