@@ -256,6 +256,8 @@ def _as_ids(name: str, x: object, like: Tensor | None) -> str:
 def _shape_fix(a: tuple[str, Tensor], b: tuple[str, Tensor]) -> str:
     """For the error about two unequal shapes: the call that converts one of them, if it follows from the shapes."""
     (small, x), (large, y) = sorted((a, b), key=lambda named: (named[1].ndim, named[1].numel()))
+    if x.ndim == 0:
+        return f"; use {small}.expand_as({large})"
     if x.ndim == y.ndim == 1:
         return f"; if {small} has one value per sequence, use broadcast_to_tokens({small}, cu_seqlens=cu_seqlens)"
     if x.ndim == 1 and x.shape == y.shape[:1]:
