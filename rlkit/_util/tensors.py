@@ -229,8 +229,18 @@ def check_call(name: str, function: object, call: str) -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether reading values is free of a device sync: on the CPU, outside compilation."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values can be read without a device sync: on the CPU, outside compilation and torch.func transforms."""
+    return x.device.type == "cpu" and not traced()
+
+
+def traced() -> bool:
+    """Whether torch.compile or torch.export records this call, or torch.func transforms it: no value can be read."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def transformed() -> bool:
+    """Whether this call is inside torch.func.grad, vmap or another transform: no custom operator, no checkpoint."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _describe(x: object) -> str:
