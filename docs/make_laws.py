@@ -18,9 +18,9 @@ sys.path.insert(0, str(DOCS.parent / "tests" / "laws"))
 
 import mutants_losses  # noqa: E402
 import mutants_other  # noqa: E402
-from table import NOT_COMPILED, ROWS, SECTIONS  # noqa: E402
+from table import ROWS, SECTIONS, TRANSFORMS  # noqa: E402
 
-from rlkit.testing import Result, laws  # noqa: E402
+from rlkit.testing import Result  # noqa: E402
 from rlkit.testing.check import ESTIMATOR, GROUP_BASELINE, LOSS, PACKED, SURROGATE, WEIGHT  # noqa: E402
 
 MUTANTS = [*mutants_losses.MUTANTS, *mutants_other.MUTANTS]
@@ -85,9 +85,18 @@ function does not take (`mask`, `cu_seqlens`, `group_ids`) does not apply.
 
 {exceptions}
 
-`torch.compile(fullgraph=True)` compiles every row (in the nightly tests) except:
+## torch.compile, torch.func and torch.export
 
-{not_compiled}
+The last four laws hold for every row, in values and gradients, except for these. Tests check all rows (`vmaps` in each
+run, the others nightly), and that each exception indeed fails.
+
+{transforms}
+
+Checks of values (log-probs above 0, a count that is too small, decreasing bounds) run on CPU tensors outside of these
+transforms. `vmap` is over the streams and the mask of batches that share `cu_seqlens` and `group_ids` (`in_dims=None`):
+batches of other layouts are packed into one. Inside `torch.func` the traces take log2(T) passes over the stream, and
+nothing is checkpointed: `linear_logp` and the divergences store all logits. An exported program calls operators of
+rlkit: import `rlkit.kernels.linear_scan` and `rlkit.kernels.linear_logp` where it is loaded.
 
 ## Mutants
 
@@ -100,7 +109,7 @@ Each wrong variant fails the law in its row, which holds for the original.
 def statements() -> Iterator[str]:
     """One line per law, in the order in which rows name them."""
     seen: dict[str, str] = {}
-    for law in [*(x for row in ROWS for x in row.laws), laws.compiles()]:
+    for law in [*(x for row in ROWS for x in row.laws), *TRANSFORMS]:
         name = "limit" if law.name.startswith("limit: ") else law.name
         seen.setdefault(name, law.statement if name == law.name else "In a stated limit, it equals another function.")
     for name, statement in seen.items():
@@ -141,6 +150,13 @@ def exceptions() -> Iterator[str]:
         yield f"| {law} | {', '.join(f'`{n}`' for n in names)} | {reason} |"
 
 
+def transforms() -> Iterator[str]:
+    """The rows that a transform of torch does not take, with the reasons."""
+    yield f"| function | {' | '.join(law.name for law in TRANSFORMS)} |\n|---{'|---' * len(TRANSFORMS)}|"
+    for name in dict.fromkeys(name for exceptions in TRANSFORMS.values() for name in exceptions):
+        yield f"| `{name}` | {' | '.join(exceptions.get(name, 'holds') for exceptions in TRANSFORMS.values())} |"
+
+
 def mutants() -> Iterator[str]:
     """One line per wrong variant."""
     yield "| function | mistake | caught by |\n|---|---|---|"
@@ -159,7 +175,7 @@ def page() -> str:
         families="\n".join(families()),
         table="\n".join(table()).rstrip(),
         exceptions="\n".join(exceptions()),
-        not_compiled="\n".join(f"- `{name}`: {reason}" for name, reason in NOT_COMPILED.items()),
+        transforms="\n".join(transforms()),
         mutants="\n".join(mutants()),
     )
 

@@ -120,8 +120,8 @@ def num_dominating(points: Float[Tensor, "M K"]) -> Int[Tensor, "M"]:
     no_worse = torch.ones(points.shape[0], points.shape[0], dtype=torch.bool, device=points.device)
     better = torch.zeros_like(no_worse)
     for x in columns:
-        no_worse &= x[:, None] >= x
-        better |= x[:, None] > x
+        no_worse = no_worse & (x[:, None] >= x)
+        better = better | (x[:, None] > x)
     return (no_worse & better).sum(0)
 
 

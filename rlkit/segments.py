@@ -35,6 +35,7 @@ from rlkit._util.tensors import (
     check_same_device,
     check_tensor,
     masked,
+    transformed,
     upcast,
 )
 from rlkit.types import Batch
@@ -90,7 +91,7 @@ def sum_per_seq(
     check_float(x=x)
     check_mask(mask, x=x)
     check_cu_seqlens(cu_seqlens, x=x)
-    return torch.segment_reduce(masked(upcast(x), mask), "sum", offsets=cu_seqlens, initial=0, unsafe=True)
+    return sum_between(masked(upcast(x), mask), cu_seqlens)
 
 
 def seq_count(mask: Bool[Tensor, "T"], *, cu_seqlens: Int[Tensor, "N1"]) -> Int[Tensor, "N"]:
@@ -134,8 +135,15 @@ def _by_group(x: Tensor, group_ids: Tensor) -> Tensor:
     ids = group_ids[order]
     rank = torch.cat([ids.new_zeros(min(1, ids.numel())), (ids[1:] != ids[:-1]).cumsum(0)])
     bounds = torch.searchsorted(rank, torch.arange(x.numel() + 1, device=x.device))
-    sums = torch.segment_reduce(x[order], "sum", offsets=bounds, initial=0, unsafe=True)
-    return torch.empty_like(x).index_copy(0, order, sums[rank])
+    return torch.empty_like(x).index_copy(0, order, sum_between(x[order], bounds)[rank])
+
+
+def sum_between(x: Float[Tensor, "T"], bounds: Int[Tensor, "N1"]) -> Float[Tensor, "N"]:
+    """The sum of x from each bound to the next."""
+    if transformed():  # torch.func has no rule for segment_reduce
+        ids = torch.searchsorted(bounds[1:].contiguous(), torch.arange(len(x), device=x.device), right=True)
+        return x.new_zeros(len(bounds) - 1).index_add(0, ids, x)
+    return torch.segment_reduce(x, "sum", offsets=bounds, initial=0, unsafe=True)
 
 
 def is_first_piece(episode_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:

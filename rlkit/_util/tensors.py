@@ -229,8 +229,18 @@ def check_call(name: str, function: object, call: str) -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether reading values is free of a device sync: on the CPU, outside compilation."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values can be read without a device sync: on the CPU, outside compilation and torch.func transforms."""
+    return x.device.type == "cpu" and not traced()
+
+
+def traced() -> bool:
+    """Whether torch.compile or torch.export records this call, or torch.func transforms it: no value can be read."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def transformed() -> bool:
+    """Whether this call is inside torch.func.grad, vmap or another transform: no custom operator, no checkpoint."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _describe(x: object) -> str:
@@ -256,6 +266,8 @@ def _as_ids(name: str, x: object, like: Tensor | None) -> str:
 def _shape_fix(a: tuple[str, Tensor], b: tuple[str, Tensor]) -> str:
     """For the error about two unequal shapes: the call that converts one of them, if it follows from the shapes."""
     (small, x), (large, y) = sorted((a, b), key=lambda named: (named[1].ndim, named[1].numel()))
+    if x.ndim == 0:
+        return f"; use {small}.expand_as({large})"
     if x.ndim == y.ndim == 1:
         return f"; if {small} has one value per sequence, use broadcast_to_tokens({small}, cu_seqlens=cu_seqlens)"
     if x.ndim == 1 and x.shape == y.shape[:1]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from rlkit._util.tensors import check_count, check_float, check_ids, check_log_probs, check_not_negative, masked, upcast
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids
+from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids, sum_between
 
 __all__ = [
     "gpg",
@@ -269,7 +269,7 @@ def _sorted_groups(rewards: Tensor, group_ids: Tensor) -> _Sorted:
     _check_rewards(rewards, group_ids)
     by_reward = torch.argsort(rewards, stable=True)
     order = by_reward[torch.argsort(group_ids[by_reward], stable=True)]
-    ids = group_ids[order]
+    ids = group_ids.sort().values  # those of `order`
     first, stop = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
     sorted_rewards = rewards[order].double()
     rank = torch.arange(ids.numel(), device=ids.device) - first
@@ -353,7 +353,7 @@ def _minus_weighted_mean(x: Tensor, weights: Tensor, keys: Tensor, mask: Tensor)
     first = torch.where(new, index[:-1], 0).cummax(0).values
 
     def run_sum(y: Tensor) -> Tensor:
-        return torch.segment_reduce(y, "sum", offsets=bounds, initial=0, unsafe=True)[run]
+        return sum_between(y, bounds)[run]
 
     weights = torch.where(run_sum(weights) <= 0, mask.to(x.dtype), weights)
     x = masked(x - x[first], mask)  # equal values become exact zeros

@@ -24,6 +24,7 @@ from rlkit._util.tensors import (
     cumsum,
     masked,
     readable,
+    traced,
     upcast,
 )
 from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, check_positive, prepared
@@ -319,10 +320,10 @@ def _ranked_support(
     """`kept_support` of top-p and top-k."""
     every = torch.ones(p.shape[0], dtype=torch.bool, device=p.device)  # rows that keep all
     if top_p is not None:
-        every &= top_p >= 1
+        every = every & (top_p >= 1)
     if top_k is not None:
-        every &= top_k == 0
-    size = min(FIRST_RANKED, p.shape[-1])
+        every = every & (top_k == 0)
+    size = p.shape[-1] if traced() else min(FIRST_RANKED, p.shape[-1])
     while True:  # a sort of the whole vocabulary costs more than all else of sampling
         ranked = p.topk(size, dim=-1).values
         num = _num_kept(ranked, top_p=top_p, top_k=top_k)
@@ -349,4 +350,4 @@ def _num_kept(
     if top_k is not None:
         rank = torch.arange(ranked.shape[-1], device=ranked.device)
         keep &= (rank < top_k[:, None]) | (top_k == 0)[:, None]
-    return keep.sum(-1).clamp_(min=1)
+    return keep.sum(-1).clamp(min=1)

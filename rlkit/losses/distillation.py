@@ -53,6 +53,7 @@ from rlkit._util.tensors import (
     check_same_shape,
     masked,
     readable,
+    transformed,
     upcast,
 )
 from rlkit.advantages.traces import discounted_returns
@@ -244,6 +245,8 @@ def by_rows(rows: Callable[..., Tensor], *tensors: Tensor, chunk_size: int, mask
 
     split = [x.reshape(shape.numel(), x.shape[-1]).split(chunk_size) for x in tensors]
     chunks = zip(row_mask.reshape(-1).split(chunk_size), *split)
+    if transformed():  # saved-tensor hooks do not exist there: the memory of all chunks
+        return torch.cat([one_chunk(*chunk) for chunk in chunks]).reshape(shape)
     out = [checkpoint(one_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return torch.cat(out).reshape(shape)
 

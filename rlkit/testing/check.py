@@ -16,6 +16,7 @@ from rlkit.testing import laws_numerics as numerics
 from rlkit.testing import laws_policy as policy
 from rlkit.testing import laws_preference as preference
 from rlkit.testing import laws_structure as structure
+from rlkit.testing import laws_transforms as transforms
 from rlkit.testing.cases import Case
 from rlkit.testing.law import Law, report, sample
 from rlkit.testing.subject import Subject, subject, tensors
@@ -242,7 +243,7 @@ def _check(
     max_examples: int,
     out: TextIO | None,
 ) -> Report:
-    wanted = [*laws, numerics.compiles()] if compile else list(laws)
+    wanted = [*laws, transforms.compiles()] if compile else list(laws)
     returned = _as_returned(s)
     results = examine(returned, wanted, skip=skip, max_examples=max_examples)
     if returned is not s:  # report the reduction once, by the law `shape`, and check the other laws on the number

@@ -13,6 +13,7 @@ from rlkit.testing import (
     laws_policy,
     laws_preference,
     laws_structure,
+    laws_transforms,
 )
 from rlkit.testing.law import Law, law, near, same
 from rlkit.testing.laws_controllers import *
@@ -24,6 +25,7 @@ from rlkit.testing.laws_objectives import *
 from rlkit.testing.laws_policy import *
 from rlkit.testing.laws_preference import *
 from rlkit.testing.laws_structure import *
+from rlkit.testing.laws_transforms import *
 
 __all__ = [
     "Law",
@@ -39,4 +41,5 @@ __all__ = [
     *laws_policy.__all__,
     *laws_preference.__all__,
     *laws_structure.__all__,
+    *laws_transforms.__all__,
 ]

@@ -1,21 +1,19 @@
-"""Numerical laws: precision, finiteness, derivatives, purity, compilation."""
+"""Numerical laws: precision, finiteness, derivatives, purity."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy, just
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from rlkit.testing.cases import Case, cast, replaced
-from rlkit.testing.law import Law, law, near, own_cases, same
+from rlkit.testing.law import Law, law, own_cases, same
 from rlkit.testing.strategies import cases
 from rlkit.testing.subject import Subject, random_upstream, run, tensors
 
-__all__ = ["compiles", "detached", "differentiable", "dtypes", "finite", "gradcheck", "no_gradient_by", "pure"]
+__all__ = ["detached", "differentiable", "dtypes", "finite", "gradcheck", "no_gradient_by", "pure"]
 
 
 def _untouched_cases(s: Subject) -> SearchStrategy[Case]:
@@ -117,23 +115,6 @@ def no_gradient_by(*names: str) -> Law:
                 raise AssertionError(f"the result has a gradient w.r.t. {name}")
 
     return no_gradient_by
-
-
-def compiles(*, backend: str = "aot_eager") -> Law:
-    """The law that `torch.compile(fullgraph=True)` gives the same results and gradients."""
-
-    @law(draw=lambda s: just(fixed_case(s)))
-    def compiles(s: Subject, case: Case) -> None:
-        """It compiles as one graph, with the same results and gradients."""
-        torch.compiler.reset()
-        fn: Callable[..., Any] = torch.compile(s.fn, fullgraph=True, backend=backend)
-        eager, compiled = run(s, case), run(replace(s, fn=fn), case)
-        for x, y in zip(compiled.outputs, eager.outputs, strict=True):
-            near(x, y, "the compiled result")
-        for name, g in eager.grads.items():
-            near(compiled.grads[name], g, f"the compiled gradient w.r.t. {name}")
-
-    return compiles
 
 
 def fixed_case(s: Subject, *, lens: tuple[int, ...] = (3, 0, 1, 4), seed: int = 0) -> Case:

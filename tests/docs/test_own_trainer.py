@@ -16,8 +16,9 @@ REWARDS = [1.0, 0.0, 0.5, 1.0]
 
 @pytest.fixture(scope="module")
 def scope():
-    names = {}
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    """Without the blocks inside of a trainer, which tests/examples runs."""
+    names, page = {}, re.sub(r"## TRL\n.*(?=## torch.compile)", "", PAGE, flags=re.DOTALL)
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, names)
     return names
 
@@ -54,6 +55,22 @@ def test_sft_loss_from_hidden_states(scope):
                 terms.append((logits.exp().sum().log() - logits[label]).item())
     assert len(terms) == 5
     assert scope["sft_loss"].item() == pytest.approx(sum(terms) / 5, rel=1e-5)
+
+
+def test_gradients_of_each_sample(scope):
+    for i in range(2):
+        weight = scope["weight"].clone().requires_grad_()
+        logits = scope["hidden"][i, :-1] @ weight.T
+        logp = logits.log_softmax(-1)[torch.arange(3), scope["targets"][i]]
+        (want,) = torch.autograd.grad(-logp[scope["trainable"][i]].sum(), weight)
+        torch.testing.assert_close(scope["per_sample"][i], want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_derivative_by_lambda(scope):
+    """A_0 = d_0 + lam d_1 + lam^2 d_2 of the first row, of three tokens with V = 0.5 and reward 1 at the end."""
+    deltas = [0.0, 0.0, 0.5]
+    for lam, got in zip([0.0, 0.5, 0.95], scope["by_lambda"].tolist(), strict=True):
+        assert got == pytest.approx(deltas[1] + 2 * lam * deltas[2], abs=1e-6)
 
 
 def test_the_error_on_the_page_is_the_one_that_is_raised():

@@ -1,9 +1,11 @@
 """examples/in_transformers.py: the losses equal those from full logits, for any split of a step into batches."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
+from snippets import blocks, run
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 
@@ -80,6 +82,25 @@ def test_sft_equals_the_trainers_own_loss(example, tmp_path):
     print(f"loss {our_loss}, Trainer {their_loss}; largest difference of the parameters {difference:.1e}")
     assert our_loss == pytest.approx(their_loss, rel=1e-4)
     assert difference < 1e-6
+
+
+def test_a_loss_without_a_subclass(example, tmp_path):
+    """docs/own-trainer.md: -p log p, p detached, of each label, over all labels of the step."""
+    from transformers import Trainer
+
+    (code,) = [code for code in blocks("docs/own-trainer.md") if "num_items_in_batch=None" in code]
+    model, terms = tiny_model(TOKENIZER, **SMALL), []
+    for row in rows(example):
+        logp = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        terms += [-logp[t - 1, x].detach().exp() * logp[t - 1, x] for t, x in enumerate(row["labels"]) if x != -100]
+    torch.stack(terms).mean().backward()
+    kind = partial(Trainer, compute_loss_func=run(code, {})["dft_loss"])
+    after, _ = trained(
+        example, tmp_path, kind=kind, per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=10.0
+    )
+    for p, q, start in zip(after, model.parameters(), tiny_model(TOKENIZER, **SMALL).parameters(), strict=True):
+        torch.testing.assert_close(p, q.detach() - 10 * q.grad, rtol=1e-4, atol=1e-6)
+        assert q.grad.any() == (p != start).any()
 
 
 ON_TWO_RANKS = """

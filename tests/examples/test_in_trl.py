@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from snippets import blocks, run
 
 from rlkit import advantages, losses
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -26,10 +27,10 @@ def make(example, tmp_path):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    def make(*, ours=None, reward=example.digits, **settings):
+    def make(*, ours=None, kind=GRPOTrainer, reward=example.digits, **settings):
         base = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 8}
         rows = Dataset.from_list([{"prompt": "a" * (i % 5 + 1)} for i in range(16)])
-        kind, options = (GRPOTrainer, {}) if ours is None else (example.Trainer, ours)
+        kind, options = (kind, {}) if ours is None else (example.Trainer, ours)
         args = GRPOConfig(str(tmp_path / "run"), **(base | settings))
         return kind(tiny_model(TOKENIZER, **SMALL), reward, args, rows, processing_class=TOKENIZER, **options)
 
@@ -88,6 +89,17 @@ def test_loss_and_gradient_are_those_of_trl(make, case, old, beta):
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
     assert their_gradient.norm() > 1e-3
     assert relative < 1e-5
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
+def test_the_loss_of_the_page_is_that_of_trl(make, old):
+    """docs/own-trainer.md: one method, with TRL's log-probs and advantages."""
+    (code,) = [code for code in blocks("docs/own-trainer.md") if "GRPOTrainer" in code]
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    theirs, their_gradient = value_and_gradient(make(epsilon_high=0.28, **settings), inputs(old=old))
+    ours, gradient = value_and_gradient(make(kind=run(code, {})["Trainer"], **settings), inputs(old=old))
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    assert (gradient - their_gradient).norm() < 1e-5 * their_gradient.norm()
 
 
 def test_cispo_has_the_gradient_of_trls(make):

@@ -173,6 +173,41 @@ def test_operators_and_compilation() -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize("lens", [[0], [1], [0, 3, 0, 0, 16, 1, 17, 0]])
+def test_torch_func_has_values_and_gradients_of_the_operator(lens: list[int], reverse: bool) -> None:
+    """By doubling: beside NaN in another segment, at an x_end that is not read, at zeros inside, behind a zero."""
+    a, b, x_end = problem(lens, 8)
+    cu, upstream = cumulative(lens), torch.randn(sum(lens), dtype=torch.float64)
+    if len(lens) > 1:
+        a[12], b[2], x_end[2] = 0.0, math.nan, math.nan
+        upstream[:3] = 0.0
+
+    def total(a: Tensor, b: Tensor, x_end: Tensor) -> tuple[Tensor, Tensor]:
+        x = linear_scan(a, b, cu_seqlens=cu, x_end=x_end, reverse=reverse)
+        return (x * upstream).sum(), x
+
+    grads, x = torch.func.grad(total, argnums=(0, 1, 2), has_aux=True)(a, b, x_end)
+    leaves = [y.clone().requires_grad_() for y in (a, b, x_end)]
+    want = linear_scan(*leaves[:2], cu_seqlens=cu, x_end=leaves[2], reverse=reverse)
+    torch.testing.assert_close(x, want.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
+    for got, expected in zip(grads, torch.autograd.grad(want, leaves, upstream), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    infinite = b.where(torch.arange(len(b)) != 13, math.inf)
+    want = linear_scan(a, infinite, cu_seqlens=cu, x_end=x_end, reverse=reverse)
+    _, x = torch.func.grad(total, has_aux=True)(a, infinite, x_end)
+    torch.testing.assert_close(x, want, equal_nan=True)
+
+
+def test_meta_gradients_have_a_second_derivative() -> None:
+    """sum_k k c^(k-1) and sum_k k (k-1) c^(k-2) of x_0 = sum_k c^k, by torch.func."""
+    at_zero = lambda c: linear_scan(c.expand(6), torch.ones(6, dtype=torch.float64))[0]
+    c = torch.tensor(0.7, dtype=torch.float64)
+    first, second = torch.func.grad(at_zero), torch.func.grad(torch.func.grad(at_zero))
+    assert first(c).item() == pytest.approx(sum(k * 0.7 ** (k - 1) for k in range(6)))
+    assert second(c).item() == pytest.approx(sum(k * (k - 1) * 0.7 ** (k - 2) for k in range(6)))
+
+
 def test_errors_name_the_argument() -> None:
     a = torch.ones(4)
     with pytest.raises(ValueError, match="x_end must have one entry per segment"):

@@ -41,6 +41,20 @@ def problem(
     return logits.to(dtype), torch.randint(vocab, (rows,), generator=g)
 
 
+def test_torch_func_gives_the_gradients_of_each_row() -> None:
+    """Of a masked batch with NaN in a masked row: vmap of grad, per sample, is the rows of autograd's gradient."""
+    logits, targets = problem(6)
+    mask, upstream = torch.arange(6) % 3 != 1, torch.randn(2, 6, dtype=torch.float64)
+    logits[1] = math.nan
+    want = with_grads(lambda x: logits_logp(x, targets, mask=mask), logits, *upstream)
+
+    def total(row: Tensor, target: Tensor, on: Tensor, g: Tensor) -> Tensor:
+        return (g * torch.cat(logits_logp(row[None], target[None], mask=on[None]))).sum()
+
+    got = torch.func.vmap(torch.func.grad(total))(logits, targets, mask, upstream.T)
+    torch.testing.assert_close(got, want[2], rtol=1e-12, atol=1e-12)
+
+
 def with_grads(run: Callable[..., Any], logits: Tensor, g_logp: Tensor, g_entropy: Tensor | None) -> list[Tensor]:
     leaf = logits.detach().clone().requires_grad_()
     logp, entropy = run(leaf * 1)

@@ -12,6 +12,7 @@ import rows_surrogates
 from row import Row
 
 from rlkit import advantages, controllers, losses, objectives
+from rlkit.testing import laws
 from rlkit.types import Controller
 
 SECTIONS = {
@@ -34,15 +35,40 @@ SECTIONS = {
     "Segments and packing": rows_other.SEGMENTS,
     "Kernels": rows_other.KERNELS,
 }
-NOT_COMPILED = {
-    "losses.select_between": "a random generator cannot be traced",
-    "losses.select_top": "a random generator cannot be traced",
-    "objectives.hypervolume": "it loops over the points' values, or calls a C library",
-    "objectives.archive_insert": "its points are Python floats",
-    "objectives.archive_init (see archive_insert)": "its points are Python floats",
-    "packing.from_padded": "the length of its result depends on the mask's values",
-    "packing.to_padded": "it reads the number of tokens from the mask",
-    "kernels.linear_logp (reference)": "it selects rows by the mask's values; the other implementations are operators",
+GENERATOR = "it draws from a random generator"
+POINTS = "its points are Python floats"
+C_LIBRARY = "it selects points by their values, or calls a C library"
+LENGTH = "the length of its result depends on the mask's values"
+COUNT = "it reads the number of tokens from the mask"
+SCATTER = "vmap has no rule for masked_scatter: it loops over the batch, with a warning"
+TRANSFORMS: dict[laws.Law, dict[str, str]] = {  # of torch, with the rows that they do not take, and why
+    laws.compiles(): {
+        "losses.select_between": GENERATOR,
+        "losses.select_top": GENERATOR,
+        "objectives.hypervolume": C_LIBRARY,
+        "objectives.archive_insert": POINTS,
+        "objectives.archive_init (see archive_insert)": POINTS,
+        "packing.from_padded": LENGTH,
+        "packing.to_padded": COUNT,
+    },
+    laws.func_grad: {"objectives.hypervolume": C_LIBRARY},
+    laws.vmaps: {
+        "losses.select_between": GENERATOR,
+        "losses.select_top": GENERATOR,
+        "advantages.turn_lens": "its result has one entry per turn: another length for each mask",
+        "objectives.hypervolume": C_LIBRARY,
+        "objectives.archive_insert": POINTS,
+        "objectives.archive_init (see archive_insert)": POINTS,
+        "packing.from_padded": SCATTER,
+        "packing.to_padded": SCATTER,
+    },
+    laws.exports: {
+        "objectives.hypervolume": C_LIBRARY,
+        "objectives.archive_insert": POINTS,
+        "objectives.archive_init (see archive_insert)": POINTS,
+        "packing.from_padded": LENGTH,
+        "packing.to_padded": COUNT,
+    },
 }
 ROWS: list[Row] = [row for rows in SECTIONS.values() for row in rows]
 

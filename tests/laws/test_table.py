@@ -7,15 +7,26 @@ import shutil
 import pytest
 from batches import EXAMPLES, batch, on_batches
 from row import Row
-from table import NOT_COMPILED, ROWS, public
+from table import ROWS, TRANSFORMS, public
 
 from rlkit.testing import examine, failures, laws
 from rlkit.testing.law import own_cases
 from rlkit.testing.subject import Subject
 
 NAMES = [row.name for row in ROWS]
-COMPILED = ("losses.ppo_clip", "losses.gspo", "losses.k3", "losses.token_mean", "losses.dpo", "advantages.gae")
-COMPILABLE = [r for r in ROWS if isinstance(r.subject, Subject) and r.name not in NOT_COMPILED]
+SUBJECTS = {row.name: row.subject for row in ROWS if isinstance(row.subject, Subject)}
+FEW = ("losses.ppo_clip", "losses.gspo", "losses.k3", "losses.token_mean", "losses.dpo", "advantages.gae")
+FAST = ("vmaps",)  # the others take 0.3 s and more for a row; vmaps is over func.grad
+
+
+def transforms(*, fails: bool) -> list[object]:
+    """The laws of torch's transforms with the rows for which they hold, or fail; without a mark where they are fast."""
+    return [
+        pytest.param(law, name, id=f"{law.name}-{name}", marks=() if law.name in FAST else pytest.mark.slow)
+        for law, exceptions in TRANSFORMS.items()
+        for name in SUBJECTS
+        if (name in exceptions) == fails
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
@@ -52,16 +63,28 @@ def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_it_compiles(name: str) -> None:
-    laws.compiles()(next(r for r in ROWS if r.name == name).subject)
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("law", [law for law in TRANSFORMS if law.name not in FAST], ids=lambda law: law.name)
+def test_torch_transforms_it(law: laws.Law, name: str) -> None:
+    law(SUBJECTS[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # said by torch of the batches that vmap itself expands
+@pytest.mark.parametrize(("law", "name"), transforms(fails=False))
+def test_torch_transforms_every_row(law: laws.Law, name: str) -> None:
+    law(SUBJECTS[name])
+
+
+@pytest.mark.parametrize(("law", "name"), transforms(fails=True))
+def test_an_exception_to_a_transform_is_one(law: laws.Law, name: str) -> None:
+    assert law.search(SUBJECTS[name], shrink=False) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", FEW)
 def test_it_compiles_with_inductor(name: str) -> None:
-    laws.compiles(backend="inductor")(next(r for r in ROWS if r.name == name).subject)
+    laws.compiles(backend="inductor")(SUBJECTS[name])
 
 
 @pytest.mark.slow
@@ -69,9 +92,3 @@ def test_it_compiles_with_inductor(name: str) -> None:
 def test_the_laws_hold_on_many_cases(row: Row) -> None:
     broken = failures(examine(row.subject, row.laws, skip=row.skip, max_examples=150))
     assert not broken, "\n".join(f"{row.name} breaks {r.law}: {r.statement}\n{r.note}" for r in broken)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", COMPILABLE, ids=[r.name for r in COMPILABLE])
-def test_every_row_compiles(row: Row) -> None:
-    laws.compiles()(row.subject)

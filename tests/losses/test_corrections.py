@@ -270,3 +270,12 @@ def test_errors_name_the_argument() -> None:
 def test_compiles_without_graph_break(name: str) -> None:
     f, _ = TOKEN[name]
     torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(X, MASK), f(X, MASK))
+
+
+def test_kept_mass_of_a_large_vocabulary_under_transforms() -> None:
+    """Outside of them it ranks a few tokens first, and reads whether they are enough."""
+    logits = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
+    f = lambda x: log_kept_mass(x, top_p=0.95)
+    assert (f(logits) < 0).all()
+    torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(logits), f(logits))
+    torch.testing.assert_close(torch.func.vmap(f)(logits), f(logits))

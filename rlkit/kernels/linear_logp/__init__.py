@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlkit._util.tensors import transformed
 from rlkit.kernels._checks import check_head, check_targets
 from rlkit.kernels.linear_logp import chunked, ops
 from rlkit.kernels.linear_logp import reference as _reference
@@ -75,7 +76,7 @@ def linear_logp(
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)
     check_targets(targets, hidden.shape[0], weight.shape[0], mask)
     chosen, dtype = ops.check_impl(impl, hidden, weight, bias, ops.IMPLS), compute_dtype(hidden, weight, bias)
-    if chosen == "reference":
+    if chosen == "reference" or transformed():
         return _reference.linear_logp(
             hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, mask=mask
         )

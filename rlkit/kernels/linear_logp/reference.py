@@ -6,6 +6,7 @@ are the associative form used by tiles, kernels and vocabulary shards.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rlkit._util.tensors import masked, transformed
 from rlkit.types import LogProbs
 
 CHUNK_ELEMENTS = 1 << 24
@@ -30,20 +32,22 @@ def linear_logp(
     softcap: float | None = None,
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
-    """Log-softmax of the logits in chunks of rows, each recomputed in the backward; memory is one chunk."""
+    """Log-softmax of the logits in chunks of rows, each recomputed in the backward; memory is one chunk.
+
+    Under torch.func, which has no checkpoints, it is that of all chunks.
+    """
     dtype = compute_dtype(hidden, weight, bias)
-    rows = torch.arange(hidden.shape[0]) if mask is None else mask.nonzero().squeeze(1)
-    rows = rows.to(hidden.device)
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    on = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.to(hidden.device)
 
-    def rows_logp(h: Tensor, targets: Tensor) -> LogProbs:
-        return from_logits(linear(h, w, b), targets, temperature, softcap)
+    def rows_logp(h: Tensor, targets: Tensor, on: Tensor) -> tuple[Tensor, ...]:
+        z = linear(masked(h.to(dtype), on.unsqueeze(-1)), w, b)
+        return tuple(masked(x, on) for x in from_logits(z, masked(targets.long(), on), temperature, softcap))
 
-    logp, entropy = hidden.new_zeros(2, hidden.shape[0], dtype=dtype).unbind()
-    for chunk in rows.split(max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))):
-        out = checkpoint(rows_logp, hidden[chunk].to(dtype), targets[chunk].long(), use_reentrant=False)
-        logp, entropy = logp.index_copy(0, chunk, out[0]), entropy.index_copy(0, chunk, out[1])
-    return LogProbs(logp, entropy)
+    run = rows_logp if transformed() else partial(checkpoint, rows_logp, use_reentrant=False)
+    size = max(1, CHUNK_ELEMENTS // max(1, weight.shape[0]))
+    parts = [run(*chunk) for chunk in zip(hidden.split(size), targets.split(size), on.split(size))]
+    return LogProbs(*map(torch.cat, zip(*parts)))
 
 
 def from_logits(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import check_cu_seqlens, check_float, check_same_device, check_same_shape, upcast
+from rlkit._util.tensors import check_cu_seqlens, check_float, check_same_device, check_same_shape, transformed, upcast
 from rlkit.kernels import _triton
 from rlkit.kernels.linear_scan import blocked, ops
 
@@ -59,11 +59,12 @@ def linear_scan(
     a, b = a.to(dtype), b.to(dtype)
     end = None if x_end is None else x_end.to(dtype)
     chosen = _triton.choose(impl, ops.IMPLS, which_impl(a), a, b, cu_seqlens)
+    scan, chosen = (ops.scan, "doubled") if transformed() else (ops.scan_op, chosen)
     if reverse or chosen == "triton":
-        return ops.scan_op(a, b, cu_seqlens, end, reverse, chosen)
+        return scan(a, b, cu_seqlens, end, reverse, chosen)
     mirrored = a.numel() - cu_seqlens.flip(0)
     end = None if end is None else end.flip(0)
-    return ops.scan_op(a.flip(0), b.flip(0), mirrored, end, True, chosen).flip(0)
+    return scan(a.flip(0), b.flip(0), mirrored, end, True, chosen).flip(0)
 
 
 def which_impl(a: Float[Tensor, "T"]) -> str:

@@ -29,6 +29,21 @@ def scan(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     return _scan(a, b, finite=_largest(b) * b.numel() < torch.finfo(b.dtype).max)
 
 
+def doubled(a: Float[Tensor, "T"], b: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """The same in plain torch, log2(T) times over the stream, for a_{T-1} = 0: torch.func transforms no operator.
+
+    b_t and a_t become the recurrence of steps t to t + 2^k - 1 and the product of its a. What comes round the end is
+    multiplied by a_{T-1}. fp64 for every dtype.
+    """
+    dtype, step, a, b = b.dtype, 1, a.double(), b.double()
+    cut = a == 0
+    while step < b.shape[0]:
+        ahead = b.roll(-step)
+        b = b + a * torch.where(cut & ~ahead.isfinite(), 0.0, ahead)
+        a, cut, step = a * a.roll(-step), cut | cut.roll(-step), 2 * step
+    return b.to(dtype)
+
+
 def _scan(a: Tensor, b: Tensor, *, finite: bool) -> Tensor:
     if a.device.type == "cpu" and a.numel() <= LOOP_TOKENS:
         return reference.scan(a, b)

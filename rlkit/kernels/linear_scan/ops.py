@@ -9,12 +9,11 @@ from torch import Tensor
 
 from rlkit.kernels.linear_scan import blocked, reference
 
-SCANS = {"blocked": blocked.scan, "reference": reference.scan}
-IMPLS = (*SCANS, "triton")
+SCANS = {"blocked": blocked.scan, "reference": reference.scan, "doubled": blocked.doubled}
+IMPLS = ("blocked", "reference", "triton")
 
 
-@torch.library.custom_op("rlkit::linear_scan", mutates_args=())
-def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str) -> Tensor:
+def scan(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reverse: bool, impl: str) -> Tensor:
     """x_t = a_t x' + b_t inside each segment, starting from x_end; only "triton" supports reverse=False."""
     if a.numel() == 0:
         return torch.empty_like(b)
@@ -22,10 +21,14 @@ def scan_op(a: Tensor, b: Tensor, cu_seqlens: Tensor, x_end: Tensor | None, reve
         return _by_triton(a, b, cu_seqlens, reverse=reverse)[0]
     edges, some = _entries(cu_seqlens, a.numel(), reverse)
     if x_end is not None:
-        b = b.index_add(0, edges, torch.where(some & (a[edges] != 0), a[edges] * x_end, 0.0))
+        read = some & ((a[edges] != 0) | x_end.isfinite())
+        b = b.index_add(0, edges, a[edges] * torch.where(read, x_end, 0.0))
     if impl == "triton":
         return _by_triton(a, b, cu_seqlens, reverse=reverse)[0]
     return SCANS[impl](a.index_fill(0, edges, 0.0), b)
+
+
+scan_op = torch.library.custom_op("rlkit::linear_scan", scan, mutates_args=())
 
 
 @scan_op.register_fake

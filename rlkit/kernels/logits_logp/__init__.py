@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_mask
+from rlkit._util.tensors import check_float, check_mask, transformed
 from rlkit.kernels import _triton
 from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials
@@ -50,7 +50,7 @@ def logits_logp(
     """
     _check(logits, targets, mask, logits.shape[-1], temperature, softcap)
     chosen = _triton.choose(impl, IMPLS, which_impl(logits), logits)
-    if chosen == "reference":
+    if chosen == "reference" or transformed():
         return _reference.logits_logp(logits, targets, temperature=temperature, softcap=softcap, mask=mask)
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward would overwrite logits, which are a leaf; turn it off")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import upcast
+from rlkit._util.tensors import masked, upcast
 from rlkit.kernels.linear_logp.reference import from_logits
 from rlkit.types import LogProbs
 
@@ -20,7 +19,5 @@ def logits_logp(
     mask: Bool[Tensor, "T"] | None = None,
 ) -> LogProbs:
     """Log-softmax of the logits in fp32 (fp64 for fp64) at the targets, and the entropy."""
-    rows = torch.arange(logits.shape[0], device=logits.device) if mask is None else mask.nonzero().squeeze(1)
-    z = upcast(logits[rows])
-    zeros = z.new_zeros(logits.shape[0])
-    return LogProbs(*(zeros.index_copy(0, rows, x) for x in from_logits(z, targets[rows].long(), temperature, softcap)))
+    z = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
+    return LogProbs(*(masked(x, mask) for x in from_logits(z, masked(targets.long(), mask), temperature, softcap)))
