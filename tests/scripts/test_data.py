@@ -205,6 +205,17 @@ def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, 
         assert f"  some.jsonl, line {at + 1}: column 'label' must be true or false, got {label!r}" in out
 
 
+@pytest.mark.parametrize("model", [(), ("--model", "model")])
+def test_data_of_one_label_are_named_as_kto_names_them(command, task, caplog, model):
+    for labels, said in ((["True"] * 3, "desirable"), ([0, 0], "undesirable"), ([1, 0], "")):
+        rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": label} for i, label in enumerate(labels)]
+        (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert not command("some.jsonl", "--script", "kto", *model)[0]
+        line = f"some.jsonl: all {len(labels)} responses are {said}: KTO learns from the contrast"
+        assert [x.partition(", so")[0] for x in caplog.messages if "KTO" in x] == [line] * bool(said)
+        caplog.clear()
+
+
 def test_pairs_of_which_one_is_wrong_are_shown_as_dpo_refuses_it(command, task):
     (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*PAIRS, {**PAIRS[0], "chosen": 5}]))
     ended, out = command("some.jsonl", "--model", "model")
