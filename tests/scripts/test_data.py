@@ -193,7 +193,7 @@ def test_what_is_said_of_the_file_is_not_said_again_of_the_row_that_is_shown(com
 
 @pytest.mark.parametrize("label", [-1, "", float("nan")])
 @pytest.mark.parametrize("at", [0, 1])
-def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, label, at):
+def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, caplog, label, at):
     rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": 1} for i in range(3)]
     rows[at]["label"] = label
     (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -202,6 +202,7 @@ def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, 
         assert ended == 1
         assert "as rlkit grpo reads it" not in out
         assert "wrong: 1 of 3 rows" in out
+        assert "KTO" not in caplog.text  # of a file that kto refuses
         assert f"  some.jsonl, line {at + 1}: column 'label' must be true or false, got {label!r}" in out
 
 

@@ -222,7 +222,7 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
 
     def read(some: Any, *, sure: bool = args.continue_answer) -> tuple[list[Item], int]:
         made, converted = with_forms(data, some, command)
-        if command == "kto":
+        if command == "kto" and some is rows:
             labels = [bool(truth(row["label"])) for form, row in converted if form is LABELLED]
             name_one_label(" ".join(args.files), labels)
         if render:
