@@ -176,8 +176,9 @@ class Unused:
             else:
                 self._found.setdefault((file, name[0]), {})[name] = None
         for message in _messages(row):
-            if message.get("role") != "assistant" and any(truth(message.get(key)) for key in ("train", "training")):
-                self._found.setdefault((file, "role"), {})["role", str(message.get("role"))] = None
+            if (role := message.get("role")) != "assistant":
+                flags = [f"{role} ({key!r}: true)" for key in FLAGS if truth(message.get(key))]
+                self._found.setdefault((file, "role"), {}).update({("role", flag): None for flag in flags})
 
     def _file(self, index: int) -> str:
         if not isinstance(self._rows, Rows):
@@ -214,7 +215,7 @@ class Unused:
             ("column", f"not part of {where}"),
             ("message key", "not written by the chat template"),
             ("template argument", "not read by the chat template"),
-            ("role", "not trained, though its turns have 'train': true: assistant turns are"),
+            ("role", "not trained: assistant turns are"),
         ):
             files: dict[tuple[str, ...], list[str]] = {}
             for (file, kind), lost in self._found.items():

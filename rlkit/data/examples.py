@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, zip_longest
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlkit.types import Picture
+
+
+_log = logging.getLogger("rlkit.data")
 
 
 @dataclass(frozen=True)
@@ -334,6 +338,15 @@ def labelled_examples(
     limits: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
     examples = shorten(rows, examples, _length, _cut_response, unit="examples", **limits)
     return [example for _, example in examples], len(rows) - len(examples)
+
+
+def name_one_label(source: str, labels: Sequence[bool]) -> None:
+    """Log that all of the responses of the files `source` have the same label."""
+    if len({*labels}) == 1:
+        _log.warning(
+            "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
+            source, len(labels), "desirable" if labels[0] else "undesirable",
+        )  # fmt: skip
 
 
 def _name_both_labels(rows: Sequence[Any], examples: Sequence[tuple[int, Labelled]]) -> None:

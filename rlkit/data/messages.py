@@ -17,6 +17,10 @@ CALLS = ("function_call", "tool_call")  # roles of LLaMA-Factory and ms-swift: t
 ARGUMENTS = ("arguments", "args", "parameters", "input")  # keys of OpenAI, LangChain, Llama 3, Anthropic
 _SCHEMAS = ("input_schema", "inputSchema")  # for `parameters`: Anthropic, MCP
 _OPEN = ("patternProperties", "anyOf", "oneOf", "allOf", "$ref")  # a schema with more arguments than `properties`
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,), "null": (type(None),),
+}  # fmt: skip
 _NOT_RESULTS = ("assistant", "user", "system", "developer")
 
 
@@ -232,12 +236,49 @@ def misfits(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Iter
             waiting.append((number, call.get("id"), name))
             if names and None not in names and name not in names:
                 yield name, "as the tool of a call, and not among the tools that the model is given"
-            schema = parameters_of(tools, name)
-            properties = schema.get("properties")
-            closed = schema.get("additionalProperties", False) is False and not {*_OPEN} & {*schema}
-            if isinstance(properties, Mapping) and isinstance(arguments, Mapping) and closed:
-                for key in (key for key in arguments if key not in properties):
-                    yield f"{name}({key})", "in a call, an argument that the schema of the tool does not have"
+            for key, fault in _misfit(arguments if isinstance(arguments, Mapping) else {}, parameters_of(tools, name)):
+                yield f"{name}({key})", f"in a call, {fault}"
+
+
+def _misfit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The arguments of a call that do not fit a schema, and what is wrong. An empty schema takes all of them."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):  # Salesforce's xLAM gives them without an object around
+        properties = schema if all(isinstance(value, Mapping) for value in schema.values()) else {}
+    if schema and schema.get("additionalProperties", False) is False and not {*_OPEN} & {*schema}:
+        for key in (key for key in arguments if key not in properties):
+            yield key, "an argument that the schema of the tool does not have"
+    for key in required if isinstance(required, list | tuple) else ():
+        if key not in arguments:
+            yield key, "which lacks this argument that the schema of the tool requires"
+    for key, value in arguments.items():
+        part = properties.get(key)
+        types = part.get("type") if isinstance(part, Mapping) else None
+        types = [types] if isinstance(types, str) else types or []
+        value = int(value) if isinstance(value, float) and value.is_integer() else value  # as tables have them
+        if value is not None and types and not any(is_of_type(value, str(kind)) for kind in types):
+            yield key, "an argument of another type than the schema of the tool has"
+        elif isinstance(part, Mapping) and isinstance(part.get("enum"), list) and value not in [*part["enum"], None]:
+            yield key, "an argument that is none of the choices in the schema of the tool"
+
+
+def is_of_type(value: Any, name: str) -> bool:
+    """Whether a value is of a type of JSON schemas; True for a type that they do not have."""
+    if isinstance(value, bool) and name != "boolean":
+        return name not in _TYPES
+    return isinstance(value, _TYPES.get(name, (object,)))
+
+
+def untooled(row: Row) -> Iterator[str]:
+    """The functions that a row calls beside an empty list of tools, and that no text before them names."""
+    given = [json_of(row[name]) for name in ("tools", "functions") if row.get(name) is not None]
+    said = mappings(row.get("messages") or row.get("prompt")) if [] in given and not any(given) else []
+    asked = [str(message.get("content")) for message in said if message.get("role") != "assistant"]
+    for message in turns(said):
+        for call in mappings(message.get("tool_calls")):
+            name = str(name_of(call))
+            if not any(name in text for text in asked):
+                yield name
 
 
 def disordered(messages: Sequence[Mapping[str, Any]]) -> str | None:

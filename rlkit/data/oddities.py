@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, product
 from string import punctuation
+from typing import Any
 
 from rlkit.data import columns
 from rlkit.data.drop import drop
-from rlkit.data.forms import Form, Turn
+from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import Converted, json_of, mappings, null_arguments
+from rlkit.data.messages import CALLS, Converted, json_of, mappings, null_arguments
 from rlkit.data.schema import ANSWERS, GOLD, PAIRED, RESPONSES
+from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
 _log = logging.getLogger("rlkit.data")
@@ -44,8 +46,25 @@ _PLACES = {  # what a template calls a text that is asked, and one that is answe
 }  # fmt: skip
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
-_FURTHER = re.compile(
-    r"\S\n\n(Human|### Human|### Instruction):.*\n\n(Assistant|### Assistant|### Response):", re.DOTALL
+_FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
+    r"\S\n(?:\n((?:### )?Human:|### Instruction:)|(user)\n).*"
+    r"\n(?:\n((?:### )?Assistant:|### Response:)|(assistant|model)\n)",
+    re.DOTALL,
+)
+_ROLES = re.compile(  # not a list of them
+    r"\s*(?:(system|developer|user)\n+(?!(?:(?:system|user|tool)\n)*(?:assistant|model))\S.*?"
+    r"(?:\n(assistant|model)(?=\n|\Z)|(?<=\S)(assistant)(?=\n\n|\Z))|(assistant)\n+\S)",
+    re.DOTALL,
+)
+_RESULT = re.compile(  # of a tool, after its call in one text
+    r"</(?:tool_calls?|function_calls?|tool|search|code|python)>\s*<((?:tool|function)_(?:response|results?|output)|observation|"
+    r"information|result|output|interpreter)>|"
+    r"(?:\A|\n)Thought:[^\n]*\n(?:[^\n]*\n){0,20}?Action:[^\n]*\n(?:[^\n]*\n){0,20}?(Observation):[ \t]*\S"
+)
+_LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
+    r"[\W_]*(?:(chosen|preferred|accepted|better|good|winner)|(rejected|dispreferred|worse|bad|loser))"
+    r"(?: (?:response|answer|completion))?[\s*]*[:\])>]",
+    re.IGNORECASE,
 )
 _API_ERROR = re.compile(  # at the beginning of an answer
     r"\s*(Error code: \d{3} - |Error: (Error code|Rate limit|429|50\d)\b|Rate limit (reached|exceeded)|"
@@ -68,47 +87,20 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
     "|\u00c3[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00bf]|\u00d0[\u00b0-\u00ba\u00bc-\u00bf]|\u00d1[\u00b0-\u00ba\u00bc-\u00bf]"
 )
+_VOCABULARY = re.compile(  # of tokenizers: a blank and a line break. Maltese begins words with both letters
+    r"(?<=[a-z\d,])\u0120(?=\w)|(?<=[a-z\d.,:;!?])\u010a|(?<=\w)\u2581(?=\w)"
+)
 
 
 def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
-    again = "repeat the prompt at the beginning of"
-    for forms, unit, bad, why, least in (
-        ((PAIR,), "pairs", _both_repeat_prompt, f"{again} both responses, so that it stands twice", 0),
-        ((PAIR,), "pairs", _one_repeats_prompt, f"{again} one of the responses, and train on this difference", 0.5),
-        ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{again} the response, so that it stands twice", 0),
-        ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
-        ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
-        ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
-        ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
-    ):
+    for forms, unit, bad, why, least in _OF_ROWS:
         items = [(index, row) for index, (form, row) in enumerate(read) if form in forms or not forms]
         if not least or sum(map(bad, (row for _, row in items))) >= least * len(items):
             drop(rows, items, bad, unit=unit, why=why, keep=True)
     sheet = isinstance(rows, Rows) and any(re.search(r"\.[ct]sv\b", source) for source in rows.sources)
-    lines: Sequence[tuple[str, Callable[[Sequence[str]], Sequence[str]]]] = (
-        ("have a text that stands for a missing value", list),
-        ("hold characters that are seldom meant (of a file in another encoding, or written by Windows)", list),
-        ("have further turns inside an answer, which train as its text: give them as messages, or cut them off", list),
-        ("have the error of a server or program for an answer", list),
-        (
-            "have an answer that a spreadsheet wrote for another text (02-Jan for 2/1, 1.23E+12 for 1230000000000)",
-            list if sheet else lambda _: [],
-        ),
-        ("have a second, empty reasoning after an answer's reasoning", list),
-        ("hold a call of a tool as the text of an answer, which trains as text: write it into tool_calls", list),
-        ("have an answer that is Python's text of a value, and train on its quotes and brackets", _mostly),
-        ("hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps", _mostly),
-        ("hold a text that is escaped for HTML, and train on its entities: apply html.unescape", _mostly),
-        ("hold calls in JSON text with arguments that are null, as a table fills them: drop those", _mostly),
-        ("hold the same placeholder, which nothing has filled", _of_all),
-        ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
-        ("have an answer that repeats one sentence", _mostly),
-        ("have a prompt that ends with its own gold answer", _given_away),
-        ("have a gold answer that stands for a missing value", _missing_golds),
-    )  # fmt: skip
-    for (why, narrowed), notes in zip(lines, zip(*texts, strict=True), strict=True):
-        noted = [*enumerate(narrowed(notes))]
+    for (why, narrowed), notes in zip(_OF_TEXTS, zip(*texts, strict=True), strict=True):
+        noted = [*enumerate(narrowed(notes) if sheet or why != _OF_SHEET else [])]
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
 
 
@@ -155,7 +147,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     odd = [note for text in texts for note in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
     said = [] if answers is asked else answers
-    turns = [f"{match[1]}: ... {match[2]}:" for text in said if (match := _FURTHER.search(text))]
+    turns, results = (_parts(pattern.search, said) for pattern in (_FURTHER, _RESULT))
     values = [repr(text[:30]) for text in said if _is_value(text)]
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
     entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
@@ -169,14 +161,20 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
     unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
-    asks = [] if answers else [asked[0], asked[-1]] if asked else []  # a system message, and the question
-    given = [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
+    asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
+    given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
+    given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
     every = (
-        *(missing, odd, turns, errors, damaged, reasoned, _bare_calls(row, said)),
+        *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
         *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
+
+
+def _parts(find: Callable[[str], re.Match[str] | None], texts: Iterable[str]) -> list[str]:
+    """The groups of what is found in texts, as "first ... last"."""
+    return [" ... ".join(filter(None, match.groups())) for text in texts if (match := find(text))]
 
 
 def _golds(row: Converted) -> list[str]:
@@ -188,7 +186,8 @@ def _golds(row: Converted) -> list[str]:
 def _ends_with(prompt: str, gold: str) -> bool:
     """Whether a prompt ends with a word, or words, apart from the marks after them."""
     prompt, gold = (text.rstrip(f"{punctuation} \n\t") for text in (prompt, gold))
-    return bool(gold) and prompt.endswith(gold) and not prompt.removesuffix(gold)[-1:].isalnum()
+    before = prompt.removesuffix(gold)
+    return "" != before != prompt and not before[-1].isalnum()
 
 
 def _is_damaged(text: str, asked: Sequence[str]) -> bool:
@@ -248,13 +247,15 @@ def _characters(text: str) -> Iterable[str]:
     """The characters of a text that are seldom meant."""
     if "\0" in text:
         yield "NUL"
+    if "<0x0A>" in text:
+        yield "<0x0A>"
     if text.isascii():
         return
     if "\ufffd" in text:
         yield "U+FFFD"
     if first := _UNSEEN.get(text.lstrip()[:1]):
         yield f"{first} at the start"
-    if match := _MISREAD.search(text):
+    for match in filter(None, (_MISREAD.search(text), _VOCABULARY.search(text))):
         yield repr(match[0])
 
 
@@ -312,6 +313,29 @@ def _one_repeats_prompt(row: Converted) -> bool:
     return one != other and len(row["prompt"].strip()) >= _REPEATED
 
 
+def _says_label(row: Converted) -> bool:
+    """Whether the responses of a pair begin with words for chosen and rejected, or one with the word for its label."""
+    names, good = [*PAIRED], [True, False]
+    if row.get("chosen") is None:
+        names, good = [name for name in LABELLED_ANSWERS if row.get(name)][:1], [columns.truth(row["label"]) is True]
+    texts = [str((mappings(row[name]) or [{"content": row[name]}])[-1].get("content")) for name in names]
+    found = [match and match[1] is not None for match in map(_LABEL.match, texts)]
+    return found == good
+
+
+def _result_as_user(row: Converted) -> bool:
+    """Whether a user's message, no markup, stands between a call and an answer, and no message is a tool's."""
+
+    def kind(message: Mapping[str, Any]) -> str:
+        called = message.get("tool_calls") or message.get("function_call") or message.get("role") in CALLS
+        marked = str(message.get("content")).lstrip().startswith("<")
+        return "call" if called else "" if marked else str(message.get("role"))
+
+    kinds = [*map(kind, mappings(row.get("messages") or row.get("prompt")))]
+    due = ["call", "user", "assistant"]
+    return not {*kinds} & {*RESULTS} and any(kinds[i : i + 3] == due for i in range(len(kinds)))
+
+
 def _only_system(row: Converted) -> bool:
     """Whether all messages of a prompt, which are given as such, are of the system."""
     said = mappings(row.get("messages") or row.get("prompt"))
@@ -335,3 +359,44 @@ def _answers_twice(row: Row) -> bool:
     said = mappings(row.get("messages") or row.get("prompt"))[1:]
     text = [m.get("role") == "assistant" and not m.get("tool_calls") and columns.is_trained(m, "") for m in said]
     return any(a and b for a, b in pairwise(text))
+
+
+_AGAIN = "repeat the prompt at the beginning of"
+_OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, float], ...] = (  # the last: in how many
+    ((PAIR,), "pairs", _both_repeat_prompt, f"{_AGAIN} both responses, so that it stands twice", 0),
+    ((PAIR,), "pairs", _one_repeats_prompt, f"{_AGAIN} one of the responses, and train on this difference", 0.5),
+    ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{_AGAIN} the response, so that it stands twice", 0),
+    ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
+    (
+        (PAIR, LABELLED),
+        "rows",
+        _says_label,
+        "begin a response with the word for its label, and train on that word",
+        0.8,
+    ),
+    ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
+    ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
+    ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
+    ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
+)
+_OF_SHEET = "have an answer that a spreadsheet wrote for another text (02-Jan for 2/1, 1.23E+12 for 1230000000000)"
+_OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
+    ("have a text that stands for a missing value", list),
+    ("hold characters that are seldom meant (of another encoding, of Windows, or of a tokenizer's vocabulary)", list),
+    ("hold the roles of a chat template without its tokens, as decoding with skip_special_tokens leaves them", list),
+    ("have the result of a tool inside an answer, which trains as its text: give it as a message of the tool", list),
+    ("have further turns inside an answer, which train as its text: give them as messages, or cut them off", list),
+    ("have the error of a server or program for an answer", list),
+    (_OF_SHEET, list),
+    ("have a second, empty reasoning after an answer's reasoning", list),
+    ("hold a call of a tool as the text of an answer, which trains as text: write it into tool_calls", list),
+    ("have an answer that is Python's text of a value, and train on its quotes and brackets", _mostly),
+    ("hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps", _mostly),
+    ("hold a text that is escaped for HTML, and train on its entities: apply html.unescape", _mostly),
+    ("hold calls in JSON text with arguments that are null, as a table fills them: drop those", _mostly),
+    ("hold the same placeholder, which nothing has filled", _of_all),
+    ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
+    ("have an answer that repeats one sentence", _mostly),
+    ("have a prompt that ends with its own answer", _given_away),
+    ("have a gold answer that stands for a missing value", _missing_golds),
+)

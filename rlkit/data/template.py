@@ -15,7 +15,7 @@ from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, ren
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
 from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned, speaker_of
-from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools
+from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools, untooled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +42,7 @@ _WRITTEN = (
 _DISORDERED = (
     "as a result in another order than the calls, and the chat template does not write which call a result is of"
 )
+_NO_TOOLS = "as the tool of a call beside an empty list of tools, so that the model is given none"
 _PLAIN = "in messages that are not the assistant's it is read as text, no token"
 _STOP_OF_OTHERS = (
     "at the end of an answer, the stop token of another model, which trains as letters: remove it (the chat template "
@@ -123,7 +124,8 @@ class Template:
         check_arguments(kwargs, f"{place}: chat_template_kwargs")
         tools = row_tools(row, place) if self.tools is None else self.tools
         args = {**(self.args or {}), **kwargs}
-        return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost={})
+        lost: dict[Any, None] = {("markup", name, _NO_TOOLS): None for name in (untooled(row) if tools is None else ())}
+        return replace(self, tools=tools, args=args, of_run=self.of_run and self.tools is not None, lost=lost)
 
     def text(self, messages: Sequence[Message], place: str, *, opened: bool) -> str:
         """The conversation as text, with the generation prompt if `opened`. Errors name the row."""

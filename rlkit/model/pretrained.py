@@ -33,6 +33,7 @@ _SIZES = {  # bounds of keys of config.json, far from any model
     "num_local_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "max_position_embeddings": (1, 1 << 32),
     "rope_theta": (1e-3, 1e15), "rms_norm_eps": (0, 1), "layer_norm_eps": (0, 1),
 }  # fmt: skip
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers' line about `model_max_length`
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
 
@@ -158,6 +159,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
             cached_file(str(path), "generation_config.json")
+        tokenizer.deprecation_warnings[_TOO_LONG] = True  # the limits are the run's, and the model's positions
         empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)
     if empty:
         fault = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
@@ -189,8 +191,10 @@ def explained(path: str | os.PathLike[str], part: str) -> Iterator[None]:
             raise ValueError(f"{damaged} is damaged, it is not JSON: copy or download it again") from None
         if isinstance(error, OSError | ImportError):
             raise
+        if part == "tokenizer" and _file(path, "config.json"):
+            load_config(path)  # transformers reads it for the tokenizer: the error may be its own
         text = " ".join(str(error).split())[:300]
-        fix = "; copy or download tokenizer.json again" * (part == "tokenizer")
+        fix = {"tokenizer": "; copy or download tokenizer.json again", "config": "; correct config.json"}.get(part, "")
         fault = f"its {part} cannot be read: {type(error).__name__}: {text}{fix}"
         raise ValueError(f"model {str(path)!r}: {fault}") from error
     finally:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from rlkit.data.examples import labelled_examples
+from rlkit.data.examples import labelled_examples, name_one_label
 from rlkit.data.turns import LABELLED, PAIR
 from rlkit.scripts.args import Data, Examples, Lora, Model, log
 from rlkit.scripts.cli import Flat, run
@@ -84,13 +84,9 @@ def main(args: Args) -> Path:
 
 def warn_of_labels(loss: Loss, data: Data, examples: list[Any]) -> None:
     """Warn of data with a single label, and of weights outside the paper's range: w_d n_d / (w_u n_u) in [1, 4/3]."""
-    good = sum(e.desirable for e in examples)
-    bad = len(examples) - good
-    if not (good and bad):
-        log.warning(
-            "%s: all %d responses are %s: KTO learns from the contrast, so add some of the other label",
-            " ".join(data.files()), len(examples), "desirable" if good else "undesirable",
-        )  # fmt: skip
+    labels = [e.desirable for e in examples]
+    good, bad = labels.count(True), labels.count(False)
+    name_one_label(" ".join(data.files()), labels)
     desirable, undesirable = loss.desirable_weight * good, loss.undesirable_weight * bad
     if 0 < good != bad > 0 and not undesirable <= desirable <= 4 / 3 * undesirable:
         log.warning(

@@ -13,13 +13,15 @@ _log = logging.getLogger("rlkit.scripts")
 
 
 class Unusual(NamedTuple):
-    """A flag, where its value `x` is unusual among the flags `f`, and the line, which may name them and `uniform`."""
+    """A flag, where its value `x` (of several the first) is unusual among the flags `f`, and the line, which may name
+    them and `uniform`."""
 
     flag: str
     where: Callable[[float, Mapping[str, Any]], bool]
     says: str
 
 
+_GSPO = "gspo clips the ratio of a whole answer, per token, and hardly one is that far from 1; 3e-4 and 4e-4 are usual"
 _ENTROPY = "no policy has that entropy: the uniform one has ln V = {uniform:.3g} nats per token"
 UNUSUAL = (
     Unusual("clip_low", lambda x, f: 1 <= x < inf and f.get("loss") != "gmpo",
@@ -30,6 +32,10 @@ UNUSUAL = (
             "a distance from 1, so only ratios below {off:.3g} are clipped; if it is the bound, give {off:.3g}"),
     Unusual("clip_high", lambda x, f: 1 < x <= 1.5 and f.get("loss") != "gmpo",
             "a distance from 1, so only ratios above {above:g} are clipped; if it is the bound, give {off:.3g}"),
+    Unusual("clip_low", lambda x, f: f.get("loss") == "gspo" and (f["clip_high"] or 0) < 0.05 <= x < 0.7, _GSPO),
+    Unusual("clip_high", lambda x, f: f.get("loss") == "gspo" and 0.05 <= x <= 1, _GSPO),
+    Unusual("success_range", lambda x, f: 1 <= x < 10 < f["success_range"][1] <= 100,
+            "bounds of the mean score itself; if percents are meant of scores between 0 and 1, give shares: 0.01 0.99"),
     Unusual("temperature", lambda x, _: x > 5, "samples are close to random tokens; 0.6 to 1.2 is usual"),
     Unusual("tis_max_weight", lambda x, _: x < 1, "on-policy tokens, of ratio 1, get this weight too; 2 is usual"),
     Unusual("entropy_target", lambda x, f: x > f["uniform"], _ENTROPY),
@@ -46,10 +52,11 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
     """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
     values = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
     for flag, where, says in UNUSUAL:
-        x = values.get(flag)
+        given = values.get(flag)
+        x, *more = given if isinstance(given, tuple) else (given,)
         if x is not None and where(x, values):
             said = says.format(above=1 + x, off=abs(1 - x), **values)
-            _log.warning("--%s %g: %s", flag.replace("_", "-"), x, said)
+            _log.warning("--%s %s: %s", flag.replace("_", "-"), " ".join(f"{part:g}" for part in (x, *more)), said)
 
 
 def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:

@@ -274,6 +274,66 @@ def test_calls_that_do_not_fit_tools_or_results_are_named_once(tmp_path, caplog,
         caplog.clear()
 
 
+SCHEMA = {
+    "type": "object", "required": ["city"],
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]},
+        "at": {"type": ["number", "null"]}, "odd": {"type": "int, optional"}, "more": {"type": "array"},
+    },
+}  # fmt: skip
+HAS_NOT, OTHER = (
+    "in a call, an argument that the schema of the tool does not have",
+    "in a call, an argument of another type",
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "named", "fault"),
+    [
+        (SCHEMA, {"city": "Rome", "days": 2.0, "unit": "C", "at": 1, "odd": "x", "more": []}, "", ""),
+        (SCHEMA, {"city": "Rome", "days": 2, "at": None, "unit": None}, "", ""),
+        (SCHEMA, {"days": 1}, "city", "in a call, which lacks this argument that the schema of the tool requires"),
+        (SCHEMA, {"city": 5}, "city", OTHER), (SCHEMA, {"city": "Rome", "days": "2"}, "days", OTHER),
+        (SCHEMA, {"city": "Rome", "days": True}, "days", OTHER), (SCHEMA, {"city": "Rome", "at": "8"}, "at", OTHER),
+        (SCHEMA, {"city": "Rome", "unit": "K"}, "unit", "in a call, an argument that is none of the choices"),
+        ({"type": "object"}, {"city": "Rome"}, "city", HAS_NOT), 
+        ({"city": "string"}, {"city": "Rome"}, "city", HAS_NOT),
+        ({"city": {"type": "str", "description": "x"}}, {"city": "Rome"}, "", ""),  # Salesforce's xLAM
+        ({}, {"city": "Rome"}, "", ""), ({"type": "object", "properties": {}}, {}, "", ""),
+        ({"type": "object", "additionalProperties": True}, {"city": "Rome"}, "", ""),
+    ],
+)  # fmt: skip
+def test_arguments_of_calls_fit_the_schema_of_the_tool_or_are_named(tmp_path, caplog, schema, arguments, named, fault):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    for text in (arguments, json.dumps(arguments)):
+        made = [user("?"), answer("", tool_calls=[call("weather", text)]), said("tool", "20"), answer("20")]
+        path = write(tmp_path / "rows.jsonl", [{"messages": made, "tools": tools}])
+        read(path, "sft", tokenizer_of())
+        lines = [x for x in caplog.messages if "that are null" not in x]
+        assert len(lines) == bool(named)
+        assert all(x.startswith(f"{path}: 1 of the rows hold 'weather({named})' {fault}") for x in lines)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_calls_beside_an_empty_list_of_tools_are_named(tmp_path, caplog, column):
+    made = [user("?"), answer("", tool_calls=[call("weather", {})]), said("tool", "20"), answer("20")]
+    for tools in ([], "[]"):
+        path = write(tmp_path / "rows.jsonl", [{"messages": made, column: tools}])
+        read(path, "sft", tokenizer_of())
+        line = "1 of the rows hold 'weather' as the tool of a call beside an empty list of tools, so that the model is"
+        assert caplog.messages == [f"{path}: {line} given none: line 1"]
+        caplog.clear()
+        listed = [said("system", "Tools: weather(city)"), *made]
+        for fine in (
+            {"messages": listed, column: tools},
+            {"messages": made},
+            {"messages": made[:1] + made[3:], column: tools},
+        ):
+            read(write(path, [fine]), "sft", tokenizer_of())
+            assert caplog.messages == []
+
+
 def test_results_in_another_order_are_fine_where_the_template_writes_their_calls(tmp_path, caplog):
     path = write(tmp_path / "rows.jsonl", [{"messages": [user("?"), two(), *results("c2", "c1"), answer("20")]}])
     read(path, "sft", tokenizer_of(CALLS.replace("{{ m.role }}\n", "{{ m.role }}{{ m.tool_call_id }}\n")))

@@ -125,7 +125,8 @@ ODD = "rows that hold characters that are seldom meant"
     ("text", "what"),
     [
         ("a\0b", "NUL"), ("a\ufffdb", "U+FFFD"), ("a\r\nb", r"\r\n"), ("\ufeffab", "U+FEFF at the start"),
-        ("\u200bab", "U+200B at the start"),
+        ("\u200bab", "U+200B at the start"), ("a<0x0A>b", "<0x0A>"), ("it\u0120is", "'\u0120'"),
+        ("so.\u010aYes", "'\u010a'"), ("it\u2581is", "'\u2581'"),
         *((text.encode().decode(wrong), repr(part)) for text, wrong, part in (
             ("Don’t", "cp1252", "â€™"), ("Café", "latin-1", "Ã©"), ("über", "cp1252", "Ã¼"), ("5 °C", "latin-1", "Â°"),
             ("ok 😀", "cp1252", "ðŸ"), ("Привет", "latin-1", "Ð¸"), ("Don’t", "latin-1", "â\x80\x99"),
@@ -146,7 +147,8 @@ def test_ordinary_characters_are_not_named(said):
     texts = (
         "Don’t – “naïve” café, ÜBER, œuvre", "SÃO PAULO, NÃO, MÃE, AMANHÃ »", "ÎLE, Âge, LÂCHE",
         "Ðað er gott. Ñandú, ESPAÑA",
-        "今日は", "Привет, ÐÑ", "👩\u200d👩 family", "می\u200cخواهم", "a\tb\nc", "5 € â la carte",
+        "Il-Ġimgħa l-Ġdida ta' ĊIPRU, Ċensu", "▁▂▃▅▇", "今日は", "Привет, ÐÑ", "👩\u200d👩 family", "می\u200cخواهم",
+        "a\tb\nc", "5 € â la carte",
     )  # fmt: skip
     for text in texts:
         assert said({"prompt": text, "response": f"x {text}"}, {"prompt": "hi\r\nho", "response": "y"}) == [], text
@@ -300,6 +302,125 @@ def test_a_further_turn_inside_an_answer_is_named(names, said):
     assert said({"text": f"Hi\n\n{first} a\n\n{second} b"}) == []
 
 
+ROLES = "rows that hold the roles of a chat template without its tokens"
+
+
+def test_what_decoding_without_special_tokens_leaves_of_a_template_is_named(said, tmp_path):
+    """Llama 3 writes no line break before a header, so that the role follows the text before it at once."""
+    for family in ("qwen2.5", "llama3"):
+        tokenizer = tokenizer_of(FAMILIES[family], tmp_path)
+        told = [user("Hi there."), assistant("Yo.")]
+        opened, whole = (
+            tokenizer.decode(
+                tokenizer.apply_chat_template(x, add_generation_prompt=len(x) < 2)["input_ids"],
+                skip_special_tokens=True,
+            )
+            for x in (told[:1], told)
+        )
+        answer = whole.removeprefix(opened.rpartition("assistant")[0])
+        note = "user ... assistant"
+        rows = [("sft", {"text": whole}, note), ("prompts", {"prompt": opened}, note)]
+        rows += [("sft", {"prompt": opened, "response": "yo"}, note)]
+        rows += [("pairs", {"prompt": "hi", "chosen": answer, "rejected": "b"}, "assistant")]
+        for road, row, groups in rows:
+            lines = [x for x in said(row, road=road) if ROLES in x]
+            assert [x.rpartition(": ")[2] for x in lines] == [f"row 1 ({groups})"], (family, row)
+
+
+def test_roles_that_are_meant_are_not(said):
+    for text in (
+        "system\nuser\nassistant",
+        "user\nid name",
+        "Assistants",
+        "Call my assistant",
+        "user: hi\nassistant: yo",
+    ):
+        assert said({"prompt": text, "response": f"x {text}"}, {"prompt": "hi", "response": text}) == [], text
+
+
+def test_further_turns_of_a_template_without_its_tokens_are_named(said):
+    for road, row in on_roads("Four.\nuser\nAnd 3+3?\nassistant\nSix."):
+        (line,) = said(row, road=road)
+        assert f"rows that {FURTHER}" in line
+        assert line.endswith("row 1 (user ... assistant)")
+    assert said({"prompt": "hi", "response": "Roles:\nuser\nassistant\ntool"}) == []
+
+
+RESULT = "rows that have the result of a tool inside an answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_response>20</tool_response>\nIt is 20.', "tool_response"),
+        ("<search>who?</search>\n\n<information>Doc 1</information> Bo.", "information"),
+        ("Thought: I look.\nAction: search[Bo]\nObservation: Bo is a cat.\nAnswer: a cat", "Observation"),
+        ("Thought: I look.\nAction: search\nAction Input: Bo\n\nObservation: x", "Observation"),
+    ],
+)
+def test_results_of_tools_inside_an_answer_are_named(text, note, said):
+    for road, row in on_roads(text):
+        (line,) = [x for x in said(row, road=road) if RESULT in x]
+        assert line.endswith(f"row 1 ({note})")
+    assert not [x for x in said({"prompt": text}, road="prompts") if RESULT in x]
+    for fine in (
+        "<tool_call>{}</tool_call>",
+        "Thought: a\nAction: b\nObservation:",
+        "Observation: it rains",
+        "</code><b>x",
+    ):
+        assert not [x for x in said({"prompt": "hi", "response": fine}) if RESULT in x]
+
+
+SAYS = "rows that begin a response with the word for its label"
+
+
+def test_responses_that_begin_with_the_word_for_their_label_are_named(said):
+    for good, bad in (
+        ("Chosen: {}", "Rejected: {}"),
+        ("[GOOD] {}", "[BAD] {}"),
+        ("**Better response:** {}", "Worse: {}"),
+    ):
+        pairs = [
+            {"prompt": f"q{i}", "chosen": good.format(i), "rejected": [assistant(bad.format(i))]} for i in range(4)
+        ]
+        (line,) = said(*pairs, road="pairs")
+        assert f"kept 4 of 4 {SAYS}" in line
+        both = [
+            {"prompt": x["prompt"], "completion": x[name], "label": name == "chosen"}
+            for x in pairs
+            for name in ("chosen", "rejected")
+        ]
+        (line,) = said(*both, road="labelled")
+        assert f"kept 8 of 8 {SAYS}" in line
+        swapped = [{**x, "chosen": x["rejected"], "rejected": x["chosen"]} for x in pairs]
+        for fine in (swapped, pairs[:2] + swapped[2:], [{**x, "rejected": f"No {i}"} for i, x in enumerate(pairs)]):
+            assert said(*fine, road="pairs") == []
+    assert said({"prompt": "x", "chosen": "Good morning!", "rejected": "Bad: no"}, road="pairs") == []
+
+
+DUE = "rows that have a user's message where the result of a call is due"
+
+
+def test_results_of_calls_that_are_messages_of_a_user_are_named(said):
+    call = assistant("", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}])
+    made = [user("hi"), call, user("20"), assistant("It is 20.")]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }};{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    rows = {"sft": {"messages": made}, "prompts": {"prompt": [*made, user("And?")]}}
+    rows["pairs"] = {**rows["prompts"], "chosen": "a", "rejected": "b"}
+    for road, row in rows.items():
+        assert [x for x in said(row, road=road, tokenizer=tokenizer) if DUE in x]
+        for turn in ({"role": "tool", "content": "20"}, user("<tool_response>20</tool_response>")):
+            fine = {
+                key: [turn if m == user("20") else m for m in x] if isinstance(x, list) else x for key, x in row.items()
+            }
+            assert not [x for x in said(fine, road=road, tokenizer=tokenizer) if DUE in x]
+    orders = {"messages": [user("on"), call, user("off"), call]}
+    assert not [x for x in said(orders, tokenizer=tokenizer) if DUE in x]
+
+
 PYTHON = "have an answer that is Python's text of a value"
 
 
@@ -451,7 +572,7 @@ def test_answers_that_were_cut_at_one_length_are_named(said):
     assert said(*[{"text": text[:120]} for text in STORIES]) == []  # pieces of a corpus
 
 
-GIVEN = "rows that have a prompt that ends with its own gold answer: "
+GIVEN = "rows that have a prompt that ends with its own answer: "
 
 
 def test_a_prompt_that_ends_with_its_gold_answer_is_named(said):
@@ -495,6 +616,26 @@ def test_gold_answers_that_stand_for_a_missing_value_are_named(said):
         rows(*numbers, *["None"] * 4, prompt="What does f({}) print here?"),
     ):  # fmt: skip
         assert said(*ordinary, road="prompts") == []
+
+
+def test_a_prompt_that_ends_with_the_answer_that_trains_is_named(said):
+    golds = ["Paris", "8", "C++", "William Shakespeare"]
+    asked = [f"Question {i}?\nAnswer: {gold}" for i, gold in enumerate(golds)]
+    both = [*zip(asked, golds, strict=True)]
+    rows = {
+        "sft": [{"prompt": prompt, "response": gold} for prompt, gold in both],
+        "pairs": [{"prompt": [user(prompt)], "chosen": gold, "rejected": "b"} for prompt, gold in both],
+        "labelled": [{"prompt": prompt, "completion": gold, "label": i % 2} for i, (prompt, gold) in enumerate(both)],
+    }
+    for road, given in rows.items():
+        assert [x for x in said(*given, road=road) if GIVEN in x] == [
+            f"kept 4 of 4 {GIVEN}row 1 (Paris), row 2 (8), row 3 (C++), row 4 (William Shakespeare)"
+        ]
+    told = [{"messages": [user("hi"), assistant("yo"), user(prompt), assistant(gold)]} for prompt, gold in both]
+    assert [x for x in said(*told) if GIVEN in x]
+    assert said(*[{"text": prompt} for prompt in asked]) == []
+    choices = [{"prompt": f"{i}. A) x{i} B) y{i}", "response": f"{'xy'[i > 2]}{i}"} for i in range(8)]
+    assert said(*choices) == said(*[{"prompt": x, "response": x} for x in "abcdef"]) == []
 
 
 ONE, SPREADSHEET = (

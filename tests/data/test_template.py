@@ -137,5 +137,5 @@ def test_message_keys_and_template_arguments_that_the_template_does_not_read_are
     assert [r.getMessage() for r in caplog.records] == [
         f"{path}: message key mood is not written by the chat template",
         f"{path}: template argument enable_thinking is not read by the chat template",
-        f"{path}: role user is not trained, though its turns have 'train': true: assistant turns are",
+        f"{path}: role user ('train': true) is not trained: assistant turns are",
     ]

@@ -278,3 +278,31 @@ def test_bad_tensors_are_named() -> None:
         losses.cispo(torch.zeros(2), torch.ones(2), mask=torch.ones(2))
     with pytest.raises(TypeError, match="advantages must be a floating-point tensor"):
         losses.sapo(torch.zeros(2), torch.ones(2, dtype=torch.long))
+
+
+def test_a_ratio_in_place_of_its_logarithm_is_refused():
+    """Here an own loop would train on exp(ratio); a log-ratio of samples is not large at all of many tokens."""
+    generator = torch.Generator().manual_seed(0)
+    old, advantages = -torch.rand(128, generator=generator) * 3, torch.randn(128, generator=generator)
+    noise, mask = 0.1 * torch.randn(128, generator=generator), torch.arange(128) % 8 > 0
+    on_policy, near, later = (old - x for x in (old, old + 1e-7 * noise.sign(), old + noise))
+    for log_ratio in (on_policy, near, later):
+        for loss in (losses.ppo_clip, losses.cispo, losses.reinforce):
+            assert torch.isfinite(loss(log_ratio, advantages)).all()
+            with pytest.raises(
+                ValueError, match=r"log_ratio is at least [\d.]+ at all \d+ tokens: is it a ratio\? Give"
+            ):
+                loss(log_ratio.exp(), advantages)
+            with pytest.raises(ValueError, match="is it a ratio"):
+                loss(torch.where(mask, log_ratio.exp(), torch.nan), advantages, mask=mask)
+    of_sequences = torch.tensor([0.7, 2.5]).repeat_interleave(64)  # the sums of log-ratios, at each token
+    for fine in (
+        of_sequences,
+        torch.full((128,), 1.25),
+        later.abs(),
+        later.exp()[:12],
+        torch.where(mask, later.exp(), 0),
+    ):
+        losses.ppo_clip(fine, advantages[: len(fine)])
+    with pytest.raises(ValueError, match="is it a ratio"):
+        losses.tis(later.exp(), max_weight=2.0)

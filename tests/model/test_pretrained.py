@@ -41,6 +41,33 @@ def test_a_tokenizer_file_without_its_parts(folder: Path) -> None:
         load_tokenizer(folder)
 
 
+def test_a_config_that_is_wrong_is_not_called_a_wrong_tokenizer(folder: Path) -> None:
+    """transformers reads the config for the tokenizer too, and scripts load that first."""
+    text = (
+        r"its config cannot be read: .*`num_hidden_layers` \(7\) must be .* `layer_types` \(4\); correct config\.json"
+    )
+    change(folder, num_hidden_layers=7)
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ValueError, match=text):
+            load(folder)
+
+
+def test_the_length_in_a_tokenizers_config_is_not_warned_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers says that longer texts "result in indexing errors"; the limits of a run are its own."""
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 3}))
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        tokenizer = load_tokenizer(folder)
+        assert len(tokenizer.encode("more than three tokens")) > tokenizer.model_max_length == 3
+        assert caplog.text == ""
+        tokenizer.deprecation_warnings.clear()
+        tokenizer.encode("more than three tokens")
+        assert "longer than the specified maximum" in caplog.text
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+
+
 def test_weights_with_nan_are_not_called_not_causal(folder: Path) -> None:
     model = tiny_model(tiny_tokenizer())
     with torch.no_grad():

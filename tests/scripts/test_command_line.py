@@ -309,7 +309,7 @@ def test_no_step_exports_no_model(task, tmp_path, capfd, script):
 def test_flags_that_make_a_run_learn_little_are_warned_of(task, tmp_path, caplog, capfd):
     one = write(tmp_path / "one.jsonl", [{**row, "label": True} for row in ROWS["labelled"]])
     call("kto", flags_of(task, "kto", tmp_path / "kto", "--data", str(one), "--warmup-steps", "3", "--device", "cpu"))
-    assert [r.getMessage() for r in caplog.records if r.name == "rlkit.scripts"] == [
+    assert [x for x in caplog.messages if "warmup" in x or "KTO" in x] == [
         "--warmup-steps 3 is not below --steps 2: the learning rate never reaches --lr",
         f"{one}: all 8 responses are desirable: KTO learns from the contrast, so add some of the other label",
     ]

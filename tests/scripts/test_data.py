@@ -193,7 +193,7 @@ def test_what_is_said_of_the_file_is_not_said_again_of_the_row_that_is_shown(com
 
 @pytest.mark.parametrize("label", [-1, "", float("nan")])
 @pytest.mark.parametrize("at", [0, 1])
-def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, label, at):
+def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, caplog, label, at):
     rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": 1} for i in range(3)]
     rows[at]["label"] = label
     (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -202,7 +202,19 @@ def test_labels_with_a_wrong_value_are_shown_as_kto_refuses_them(command, task, 
         assert ended == 1
         assert "as rlkit grpo reads it" not in out
         assert "wrong: 1 of 3 rows" in out
+        assert "KTO" not in caplog.text  # of a file that kto refuses
         assert f"  some.jsonl, line {at + 1}: column 'label' must be true or false, got {label!r}" in out
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "model")])
+def test_data_of_one_label_are_named_as_kto_names_them(command, task, caplog, model):
+    for labels, said in ((["True"] * 3, "desirable"), ([0, 0], "undesirable"), ([1, 0], "")):
+        rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": label} for i, label in enumerate(labels)]
+        (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert not command("some.jsonl", "--script", "kto", *model)[0]
+        line = f"some.jsonl: all {len(labels)} responses are {said}: KTO learns from the contrast"
+        assert [x.partition(", so")[0] for x in caplog.messages if "KTO" in x] == [line] * bool(said)
+        caplog.clear()
 
 
 def test_pairs_of_which_one_is_wrong_are_shown_as_dpo_refuses_it(command, task):

@@ -786,6 +786,13 @@ UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "clip_high=5.0": "",
     "clip_high=1.28 epochs=2": "--clip-high 1.28: a distance from 1, so only ratios above 2.28 are clipped; if it ",
     "clip_high=1.2 loss=gmpo": "",
+    "clip_low=0.2 clip_high=0.2 loss=gspo": "--clip-high 0.2: gspo clips the ratio of a whole answer, per token, and ",
+    "clip_low=0.2 loss=gspo": "--clip-low 0.2: gspo clips the ratio of a whole answer",
+    "clip_low=3e-3 clip_high=0.01 loss=gspo": "",
+    "success_range=(1.0,99.0)": "--success-range 1 99: bounds of the mean score itself; if percents are meant of",
+    "success_range=(0.01,0.99)": "",
+    "success_range=(1.0,10.0)": "",  # a judge's
+    "success_range=(-5.0,20.0)": "",
     "clip_low=0.8 epochs=2": "--clip-low 0.8: a distance from 1, so only ratios below 0.2 are clipped; if it is ",
     "clip_low=0.5 clip_high=3.0": "",
     "entropy_coef=-0.01": "--entropy-coef -0.01: a negative bonus lowers the entropy",

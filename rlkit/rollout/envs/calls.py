@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.data.messages import parameters_of
+from rlkit.data.messages import is_of_type, parameters_of
 
 
 class Call(NamedTuple):
@@ -204,7 +204,7 @@ def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
         types = [types] if isinstance(types, str) else types
         if value is None and (schema.get("nullable") or "null" in types):
             continue
-        if types and not any(_is_of_type(value, t) for t in types):
+        if types and not any(is_of_type(value, t) for t in types):
             return f"argument {name!r} must be {' or '.join(types)}, got {json.dumps(value, default=str)[:80]}"
         if "enum" in schema and value not in schema["enum"]:
             return f"argument {name!r} must be one of {schema['enum']}, got {json.dumps(value, default=str)[:80]}"
@@ -283,7 +283,7 @@ def value_of(text: str, parameters: Mapping[str, Any], key: str, kind: str | Non
         value = _literal(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-    fits = not isinstance(value, str) and (not kinds or any(_is_of_type(value, kind) for kind in kinds))
+    fits = not isinstance(value, str) and (not kinds or any(is_of_type(value, kind) for kind in kinds))
     return value if fits else text
 
 
@@ -335,23 +335,6 @@ def _restored(value: Any, texts: Sequence[str]) -> Any:
     if isinstance(value, list):
         return [_restored(part, texts) for part in value]
     return texts[int(value)] if isinstance(value, str) and value.isdecimal() and int(value) < len(texts) else value
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
-
-def _is_of_type(value: Any, name: str) -> bool:
-    if isinstance(value, bool) and name != "boolean":
-        return name not in _TYPES
-    return isinstance(value, _TYPES.get(name, (object,)))
 
 
 def _json_call(payload: str) -> Call | BadCall:

@@ -205,11 +205,13 @@ class Reading(NamedTuple):
 
 def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) -> Reading:
     """How `command` reads the rows; nothing is logged."""
+    from rlkit.data.columns import truth
     from rlkit.data.drop import NothingLeft, check_begun
+    from rlkit.data.examples import name_one_label
     from rlkit.data.forms import Turn
     from rlkit.data.markup import markup_of
     from rlkit.data.messages import mappings
-    from rlkit.data.turns import begins_answer
+    from rlkit.data.turns import LABELLED, begins_answer
 
     said = list[logging.LogRecord]()
     logger, render = logging.getLogger("rlkit.data"), None
@@ -220,6 +222,9 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
 
     def read(some: Any, *, sure: bool = args.continue_answer) -> tuple[list[Item], int]:
         made, converted = with_forms(data, some, command)
+        if command == "kto" and some is rows:
+            labels = [bool(truth(row["label"])) for form, row in converted if form is LABELLED]
+            name_one_label(" ".join(args.files), labels)
         if render:
             return render(made, continue_answer=sure)
         turns = [mappings(row.get("messages") or row.get("prompt")) for _, row in converted if command == "grpo"]
