@@ -135,7 +135,8 @@ SEND_TRIES = 5
 
 
 async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: int) -> dict[str, float]:
-    """Send the weights to the engine; returns the bytes that it has read of them as `sync/bytes`, if any.
+    """Send the weights to the engine; returns the bytes that it has read of them as `sync/bytes`, if any, and what it
+    has measured since the last time, where it has an optional method `measured`.
 
     A server may fail meanwhile: those that are up then get the weights anew, in at most `SEND_TRIES` tries.
     """
@@ -147,7 +148,8 @@ async def publish(engine: Any, weights: Callable[[], WeightStream], *, version: 
         except EngineError as error:
             if not left or not hasattr(engine, "lost") or isinstance(error, Unreachable):
                 raise
-    return {"sync/bytes": stream.num_bytes} if stream.num_bytes else {}
+    measured: dict[str, float] = getattr(engine, "measured", dict)()
+    return measured | ({"sync/bytes": stream.num_bytes} if stream.num_bytes else {})
 
 
 async def rest(engine: Any) -> None:
@@ -168,6 +170,7 @@ class SharedEngine:
         self.engine, self.samplers = engine, tuple(samplers)
         self.generate, self.abort = getattr(engine, "generate", None), getattr(engine, "abort", None)
         self.positional_noise = getattr(engine, "positional_noise", False)
+        self.measured = getattr(engine, "measured", dict)
 
     async def update_weights(self, weights: Iterable[Any], *, version: int) -> None:
         """See `Engine`. Every rank consumes all of `weights`, because gathering a tensor involves all ranks.

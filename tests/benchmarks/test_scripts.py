@@ -73,6 +73,10 @@ SLOW = {
         "--prefix 8 --work OUT/work --out OUT/x.json", "log-probs, s",
     ),
     "benchmarks/sharing.py": ("--only answers/nemotron_h tree/qwen3 --rounds 1", "forest (1,031 rows)"),
+    "benchmarks/speculation.py": (
+        "--temperatures 1 --sums 1 --questions 0 --group-size 2 --rows 2 --drafts 3 --sizes 1 2 --repeats 1 "
+        "--out OUT/x.json", "history k 3: drafted",
+    ),
     "benchmarks/streaming.py": ("OUT --megabytes 1 --held 1", "1 MB, 1000 rows, held"),
     "examples/in_trl.py": ("--steps 1 --output OUT", "train_loss"),
     "recipes/digits/make_data.py": ("OUT", ""),
@@ -163,7 +167,7 @@ def test_every_file_has_a_test():
 @pytest.mark.slow
 def test_its_smallest_run(script, tmp_path, request):
     flags, printed = (RUNS | SLOW)[script]
-    if "changed_weights" in script:
+    if "changed_weights" in script or "speculation" in script:
         request.getfixturevalue("smollm")
     if "trl" in script:
         pytest.importorskip("trl")

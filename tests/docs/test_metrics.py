@@ -70,6 +70,8 @@ RUNS = {  # name -> script, data, flags: together every metric
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5 --value-range 0 3"),
 }
 
+ON_GPUS = {"memory/peak", "time/mfu", "engine/tokens_per_forward"}  # and of servers there
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -128,7 +130,7 @@ async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     parts = {f"{kind}reward/{name}" for kind in ("", "eval/") for name in ("size", "low", "short")}
     assert parts <= logged
     parts |= {key for key in logged if key.startswith("eval/reward/")}
-    assert page == logged - parts | {"reward/NAME", "eval/reward/NAME", "memory/peak", "time/mfu"}
+    assert page == logged - parts | {"reward/NAME", "eval/reward/NAME", *ON_GPUS}
 
 
 def test_the_tables_of_keys_are_those_of_the_report():

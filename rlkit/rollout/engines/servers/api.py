@@ -29,8 +29,8 @@ class ServerLimits(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters, and
-    whether it reports the experts of each token."""
+    """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters, whether
+    it reports the experts of each token, and whether it drafts tokens by weights of their own (EAGLE, MTP, a model)."""
 
     num_ranks: int = 1
     num_stages: int = 1
@@ -39,6 +39,7 @@ class Facts(NamedTuple):
     model_path: str | None = None
     max_lora_rank: int = 0  # 0: it takes no adapter
     experts: bool = False
+    has_draft: bool = False
 
 
 LogProbs = list[tuple[list[int], list[float]]]  # at each token: ids, and log-probs of them
@@ -79,6 +80,10 @@ class Api(Protocol):
         self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
     ) -> Completion:
         """The completion of a reply, or ReplicaError; `version` is for servers that do not report theirs."""
+        ...
+
+    def num_verified(self, reply: Any) -> int:
+        """Forwards that verified drafts for a completion; 0 without speculative decoding, or where it does not say."""
         ...
 
     def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:

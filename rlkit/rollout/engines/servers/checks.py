@@ -12,6 +12,8 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
 from rlkit._util.files import weight_files
+from rlkit._util.text import masked
+from rlkit.model.source import source_of
 from rlkit.types import Completion
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -76,9 +78,11 @@ def shapes(model_path: str | None) -> Shapes:
     return by_name
 
 
-def checked(named_tensors: NamedTensors, served: Shapes, *, unsent: tuple[str, ...] = ()) -> NamedTensors:
+def checked(
+    named_tensors: NamedTensors, served: Shapes, *, unsent: tuple[str, ...] = (), model: Any = None
+) -> NamedTensors:
     """The same stream; it raises at a tensor that the served checkpoint does not have, and at the end if one is
-    missing, unless its name begins with one of `unsent`.
+    missing, unless its name begins with one of `unsent` or `model` was read without it (multi-token prediction).
 
     SGLang silently skips an unknown name and keeps the old values of a missing tensor; an unexpected shape kills it.
     A sharded tensor is always refused.
@@ -96,14 +100,23 @@ def checked(named_tensors: NamedTensors, served: Shapes, *, unsent: tuple[str, .
                 raise TypeError(f"{name} is sharded: pass stream_weights(model), which gathers it, on every rank")
             missing.pop(name, None)
             yield name, tensor
+        if missing and model is not None:
+            missing = dict.fromkeys(missing.keys() - {*source_of(model).left})
         if missing:
-            few = ", ".join([*missing][:3])
+            few = ", ".join(sorted(missing)[:3])
             raise ValueError(
                 f"the served model has {len(missing)} tensors that did not come, like {few}: they would keep their old "
                 "values. Send them, or name them in `unsent` if the trainer does not have them"
             )
 
     return stream()
+
+
+def check_release(servers: Iterable[Any]) -> None:
+    """Refuse to free the memory of `Replica`s that draft tokens by weights of their own, which no update restores."""
+    if url := next((masked(server.url) for server in servers if server.facts.has_draft), None):
+        fault = f"{url} drafts tokens by weights of their own, which it would lose with `release`: no update has them"
+        raise ValueError(f"{fault}. Use n-gram drafts, or no `release` (--engine-release)")
 
 
 def check_probe(probe: Probe, out: Completion, *, url: str, version: int) -> None:

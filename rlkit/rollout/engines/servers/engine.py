@@ -21,7 +21,7 @@ from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
 from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
-from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, checked, shapes
+from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
@@ -84,8 +84,8 @@ class ServerEngine:
             the adapter added. "auto": the adapter where all servers take one, else merged, with the reason in the log.
         release: `rest` frees the servers' GPU memory until the next update, for training on the same GPUs.
         probe: check every update, see `Probe`.
-        unsent: prefixes of the names of served tensors that the trainer does not have, such as "mtp." (layers for
-            speculative decoding, which transformers drops). An update that lacks any other tensor is an error.
+        unsent: prefixes of the names of served tensors that the trainer does not have. An update that lacks any other
+            tensor is an error, but for those that transformers drops, such as `mtp.*` (layers that draft tokens).
         timeout: seconds that one attempt of a generation may take.
         stall: seconds without any answer from a server until its health is checked; after three failed checks its
             requests go elsewhere.
@@ -257,6 +257,10 @@ class ServerEngine:
         still = 0.0 if self._moved is None else time.monotonic() - self._moved
         return max(still, *(r.silence.seconds for r in [*self._servers.all, *self._serving.all]))
 
+    def measured(self) -> dict[str, float]:
+        """Metrics since the last call: tokens per forward where servers draft tokens and report it."""
+        return self._servers.measured()
+
     async def abort(self, rid: str | None = None) -> int:
         """End the request `rid` (None: all of this engine's): its caller gets the tokens so far, as "abort".
 
@@ -303,6 +307,8 @@ class ServerEngine:
         async with self._updating:
             self._moved = time.monotonic()
             servers = await self._revive()
+            if self._release:
+                check_release(servers)
             if isinstance(weights, WeightStream) and weights.has_adapter:
                 weights = weights.in_form(await self._adapters.form(servers, weights.model))
             resting = [server for server, life in self._resting if server.life == life and server in servers]
@@ -392,7 +398,9 @@ class ServerEngine:
             sent = self._api.showing(named, call.images) if call.images else named
             try:
                 reply = await self._serving.request(replica, self._api.generate, sent, timeout=self._timeout)
-                return self._api.completion(reply, named, limits, url=replica.url, version=version)
+                done = self._api.completion(reply, named, limits, url=replica.url, version=version)
+                self._servers.note_drafts(len(done.ids), self._api.num_verified(reply))
+                return done
             except Busy:
                 raise
             except Refused:
@@ -486,7 +494,7 @@ class ServerEngine:
             if whole is not None:
                 for server in servers:
                     server.base = False
-                await self._load(servers, whole, version)
+                await self._load(servers, whole, version, getattr(weights, "model", None))
                 for server in servers:
                     server.base = apart
             if isinstance(weights, AdapterStream):
@@ -509,7 +517,7 @@ class ServerEngine:
             gate, self._gate = self._gate, None
             gate.set()
 
-    async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int) -> None:
+    async def _load(self, servers: Sequence[Replica], weights: NamedTensors, version: int, model: Any) -> None:
         for server in servers:
             if self._transport.here:
                 refuse_elsewhere(server.url, self._api.name, instead="give `transport` FromGroup(...) or FromDisk(...)")
@@ -532,7 +540,7 @@ class ServerEngine:
             await self._set_paused(servers, self._pause)
             if self._transport.sessions:
                 await all_done(map(self._api.begin, servers))
-            read = self._noted(checked(weights, served, unsent=self._unsent))
+            read = self._noted(checked(weights, served, unsent=self._unsent, model=model))
             await self._transport.send(servers, read, version=version)
             if self._pause != "in_place":
                 await all_done(map(self._api.flush, servers))

@@ -126,6 +126,7 @@ class Replicas:
         self._http, self._api, self.all = http, api, [Replica(http, url, api) for url in urls]
         self.limits: ServerLimits | None = None
         self.version = self._turn = 0
+        self._drafted = self._verified = 0  # tokens of completions with drafts, and the forwards that verified them
         self.adapter: str | None = None  # that requests name
         self._vocab_size = vocab_size
         self._stall, self._patience = stall, max(1.0, stall / 4)
@@ -184,6 +185,16 @@ class Replicas:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+
+    def note_drafts(self, num_tokens: int, num_verified: int) -> None:
+        """Count a completion whose drafts took so many forwards; its first token came with the prompt."""
+        if num_verified:
+            self._drafted, self._verified = self._drafted + num_tokens - 1, self._verified + num_verified
+
+    def measured(self) -> dict[str, float]:
+        """Tokens per forward since the last call; {} without drafts."""
+        drafted, verified, self._drafted, self._verified = self._drafted, self._verified, 0, 0
+        return {"engine/tokens_per_forward": drafted / verified} if verified else {}
 
     async def suspect(self, replica: Replica) -> bool:
         """After a failed request: whether the server is gone."""

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from rlkit._util.retrying import BUSY
+from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
 from rlkit.rollout.engines.servers.api import (
@@ -40,6 +41,21 @@ def _experts(text: str | None, size: int, k: int) -> Int[np.ndarray, "size layer
     return np.frombuffer(base64.b64decode(text), np.int32).reshape(size, -1, k).astype(np.int16)
 
 
+def _speculation(info: dict[str, Any], url: str) -> str:
+    """The algorithm that drafts tokens ("": none), or ValueError where samples would not be of the model's distribution
+    (SGLang 0.5.23: `eagle_utils.eagle_sample`)."""
+    method = str(info.get("speculative_algorithm") or "")
+    fault, names = f"{masked(url)} runs with --speculative-algorithm {method}", ("single", "acc")
+    if method and (device := info.get("device")) in ("cpu", "xpu"):
+        greedy = f"on {device} SGLang then takes the most likely token at every temperature"
+        raise ValueError(f"{fault}, and {greedy}: start it without")
+    for name in (f"speculative_accept_threshold_{x}" for x in names if method):
+        if info.get(name, 1.0) != 1.0:
+            flag = f"--{name.replace('_', '-')} {info[name]}"
+            raise ValueError(f"{fault} and {flag}, which accepts what the model would not sample: leave it at 1")
+    return method
+
+
 class SGLangApi:
     """SGLang's /generate, with token ids in and out, and its control of weights."""
 
@@ -52,6 +68,9 @@ class SGLangApi:
     positional_noise = True
     vision_env = VISION_ENV
 
+    def __init__(self) -> None:
+        self._speculates = False
+
     def body(
         self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
     ) -> dict[str, Any]:
@@ -61,6 +80,8 @@ class SGLangApi:
         context limit, which SGLang would refuse to do.
         """
         longest = max_new_tokens(prompt_ids, params, limits)
+        if self._speculates and params.min_p:
+            raise ValueError("SGLang ignores min_p with --speculative-algorithm: sample without one of them")
         sampling: dict[str, Any] = {
             "max_new_tokens": longest,
             "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1,
@@ -125,6 +146,9 @@ class SGLangApi:
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
         return body | {"rid": wire}
 
+    def num_verified(self, reply: Any) -> int:  # noqa: D102
+        return whole_number(reply["meta_info"].get("spec_verify_ct") or 0, "spec_verify_ct", low=0, high=math.inf)
+
     def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: ARG002, D102
         body = {
             "input_ids": prompt + ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -150,7 +174,9 @@ class SGLangApi:
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
             experts = bool(info.get("enable_return_routed_experts"))
-        return Facts(tp, pp, dp, max_len, path, rank, experts)
+        method = _speculation(info, server.url)
+        self._speculates |= bool(method)
+        return Facts(tp, pp, dp, max_len, path, rank, experts, method not in ("", "NGRAM"))
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post("/pause_generation", {"mode": mode})

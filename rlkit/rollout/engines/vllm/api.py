@@ -33,6 +33,8 @@ from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
 PREFIX = "generate-tokens-"  # vLLM's name of a request is this and ours
+EXACT = ("standard", "block", "strict", "probabilistic")  # how drafts may be accepted
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # ways to draft
 MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}  # see `flush` for what makes the first two differ
 
 
@@ -127,6 +129,9 @@ class VLLMApi:
             max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
         )  # fmt: skip
 
+    def num_verified(self, reply: Any) -> int:  # noqa: ARG002, D102
+        return 0
+
     def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: D102
         body = {"model": model, "prompt": prompt + ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
 
@@ -161,7 +166,13 @@ class VLLMApi:
             on_cpu = told["vllm_config"].get("device_config", {}).get("device") == "cpu"
             self._reload = "rlkit_reload" if extended else "" if on_cpu else "reload_weights"
             self._seeds = not on_cpu
-        return Facts(tp, pp, dp, max_len, path, rank if loads else 0)
+            drafts = told["vllm_config"].get("speculative_config") or {}
+            rule = drafts.get("rejection_sample_method") or EXACT[0]
+            has_draft = bool(drafts) and drafts.get("method") not in WITHOUT_WEIGHTS
+        if rule not in EXACT:
+            fault = f"{masked(server.url)} drafts tokens with rejection_sample_method {rule!r}, which samples from"
+            raise ValueError(f"{fault} another distribution than the model's: leave it out of --speculative-config")
+        return Facts(tp, pp, dp, max_len, path, rank if loads else 0, has_draft=has_draft)
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post(f"/pause?mode={MODES[mode]}", None)
