@@ -173,6 +173,7 @@ if __name__ == "__main__":
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
     gc.enable()
+    os.fsync = lambda _: None  # as in the tests' own process
     job = serve(socket.socket(fileno=int(sys.argv[1])))
     if job is not None:
         become(job)
