@@ -33,6 +33,9 @@ def pytest_configure() -> None:
     Runs inside a test draw in its process: each would start another one for its plot. No file is forced to the disk:
     a test kills processes, never the machine, and a run waits for the disk twenty times.
     """
+    import parsers
+
+    parsers.keep()
     os.fsync = lambda _: None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ModuleNotFoundError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -18,6 +19,8 @@ import sys
 import threading
 import types
 from typing import Any
+
+from parsers import keep
 
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
 PRELOAD = (
@@ -170,6 +173,12 @@ if __name__ == "__main__":
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
+    from rlkit.scripts.cli import parsed
+
+    keep()
+    for command in ("grpo", "sft", "ppo", "dpo"):  # those that tests start most often
+        with contextlib.suppress(ValueError):  # flags that are missing
+            parsed([], importlib.import_module(f"rlkit.scripts.{command}").Args)
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
     gc.enable()
