@@ -137,6 +137,26 @@ def be_spawned(requests: socket.socket) -> None:
     exec(args[args.index("-c") + 1], {"__name__": "__main__"})
 
 
+def read_flags() -> None:
+    """Does once what tyro does to the first command whose flags have these types and texts."""
+    from rlkit.scripts.cli import parsed
+
+    with contextlib.suppress(ValueError):  # flags that are missing
+        parsed([], importlib.import_module("rlkit.scripts.grpo").Args)
+    del sys.modules["rlkit.scripts.grpo"]  # `python -m` warns of a module that is imported already
+
+
+def try_tiny_model() -> None:
+    """Does once what a process does to the first model and chat template of their kind."""
+    from rlkit.data.markup import check_template
+    from rlkit.data.tiny import tiny_model, tiny_tokenizer
+    from rlkit.model.forward import prepare_model
+
+    tokenizer = tiny_tokenizer()
+    check_template(tokenizer)
+    prepare_model(tiny_model(tokenizer, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=16))
+
+
 def leave() -> None:
     """The last of the exit functions: a command that has ended has nothing left but to take down its modules."""
     if status is not None:
@@ -173,12 +193,9 @@ if __name__ == "__main__":
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
-    from rlkit.scripts.cli import parsed
-
     keep()
-    for command in ("grpo", "sft", "ppo", "dpo"):  # those that tests start most often
-        with contextlib.suppress(ValueError):  # flags that are missing
-            parsed([], importlib.import_module(f"rlkit.scripts.{command}").Args)
+    read_flags()
+    try_tiny_model()
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
     gc.enable()
