@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,8 +30,13 @@ else:
 def pytest_configure() -> None:
     """Processes that tests start get Ctrl-C, also if a script runs pytest in the background, where it is ignored.
 
-    Runs inside a test draw in its process: each would start another one for its plot.
+    Runs inside a test draw in its process: each would start another one for its plot. No file is forced to the disk:
+    a test kills processes, never the machine, and a run waits for the disk twenty times.
     """
+    import parsers
+
+    parsers.keep()
+    os.fsync = lambda _: None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ModuleNotFoundError):
         import matplotlib.figure  # noqa: F401

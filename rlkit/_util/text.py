@@ -10,6 +10,7 @@ from typing import Any
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _USER = re.compile(r"(\w+://)(?:([^\s/?#:@]*):)?[^\s/?#@]+@")  # of a URL: user:password@, or a token@
 _QUERY = re.compile(r"([?&][\w-]*(?:key|token|secret|password|sig|signature)=)[^&\s#'\"]+", re.IGNORECASE)
+_CALL = re.compile(r"(.+?:[^()\s]+)\((.*)\)", re.DOTALL)
 
 
 class Explained(RuntimeError):
@@ -36,14 +37,19 @@ def masked(value: Any) -> Any:
     return value
 
 
-def keywords(text: str, *, spec: str) -> dict[str, Any]:
-    """The arguments in the text of a call, `n=512, tags=("a", "b")`; ValueError, with the whole `spec`, for all but
-    literals with a name."""
+def parse_call(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of `PLACE:NAME(n=512, tags=("a", "b"))`; no arguments in a text of another form.
+
+    ValueError, with the whole `spec`, for all but literals with a name.
+    """
+    called = _CALL.fullmatch(spec)
+    if called is None:
+        return spec, {}
     try:
-        call: Any = ast.parse(f"f({text})", mode="eval").body
+        call: Any = ast.parse(f"f({called[2]})", mode="eval").body
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return called[1], {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (ValueError, SyntaxError, AttributeError):
         raise ValueError(
             f"{spec}: arguments are keywords with literal values, as in f(n=512, tags=('a', 'b'))"

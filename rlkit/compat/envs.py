@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.compat.games import gem, gymnasium, textarena
 from rlkit.compat.libraries import Published, library_of, resolved, wrapper_for
-from rlkit.compat.recognise import kind_of, takes_prompt
+from rlkit.compat.recognise import GAME_LIBRARIES, kind_of, takes_prompt
 from rlkit.compat.tasks import aviary, openenv, verifiers, verifiers_tasks
 from rlkit.data.prompts import prompt_messages
 from rlkit.rollout.calling import call
@@ -61,7 +61,7 @@ def of_prompt(make: Callable[[Prompt], Any], tokenizer: PreTrainedTokenizerBase)
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         made = make(prompt)
         library = library_of(made)
-        if library in _PER_EPISODE:
+        if library in GAME_LIBRARIES:
             return pieces_of(await _ADAPTERS[library](lambda _: made, tokenizer)(prompt, sample))
         if paste := wrapper_for(made):
             raise ValueError(paste)
@@ -226,7 +226,6 @@ def rl4llm(mdp_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
     return env
 
 
-_PER_EPISODE = ("gymnasium", "gem", "textarena", "aviary")  # whose objects play one episode
 _ADAPTERS: dict[str, Callable[..., Env]] = {
     "gymnasium": gymnasium, "gem": gem, "textarena": textarena, "aviary": aviary, "openenv": openenv,
     "verifiers": verifiers, "verifiers_tasks": verifiers_tasks, "rl2": rl2, "interact": interact,

@@ -24,9 +24,9 @@ from shutil import which
 from typing import Any, NamedTuple
 
 from rlkit._util.extras import MissingExtra
-from rlkit._util.text import keywords
+from rlkit._util.text import parse_call
 from rlkit.compat.actions import actions_of, show_observation
-from rlkit.compat.recognise import Published, RowsOf, kind_of, takes_prompt
+from rlkit.compat.recognise import GAME_LIBRARIES, Published, RowsOf, kind_of, takes_prompt
 from rlkit.data.sources import Source
 from rlkit.rewards.failures import called
 from rlkit.rewards.load import load_object
@@ -53,12 +53,11 @@ def published(spec: str) -> Published | None:
     library = LIBRARIES.get(name)
     if library is None or not rest:
         return None
-    called = re.fullmatch(r"(.+?)\((.*)\)", rest, re.DOTALL)
-    arguments = keywords(called[2], spec=spec) if called else {}
+    line, arguments = parse_call(spec)
     at_once = arguments.pop("at_once", None)
     if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
         raise ValueError(f"{spec}: at_once is a number of episodes, at least 1")
-    made = library.find(_imported(name), called[1] if called else rest, arguments)
+    made = library.find(_imported(name), line.partition(":")[2], arguments)
     return replace(made, at_once=at_once, source=spec)
 
 
@@ -100,7 +99,7 @@ def _of_class(kind: type, name: str) -> Published | None:
         return _of_object(_alone(kind), name, again=None)
     if paste := wrapper_for(kind):
         raise ValueError(f"the class {name}: {paste}")
-    if library in _GAMES and not takes_prompt(kind):
+    if library in GAME_LIBRARIES and not takes_prompt(kind):
         kind_of(kind)  # refuses what cannot be made
         return Published(library, lambda _: kind(), _seeds(name))
     return None
@@ -144,7 +143,7 @@ def _of_object(made: Any, name: str, *, again: Callable[[], Any] | None) -> Publ
             f"{name} is one {type(made).__name__}, and each episode needs its own: write `def make(): return ...` "
             f"around what makes it, and give FILE.py:make"
         )
-    return Published(library if library in _GAMES else "object", lambda _: again(), _seeds(name))
+    return Published(library if library in GAME_LIBRARIES else "object", lambda _: again(), _seeds(name))
 
 
 def library_of(made: Any) -> str | None:
@@ -366,7 +365,6 @@ def _openenv(openenv: Any, url: str, arguments: dict[str, Any]) -> Published:
     return Published("openenv", lambda _: openenv.GenericEnvClient(base_url=url), _seeds(url), options)
 
 
-_GAMES = ("gymnasium", "gem", "textarena", "aviary")  # whose objects play one episode
 LIBRARIES = {
     "gem": Library("gem", "gem-llm", _gem),
     "textarena": Library("textarena", "textarena", _textarena),

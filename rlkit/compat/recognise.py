@@ -1,8 +1,8 @@
 """What kind of environment a function or class is, by its signature and its bases. Imports no torch.
 
 A form is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; where it works
-on messages, a name in `OF_MESSAGES`. A library is a row of `rlkit.compat.libraries.LIBRARIES`, and with classes a name
-in `_LIBRARIES`. A form without adapter is a row in `_FOREIGN`.
+on messages, a name in `OF_MESSAGES`. A library is a row of `rlkit.compat.libraries.LIBRARIES`, and with games a name
+in `GAME_LIBRARIES`. A form without adapter is a row in `_FOREIGN`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from rlkit.rollout.calling import accepted, is_async, takes
 
-_LIBRARIES = ("gymnasium", "gem", "textarena", "aviary", "openrlhf")
+GAME_LIBRARIES = ("gymnasium", "gem", "textarena", "aviary")  # an object of theirs plays one episode
 OF_MESSAGES = (  # kinds that need a chat template
-    "tools", "interact", "verifiers", "verifiers_tasks", "gymnasium", "gem", "textarena", "aviary", "openenv",
+    "tools", "interact", "verifiers", "verifiers_tasks", "openenv", *GAME_LIBRARIES,
 )  # fmt: skip
 RowsOf = Callable[[bool], Iterable[Mapping[str, Any]]]  # the rows of an environment, held out or not
 _GYM = ("seed", "options")  # of Gymnasium's `reset`
@@ -121,7 +121,7 @@ def takes_prompt(kind: type) -> bool:
 def _kind_of_class(kind: type) -> str:
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
     reset, step = (inspect.getattr_static(kind, name) for name in ("reset", "step"))
-    library = next((name for name in _LIBRARIES if name in bases), None)
+    library = next((name for name in (*GAME_LIBRARIES, "openrlhf") if name in bases), None)
     if isinstance(reset, FunctionType) and "states" in inspect.signature(reset).parameters:
         library = library or "openrlhf"
     wrong: tuple[str, Any] | None = None

@@ -9,17 +9,15 @@ its tasks is asked for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from rlkit._util.extras import MissingExtra
-from rlkit._util.text import keywords
+from rlkit._util.text import parse_call
 from rlkit.data.files import Row
 
-_SPEC = re.compile(r"([\w-]+):([\w.]+)(?:\((.*)\))?", re.DOTALL)  # PACKAGE:TASK(arguments)
 _HELD_OUT = 1 << 31  # the first seed of held-out rows
 
 
@@ -32,18 +30,16 @@ class Package(NamedTuple):
 
 def package_of(spec: str) -> Package | None:
     """The package that PACKAGE:TASK or PACKAGE:TASK(arguments) names; None for anything else."""
-    named = _SPEC.fullmatch(spec)
-    return PACKAGES.get(named[1].replace("-", "_")) if named else None
+    package, _, task = spec.partition(":")
+    return PACKAGES.get(package.replace("-", "_")) if task else None
 
 
 def rows_of(spec: str, *, held_out: bool = False) -> Iterator[Row]:
     """The rows of PACKAGE:TASK(arguments). Errors: ValueError, and MissingExtra for what is not installed."""
-    package, named = package_of(spec), _SPEC.fullmatch(spec)
+    package, (name, arguments) = package_of(spec), parse_call(spec)
     assert package is not None
-    assert named is not None
-    arguments = keywords(named[3] or "", spec=spec)
     try:
-        return package.rows(named[2], held_out=held_out, **arguments)
+        return package.rows(name.partition(":")[2], held_out=held_out, **arguments)
     except ValueError as error:
         raise ValueError(f"{spec}: {error}") from None
 

@@ -99,9 +99,10 @@ def check_causal_lm(config: Any) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(config, "transformers has no causal language model of this type")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class.config_class not in (None, *MODEL_FOR_CAUSAL_LM_MAPPING):
-        saved = model_class.config_class.model_type
-        raise _refusal(config, f"an export would be of type {saved!r}, which AutoModelForCausalLM cannot read")
+    exported = model_class.config_class
+    if exported is not None and exported not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"an export would be of type {exported.model_type!r}, which AutoModelForCausalLM cannot read"
+        raise _refusal(config, what)
     check_unquantized(config)
 
 

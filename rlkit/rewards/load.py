@@ -17,10 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from rlkit._util.extras import MissingExtra
-from rlkit._util.text import keywords
+from rlkit._util.text import parse_call
 
 PRIVATE = "_rlkit_"  # how the module of a file begins that no `import` would find
-_CALL = re.compile(r"(.+?:\w+)\((.*)\)", re.DOTALL)  # FILE.py:FUNCTION(arguments)
 _TEXT = "__rlkit_text__"  # of a module: the text of the file when it was executed
 
 
@@ -38,12 +37,11 @@ def load_function(spec: str) -> Callable[..., Any]:
     ModuleNotFoundError, AttributeError (lists the functions of the module), TypeError (not callable), and ImportError
     with the traceback if the user's code fails while it is imported.
     """
-    if called := _CALL.fullmatch(spec):
-        return _bound(load_function(called[1]), called[2], spec)
-    function = load_object(spec)
+    name, arguments = parse_call(spec)
+    function = load_object(name)
     if not callable(function):
-        raise TypeError(f"{spec} is not a function but {type(function).__name__} {repr(function)[:80]}")
-    return function
+        raise TypeError(f"{name} is not a function but {type(function).__name__} {repr(function)[:80]}")
+    return _bound(function, arguments, spec) if arguments else function
 
 
 def load_object(spec: str) -> Any:
@@ -60,9 +58,8 @@ def load_object(spec: str) -> Any:
     return getattr(module, name)
 
 
-def _bound(function: Callable[..., Any], text: str, spec: str) -> Callable[..., Any]:
-    """The function with the keyword arguments in `text`; ValueError for anything but literals, and for other names."""
-    arguments = keywords(text, spec=spec)
+def _bound(function: Callable[..., Any], arguments: dict[str, Any], spec: str) -> Callable[..., Any]:
+    """The function with these keyword arguments; ValueError for names that it does not have."""
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [x for x in arguments if x not in names and not any(p.kind == p.VAR_KEYWORD for p in parameters)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from rlkit._util.text import keywords
+from rlkit._util.text import parse_call
 from rlkit.data.packages import gym_task
 from rlkit.rewards.text import last_tag
 
@@ -38,5 +38,5 @@ reasoning_gym.needs = ("data_source", "question", "metadata")  # type: ignore[at
 @lru_cache(maxsize=256)
 def _scorer(data_source: str) -> Any:
     """The scorer of a task with its arguments, which some scorers read."""
-    task, _, arguments = data_source.removeprefix("reasoning_gym:").partition("(")
-    return gym_task(task, size=1, seed=0, **keywords(arguments.removesuffix(")"), spec=data_source)).score_answer
+    name, arguments = parse_call(f"reasoning_gym:{data_source.removeprefix('reasoning_gym:')}")
+    return gym_task(name.partition(":")[2], size=1, seed=0, **arguments).score_answer

@@ -17,6 +17,7 @@ from rlkit.data.tiny import tiny_tokenizer
 from rlkit.packing import pack
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.servers.teacher import ServedTeacher
+from rlkit.settings import SERVERS
 from rlkit.types import Trajectory
 
 
@@ -92,7 +93,7 @@ def batch(**how):
     return pack([[made([5, 6], [9, 8, 7]), made([5, 6], [4], truncated=True), cut], [made([3], [2, 2])]], **how)
 
 
-@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+@pytest.mark.parametrize("owner", SERVERS)
 @pytest.mark.parametrize("share", [True, False])
 def test_log_probs_are_those_of_each_sequence_alone(owner, share):
     packed = batch(share_prompts=share)

@@ -16,7 +16,7 @@ from rlkit.model.lora import add_lora
 from rlkit.rollout.engines import EngineError
 from rlkit.scripts.args import Model
 from rlkit.scripts.engines import EngineSpec, open_engine
-from rlkit.settings import Engines
+from rlkit.settings import SERVERS, Engines
 
 pytest.importorskip("peft")
 STAND_IN = f"""#!{sys.executable}
@@ -93,7 +93,7 @@ async def test_a_layer_that_sglang_s_flag_does_not_name_takes_all(python: Path, 
     assert "--lora-target-modules all " in started(python)[0][0]
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("engine", SERVERS)
 async def test_servers_that_do_not_start_with_adapters_start_without_and_one_line_says_so(
     engine: str, python: Path, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -18,6 +19,8 @@ import sys
 import threading
 import types
 from typing import Any
+
+from parsers import keep
 
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
 PRELOAD = (
@@ -134,6 +137,26 @@ def be_spawned(requests: socket.socket) -> None:
     exec(args[args.index("-c") + 1], {"__name__": "__main__"})
 
 
+def read_flags() -> None:
+    """Does once what tyro does to the first command whose flags have these types and texts."""
+    from rlkit.scripts.cli import parsed
+
+    with contextlib.suppress(ValueError):  # flags that are missing
+        parsed([], importlib.import_module("rlkit.scripts.grpo").Args)
+    del sys.modules["rlkit.scripts.grpo"]  # `python -m` warns of a module that is imported already
+
+
+def try_tiny_model() -> None:
+    """Does once what a process does to the first model and chat template of their kind."""
+    from rlkit.data.markup import check_template
+    from rlkit.data.tiny import tiny_model, tiny_tokenizer
+    from rlkit.model.forward import prepare_model
+
+    tokenizer = tiny_tokenizer()
+    check_template(tokenizer)
+    prepare_model(tiny_model(tokenizer, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=16))
+
+
 def leave() -> None:
     """The last of the exit functions: a command that has ended has nothing left but to take down its modules."""
     if status is not None:
@@ -170,9 +193,13 @@ if __name__ == "__main__":
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
+    keep()
+    read_flags()
+    try_tiny_model()
     assert threading.active_count() == 1, "a forked child would lack the threads"
     gc.freeze()  # the children's collections leave these pages shared
     gc.enable()
+    os.fsync = lambda _: None  # as in the tests' own process
     job = serve(socket.socket(fileno=int(sys.argv[1])))
     if job is not None:
         become(job)

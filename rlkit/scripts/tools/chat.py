@@ -35,6 +35,7 @@ from rlkit.scripts.start import check_device
 from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Count, Needs, NotNegative, ParallelArgs, SamplingParams, check, refuse_if
 
+SAMPLING = ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # flags of a run that hold where none is given
 TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their types
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
     "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "min_p": int | float,
@@ -174,7 +175,7 @@ def main(args: Args) -> None:
     with template_errors():
         ends = stop_token_ids(tokenizer, model.config, model.generation_config) if data.chat_template else ()
     ends = (*ends, *saved.get("stop_token_ids", ()))
-    sampling = {n: options[n] for n in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p") if n in options}
+    sampling = {n: options[n] for n in SAMPLING if n in options}
     stop = tuple(saved.get("stop", ())) or ("\0",)  # the engine decodes only where there is a stop string
     chat = Chat(tokenizer, data, SamplingParams(**sampling, stop=stop, stop_token_ids=ends), live)
     chat.engine = LocalEngine(model, tokenizer=chat, max_batch=1, keep_turns=True, seed=int.from_bytes(os.urandom(4)))

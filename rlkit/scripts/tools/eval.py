@@ -13,7 +13,7 @@ Intervals are 95%, mean +- 1.96 standard errors over the prompts: too narrow for
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read_env
-from rlkit.scripts.tools.chat import kept_flags, load
+from rlkit.scripts.tools.chat import SAMPLING, kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Count, CountOr0, Engines, Positive, Range, Rollouts, Schedule, Seed, Share, check, refuse_if
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlkit.loops.evaluate import EvalSet
 
 _NEW = Range("a new folder", lambda path: not Path(path).exists())
-_KEPT = ("system_prompt", "template_args", "temperature", "max_new_tokens", "top_p", "top_k", "min_p")  # of a run
+_RENDERING = ("system_prompt", "template_args")  # flags of a run that hold here where none is given
 
 
 @dataclass(frozen=True)
@@ -198,21 +198,22 @@ def write(output: Path, numbers: Mapping[str, float], answers: Sequence[Mapping[
 
 def flags_of_grpo(args: Args, saved: Mapping[str, Any]) -> grpo.Args:
     """The same flags as those of `rlkit grpo`, with what the run of the model kept where none is given."""
-    flags = {name: getattr(args, name) for name in _KEPT if getattr(args, name) is not None}
-    plain = args.chat_template is False
-    options = {name: saved[name] for name in _KEPT if name in saved and not (plain and name in _KEPT[:2])} | flags
-    rendering = {name: options[name] for name in _KEPT[:2] if name in options}
-    sampling = {name: options[name] for name in _KEPT[2:] if name in options}
+
+    def kept(names: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
+        flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        return {name: run[name] for name in names if name in run} | flags
+
     data = Data(
         "-", rename=args.rename, prompt=args.prompt, eval_data=args.eval_data, chat_template=args.chat_template,
-        **rendering,
+        **kept(_RENDERING, {} if args.chat_template is False else saved),
     )  # fmt: skip
     served = replace(args.engine, weight_sync_lora="merged") if args.engine.serves else args.engine
     exported = Path(args.model) / "model"
     path = str(exported) if (exported / "config.json").is_file() else args.model
     return grpo.Args(
         Model(path, device=args.device), data, args.episodes, args.evaluation,
-        Rollouts(stop=args.stop, eval_samples=args.samples, **sampling), Schedule(Path("-"), steps=0), engine=served,
+        Rollouts(stop=args.stop, eval_samples=args.samples, **kept(SAMPLING, saved)),
+        Schedule(Path("-"), steps=0), engine=served,
     )  # fmt: skip
 
 
