@@ -454,6 +454,9 @@ class Episodes:
     """maximum context of an episode, prompt and all turns; None: max_prompt_tokens + max_new_tokens"""
     max_sampled_tokens: Annotated[Count | None, _OF_TURNS] = None
     """maximum sampled tokens of an episode, all turns together; None: no limit"""
+    compact_at: Annotated[Count | None, Needs("env", "tools", why="an agent compacts its conversations itself")] = None
+    """ask the policy for a summary where the context, a turn and a summary would have more tokens, and go on from it:
+    episodes may be longer than the context. Summaries train with the episode's reward (docs/environments.md)"""
     reward_timeout: Positive = 30.0
     """seconds that one call of the reward function may take"""
     reward_max_failed: Below1 | None = None

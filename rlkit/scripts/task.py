@@ -173,6 +173,7 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
             for name, spec in envs.items()
         }
         return partial(_chosen, each, episodes.env_column)
+    check_compaction(episodes, rollouts)
     make_agent = read_agent(episodes, data, rollouts, *parts, logs=output / "agents") if episodes.agent else None
     foreign, tools, parse = _foreign_env(episodes), load_tools(episodes), read_calls(episodes)
     _check_reward_and_template(episodes, foreign, has_template=bool(data.chat_template))
@@ -180,6 +181,7 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.compat.envs import adapted
         from rlkit.rewards.episodes import made
+        from rlkit.rollout.envs.compaction import compacted
         from rlkit.rollout.envs.tools import tool_env
         from rlkit.rollout.groups import single_turn
         from rlkit.rollout.limits import limited
@@ -194,10 +196,19 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
             env = tool_env(tools, tokenizer=tokenizer, parse=parse, **chat)
         else:
             return single_turn
+        if episodes.compact_at is not None:
+            env = compacted(env, at=episodes.compact_at, max_new_tokens=rollouts.max_new_tokens)
         bounds = {"max_total_tokens": episodes.max_len(rollouts), "max_sampled_tokens": episodes.max_sampled_tokens}
         return limited(env, max_turns=episodes.max_turns, **bounds)
 
     return of_tokenizer
+
+
+def check_compaction(episodes: Episodes, rollouts: Rollouts) -> None:
+    """ValueError for a `compact_at` that leaves no room, or that no context reaches."""
+    at, room, longest = episodes.compact_at, 2 * rollouts.max_new_tokens, episodes.max_len(rollouts)
+    fault = f"`compact_at` {at} must be above {room}, two times `max_new_tokens` (a turn and a summary), and at most"
+    refuse_if(at is not None and not room < at <= longest, f"{fault} {longest}, the context of `max_total_tokens`")
 
 
 def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, logs: Path) -> OfTokenizer:

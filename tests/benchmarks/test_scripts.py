@@ -36,6 +36,7 @@ RUNS = {  # its smallest run, with OUT for a folder of the test, and what it pri
     "examples/own_dpo.py": ("--steps 1", "accuracy"),
     "examples/own_ppo.py": ("--steps 1", "reward"),
     "examples/self_distillation.py": ("--steps 1 --seeds 1 --copy-steps 1", "average  "),
+    "examples/compaction.py": ("--sft-steps 1 --steps 1", "summaries masked   right answers: "),
     "examples/turn_credit.py": ("--steps 1 --seeds 1", "turn_returns   share of digits in turn 2"),
     "examples/tic_tac_toe.py": (
         "--sft-steps 2 --eval-games 2 --steps 1 --prompts-per-step 2 --output OUT", "of a perfect player to imitate",

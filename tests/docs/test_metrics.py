@@ -44,6 +44,13 @@ def low(completion, row):
     return sum(ord(c) < 64 for c in completion) / 8
 def short(completion, row):
     return -len(completion) / 8
+def look(text: str) -> str:
+    '''Look up.
+
+    Args:
+        text: a word
+    '''
+    return text
 """
 ROWS = {
     "sft": {"prompt": "{i}+1=", "response": "{i}"},
@@ -66,6 +73,7 @@ RUNS = {  # name -> script, data, flags: together every metric
     "grpo, top-p": ("grpo", "prompts", f"{SAMPLED} --top-p 0.9 --profile-memory"),
     "asynchronous grpo": ("grpo", "prompts", f"{SAMPLED} --overlap --profile-memory"),
     "agent": ("grpo", "prompts", "--agent reward.py:agent --prompts-per-step 2 --group-size 2 --max-new-tokens 4"),
+    "compaction": ("grpo", "prompts", f"{SEVERAL} --tools reward.py:look --compact-at 999 --max-total-tokens 999"),
     "distill": ("distill", "prompts", f"--teacher FOLDER/model --loss advantage {SEVERAL}"),
     "ppo": ("ppo", "prompts", f"{SAMPLED} --entropy-target 5.5 --value-range 0 3"),
 }

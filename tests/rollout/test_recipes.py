@@ -20,6 +20,7 @@ from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout.calling import is_async
 from rlkit.rollout.envs.chat import Chat
+from rlkit.rollout.envs.compaction import compacted
 from rlkit.rollout.envs.gym import Step, gym_env
 from rlkit.rollout.envs.tools import tool_env
 from rlkit.rollout.limits import limited
@@ -55,6 +56,9 @@ async def test_the_opening_example_and_limits():
     env = run("max_total_tokens=4096", guess=guess).env
     (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, *["0"] * 9))
     assert (piece.info["num_turns"], piece.truncated, piece.reward) == (8, True, 0.0)
+    env = run("compacted(guess", guess=guess, compacted=compacted).env
+    *_, end = await env(prompt_of(tokenizer), Script(tokenizer, *["0" * 400] * 9, "42"))
+    assert (end.info["num_turns"], end.info["metrics"], end.reward) == (9, {"compactions": 1}, 1.0)
 
 
 async def test_two_roles():

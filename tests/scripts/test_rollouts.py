@@ -157,6 +157,36 @@ async def test_tools_of_the_command_line_are_shown_called_and_may_fail(files):
     assert end.info["metrics"] == {"calls": 2.0, "failed_calls": 1.0}
 
 
+async def test_tools_go_on_from_a_summary_where_the_context_is_full(files):
+    tokenizer = tokenizer_with("qwen3")
+    flags = {"tools": (f"{files / 'mine.py'}:weather",), "max_new_tokens": 100, "max_turns": 5}
+    args = args_of(files, **flags, compact_at=1000, max_total_tokens=1300)
+    (prompt,) = prompts_of(args, tokenizer)
+    env, score = env_of(args)(tokenizer), read_reward(args.episodes)(tokenizer)
+    ask = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
+    script = Script(tokenizer, ask.format("Paris"), ask.format("Rome"), "Paris: wet", "There is rain.")
+    pieces = await env(prompt, script)
+    check_exact(pieces, script.calls)
+    read = tokenizer.decode(script.calls[-1][0])
+    assert "which has been cleared:\nParis: wet<|im_end|>" in read
+    assert "rain in Rome" in read  # the last call with its result
+    assert "rain in Paris" not in read
+    (end,) = await score(prompt, pieces[-1:])
+    assert end.reward == 1.0
+    assert end.info["metrics"] == {"compactions": 1, "calls": 2.0, "failed_calls": 0.0}
+
+
+def test_a_compaction_that_cannot_act_is_refused(files):
+    for flags, message in [
+        ({"tools": ("a:b",), "compact_at": 200}, "`compact_at` 200 must be above 200, two times `max_new_tokens`"),
+        ({"tools": ("a:b",), "compact_at": 2000}, "and at most 1124, the context of `max_total_tokens`"),
+        ({"compact_at": 500}, "`compact_at` requires `env` or `tools`"),
+        ({"agent": "x", "compact_at": 500}, "`compact_at` requires .*: an agent compacts its conversations itself"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            env_of(args_of(files, max_new_tokens=100, **flags))
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit._util.numbers import show
@@ -14,6 +15,8 @@ from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
 from rlkit.data.turns import begins_answer
+from rlkit.rollout.envs.calls import answer_of
+from rlkit.rollout.envs.compaction import Compaction, current_compaction
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Prompt, Sampler, images_of
 from rlkit.types import FinishReason, Picture, Trajectory
@@ -49,6 +52,8 @@ class Chat:
     `reasoning_content` and `tool_calls`) with `chat.messages[-1] = ...` before it adds to it.
 
     Iteration ends when a turn was cut or a limit leaves no room for another; `end` then returns the episode so far.
+
+    In an episode of `rlkit.rollout.envs.compaction.compacted`, `messages` are those of the context of the last turn.
     """
 
     def __init__(
@@ -74,22 +79,31 @@ class Chat:
         self.messages: list[dict[str, Any]] = prompt_messages(start, system_prompt=system_prompt, place=place)
         if messages is None and images_of(prompt):
             self.messages = _marked(self.messages, images_of(prompt))
-        ids, images = self._render()
+        ids, images = self._render(self.messages)
         if messages is None and ids != list(prompt.ids):
             raise ValueError(f"{place}: {self._difference(list(prompt.ids), ids, system_prompt)}")
         self.turns = Turns(ids, sample, images if images or images_of(prompt) else None)
         self._last: tuple[int, list[int]] | None = None  # index after the last sampled message, and its tokens
+        self._compaction = current_compaction()
+        self._opening: list[dict[str, Any]] = []  # the messages before the first turn
+        self._summaries: list[str] = []
 
     async def turn(self, *, max_new_tokens: int | None = None) -> Turn | None:
         """Sample the next turn; None if there is no room. `max_new_tokens` may lower its limit."""
         if self.turns.truncated:
             return None
         if self._last is not None:
-            self._join(*self._last)
+            await self._join(*self._last)
+            if self.turns.truncated:  # a summary was cut
+                return None
+        if self._compaction is not None:
+            limit = self._compaction.max_new_tokens
+            max_new_tokens = min(max_new_tokens or limit, limit)
         turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
         if turn is not None:
             begun = self.messages.pop()["content"] if self._last is None and begins_answer(self.messages) else ""
             self.messages.append({"role": "assistant", "content": begun.removesuffix(opened_by(begun)) + turn.text})
+            self._opening = self._opening if self._last else self.messages[:-1]
             self._last = len(self.messages), turn.ids
         return turn
 
@@ -126,19 +140,47 @@ class Chat:
     ) -> list[Trajectory]:
         """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
         about = {"messages": readable(self.messages), **(info or {})}
+        if self._compaction is not None:
+            metrics = {"compactions": len(self._summaries), **about.get("metrics", {})}
+            about |= {"summaries": self._summaries, "metrics": metrics}
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
 
-    def _join(self, end: int, sampled_ids: list[int]) -> None:
+    async def _join(self, end: int, sampled_ids: list[int]) -> None:
+        """Add the messages since the last turn to the context, after a summary where it would be too long."""
         so_far, new = self.messages[:end], self.messages[end:]
         if not new:
             raise ValueError("no message was added since the last turn: call chat.add(...) or end the episode")
-        added = self.images.turn_tokens(
-            so_far, new, sampled_ids=sampled_ids, tools=self._tools, template_args=self._template_args
-        )
+        size, join = self._joined(so_far, new, sampled_ids)
+        compaction = self._compaction
+        if compaction is not None and end - 1 > len(self._opening):  # more than the opening and the last turn
+            with_ask, ask = self._joined(so_far, [{"role": "user", "content": compaction.ask}], sampled_ids)
+            num_asked = max(0, with_ask - len(self.turns.context))
+            if size + num_asked + 2 * compaction.max_new_tokens > compaction.at:
+                ask()
+                await self._summarize(compaction, so_far[-1], new)
+                return
+        join()
+
+    def _joined(
+        self, so_far: list[dict[str, Any]], new: list[dict[str, Any]], sampled_ids: list[int]
+    ) -> tuple[int, Callable[[], None]]:
+        """The length of the context with new messages after the last turn, and the function that makes it so."""
+        options: dict[str, Any] = {"tools": self._tools, "template_args": self._template_args}
+        added = self.images.turn_tokens(so_far, new, sampled_ids=sampled_ids, **options)
         if added is None:
-            self.turns.restart(*self._render())
-        else:
-            self.turns.append(*added)
+            context = self._render([*so_far, *new])
+            return len(context[0]), partial(self.turns.restart, *context)
+        return len(self.turns.context) + len(added[0]), partial(self.turns.append, *added)
+
+    async def _summarize(self, compaction: Compaction, last: dict[str, Any], new: list[dict[str, Any]]) -> None:
+        """Sample a summary, and go on from the opening with it, the last turn and the new messages."""
+        context = self.turns.context
+        out = await self.turns.sample(max_new_tokens=compaction.max_new_tokens, counted=False)
+        if self.turns.truncated:
+            return
+        self._summaries.append(answer_of(text_of(out.ids, self._tokenizer, context)).strip())
+        self.messages[:] = [*compaction.opening(self._opening, self._summaries[-1]), last, *new]
+        self.turns.restart(*self._render(self.messages))
 
     def _difference(self, theirs: list[int], ours: list[int], system_prompt: str | None) -> str:
         """Where the tokens of `rl_prompts` differ from those of the row here, and the fix."""
@@ -149,8 +191,8 @@ class Chat:
             return f"{fault}: the environment's system_prompt is not that of rl_prompts (--system-prompt)"
         return f"{fault}: give both the same tokenizer, system_prompt, tools, template_args and the chat template"
 
-    def _render(self) -> tuple[list[int], list[Picture]]:
-        return self.images.render(self.messages, tools=self._tools, template_args=self._template_args)
+    def _render(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[Picture]]:
+        return self.images.render(messages, tools=self._tools, template_args=self._template_args)
 
     def _with_text(self, message: Message) -> dict[str, Any]:
         """The message with its parts as one text: most templates would print a list in Python's syntax."""

@@ -53,14 +53,17 @@ class Turns:
         """Whether the last turn was cut, so that no turn should follow."""
         return self._reason not in (None, "stop")
 
-    async def sample(self, *, max_new_tokens: int | None = None) -> Completion:
-        """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded."""
+    async def sample(self, *, max_new_tokens: int | None = None, counted: bool = True) -> Completion:
+        """Sample the next turn. If a limit leaves no room it has no tokens and is not recorded.
+
+        One that is not `counted` (a summary) trains as well; `num_turns` and `turn_rewards` leave it out.
+        """
         options: dict[str, Any] = {"images": self.images} if self._names_images else {}
         out = await self._sample(self.context, max_new_tokens=max_new_tokens, **options)
-        self.take(out)
+        self.take(out, counted=counted)
         return out
 
-    def take(self, out: Completion) -> None:
+    def take(self, out: Completion, *, counted: bool = True) -> None:
         """Record a turn that was sampled after `context` elsewhere."""
         self._reason = out.finish_reason
         if out.ids:
@@ -75,7 +78,7 @@ class Turns:
             self._now.logp.extend([*[0.0] * num_appended, *out.logp])
             self._now.versions.extend([*[-1] * num_appended, *out.versions])
             self._appended, self._shown = [], []
-            self._ends.append((len(self._done), len(self._now.ids) - 1))
+            self._ends += [(len(self._done), len(self._now.ids) - 1)] * counted
 
     def append(self, ids: Sequence[int], images: Sequence[Picture] = ()) -> None:
         """Add tokens of the environment, which the policy reads next."""
