@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
     "_util": 830, "advantages": 665, "data": 4440, "kernels": 1770, "loops": 2830, "losses": 1720, "model": 4220,
-    "packing": 540, "parallel": 1300, "rewards": 2225, "rollout": 6105, "run": 1910, "run/report": 815, "scripts": 3570,
+    "packing": 540, "parallel": 1300, "rewards": 2225, "rollout": 6105, "run": 1910, "run/report": 815, "scripts": 3575,
     "testing": 1470, "modules right below rlkit": 1175,
-    "agents": 1660, "compat": 2235, "rewards/sandbox": 1120, "scripts/tools": 1200,
+    "agents": 1660, "compat": 2340, "rewards/sandbox": 1120, "scripts/tools": 1200,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,
