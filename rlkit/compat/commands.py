@@ -6,6 +6,7 @@ versions in docs/migrating.md.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -155,7 +156,9 @@ def _slime(_script: str, number: Number, _ranks: int) -> Size:
 
 
 def _rl2(script: str, number: Number, _ranks: int) -> Size:
-    size = number("prompts_per_rollout", "train_prompts_per_rollout", "train_data.batch_size", default=1)
+    names: tuple[str, ...] = ("prompts_per_rollout", "train_prompts_per_rollout")
+    names = ("train_data.batch_size", "train.batch_size", "data.batch_size") if script in OFFLINE else names
+    size = number(*names, default=1)
     updates = 1.0 if script in OFFLINE else number("update_per_rollout", default=1)
     return Size(size, updates, number("trainer.total_steps", default=0), number("trainer.n_epochs", default=1))
 
@@ -182,9 +185,11 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
     default = {"verl": 0.001, "OpenRLHF": 0.01}.get(system, 0.0)
     coef = _number(given, *names.get(system, ("kl.coef",)), default=default)
     estimator = {"verl": "low_var_kl", "OpenRLHF": "k1"}.get(system, "k1")
+    adapted: dict[str, list[str]] = {}
     if system == "RL2":
         place = " ".join(given.get("kl.type", ["loss"]))
         used, estimator = (f"kl.{place}_estimator",), "k2" if place == "loss" else "k1"
+        coef, adapted = _adaptive_kl(given, coef)
     if system == "verl" and not in_loss:
         coef = _number(given, "kl_ctrl.kl_coef", default=0.001) if is_on(given.get("use_kl_in_reward")) else 0.0
         used, estimator = ("kl_penalty",), "k1"
@@ -196,8 +201,10 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
         return {"kl_coef": [], "kl_in": [], "kl_estimator": []}
     estimator = next((given[name][0] for name in used if given.get(name)), estimator)
     estimator = VALUES["kl_estimator"].get(estimator, estimator)
-    found = {"kl_coef": [f"{coef:g}"]} | (
-        {} if place == ("reward" if script == "ppo" else "loss") else {"kl_in": [place]}
+    found = (
+        adapted
+        | {"kl_coef": [f"{coef:g}"]}
+        | ({} if place == ("reward" if script == "ppo" else "loss") else {"kl_in": [place]})
     )
     if is_on(given.get("use_unbiased_kl")) or is_on(given.get("unbiased_gradient")):
         return found
@@ -205,6 +212,15 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
         notes.append("their KL, k1 in the loss, has gradient 0 on average: ours is the unbiased one")
         return found
     return found | ({"kl_estimator": [estimator]} if (place, estimator) != ("reward", "k1") else {})
+
+
+def _adaptive_kl(given: Given, coef: float) -> tuple[float, dict[str, list[str]]]:
+    """The first coefficient and the controller of `adaptive_kl` in RL2's fork; nothing more where it is off."""
+    kind = given.get("adaptive_kl.controller_type", ["exponential"])
+    if not is_on(given.get("adaptive_kl.enabled")) or kind == ["fixed"]:
+        return coef, {}
+    target = {} if kind == ["schedule"] else {"kl_target": [*given.get("adaptive_kl.target_kl", ["0.01"])]}
+    return coef or _number(given, "adaptive_kl.initial_coef", default=0.2), {"kl_controller": kind} | target
 
 
 def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
@@ -272,7 +288,7 @@ def _pair_losses(given: Given, notes: list[str]) -> dict[str, list[str]]:
     return {"loss": [VALUES["loss"].get(name, name)], "sft_coef": [f"{sft / share:g}"] if sft and share else []}
 
 
-def _files(_system: str, _script: str, given: Given, _notes: list[str]) -> dict[str, list[str]]:
+def _files(system: str, _script: str, given: Given, _notes: list[str]) -> dict[str, list[str]]:
     """When to evaluate and save, and the run folder."""
     found: dict[str, list[str]] = {}
     for strategy, flag in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
@@ -284,18 +300,24 @@ def _files(_system: str, _script: str, given: Given, _notes: list[str]) -> dict[
     eval_prompts = given.get("eval_prompt_data", [])
     if len(eval_prompts) > 1:
         found["eval_data"] = [f"{set_}={file}" for set_, file in zip(eval_prompts[::2], eval_prompts[1::2])]
+    if system == "ColossalAI":
+        with suppress(ValueError, AttributeError):
+            named = json.loads(" ".join(given.get("eval_dataset", [])))
+            found["eval_data"] = [f"{name}={file}" for name, file in named.items()]
     return found
 
 
 def _data(system: str, given: Given) -> dict[str, list[str]]:
     """--data with its configuration, split or weights, and --rename for columns under other names."""
     found: dict[str, list[str]] = {}
-    rows = ("dataset_name", "train_files", "prompt_data", "prompt_dataset", "dataset", "train_data.path", "data")
+    rows = ("dataset_name", "train_files", "prompt_data", "prompt_dataset", "dataset", "train_data.path", "data.path",
+            "data.train.path", "train_data_path", "data")  # fmt: skip
     name = next((row for row in (*rows, "rollout.train.path") if row in given), "")
     files = texts(given.get(name, []))
     if system == "RL2":
         files = _rl2_files(files)
-        held_out = next((given[row] for row in ("test_data.path", "rollout.test.path") if row in given), [])
+        tests = ("test_data.path", "rollout.test.path", "test_data_path")
+        held_out = next((given[row] for row in tests if row in given), [])
         found |= {"eval_data": _rl2_files(texts(held_out))} if held_out else {}
     config, split = (" ".join(given.get(f"dataset_{part}", [])) for part in ("config", "train_split"))
     if config or split:
@@ -319,7 +341,10 @@ def _engine(system: str, given: Given) -> dict[str, list[str]]:
     named = {"rollout.name", "backend", "engine"} & {*given}
     found = {"engine": [engine]} if not named and any(name.startswith(served) for name in given) else {}
     tracked = system == "RL2" and "trainer.project" in given and is_on(given.get("trainer.use_wandb", ["true"]))
-    return found | ({"track": ["wandb"]} if tracked else {})
+    on = {"mlflow": is_on(given.get("enable_mlflow")), "wandb": tracked or is_on(given.get("enable_wandb"))}
+    trackers = [name for name in on if on[name]]
+    raw = system == "RL2" and "apply_chat_template" in given and not is_on(given["apply_chat_template"])
+    return found | ({"track": trackers} if trackers else {}) | ({"no_chat_template": ["True"]} if raw else {})
 
 
 def _rl2_files(paths: list[str]) -> list[str]:
@@ -385,5 +410,16 @@ def _reward(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]
     if len(weights) == len(found):
         found = [f"{reward}={weight}" for reward, weight in zip(found, weights)]
     if system == "RL2" and given.get("rollout.env_path"):
-        return {"env": [f"{given['rollout.env_path'][0]}:step"]}
+        return _rl2_file(given["rollout.env_path"][0], several=_number(given, "rollout.max_turns", default=1) > 1)
     return {"reward": found} if found else {}
+
+
+def _rl2_file(file: str, *, several: bool) -> dict[str, list[str]]:
+    """--env FILE.py:step; of a file in RL2's first interface --reward FILE.py:reward_fn and, of `several` turns, --env
+    FILE.py:interact."""
+    text = Path(file).read_text(errors="replace") if Path(file).is_file() else ""
+    defined = re.findall(r"^(?:async )?def (\w+)\(", text, re.MULTILINE)
+    if "reward_fn" in defined:
+        env = {"env": [f"{file}:interact"]} if several and "interact" in defined else {}
+        return env | {"reward": [f"{file}:reward_fn"]}
+    return {"env": [f"{file}:{next((name for name in ('step', 'env_step') if name in defined), 'step')}"]}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -26,6 +27,8 @@ from rlkit.compat.libraries import Published, library_of, resolved, wrapper_for
 from rlkit.compat.recognise import GAME_LIBRARIES, kind_of, takes_prompt
 from rlkit.compat.tasks import aviary, openenv, verifiers, verifiers_tasks
 from rlkit.data.prompts import prompt_messages
+from rlkit.rewards.failures import unwrapped
+from rlkit.rewards.text import gold_answer, no_gold_answer
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.chat import Chat
 from rlkit.rollout.envs.gym import gym_env
@@ -196,13 +199,19 @@ def openrlhf(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase) -> Env
 def rl4llm(mdp_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
     """An object of a subclass of rl4llm's `BaseMDPEnv`: its interaction loop plays one sample, and samples from here.
 
+    Or the class, or a partial of it, whose other arguments are set here. Its episodes have no reward of their own:
+    `--reward` judges their messages.
+
     Its `_prepare_initial_state`, `_run_interaction_loop(env_state, llm, sampling_params)` and `_calculate_rewards` are
     called in a thread; `llm.generate` continues the text that the loop renders. The rollout sets the sampling
     parameters. Rows have `messages` (or `prompt`) and `ground_truth`; its own data set and group size are not used.
 
-    The reward is the environment's transformed reward; those of its reward functions are logged.
+    The reward of an object is its transformed reward; those of its reward functions are logged.
     Checked against core/base_env.py and envs/sgl_tool_env.py of rl4llm at commit 0180bd3.
     """
+
+    judged = not callable(mdp_env)
+    mdp_env = mdp_env if judged else _of_rl4llm(mdp_env, tokenizer)
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         text, loop = Text(prompt, sample, tokenizer=tokenizer), asyncio.get_running_loop()
@@ -212,11 +221,13 @@ def rl4llm(mdp_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
             return [{"text": turn.text if turn else ""}]
 
         def play() -> tuple[list[dict[str, str]], float, dict[str, float]]:
-            batch = {"messages": [prompt_messages(prompt.row)], "ground_truth": [prompt.row["ground_truth"]]}
+            if (truth := gold_answer(prompt.row)) is None:
+                raise no_gold_answer(prompt.row)
+            batch = {"messages": [prompt_messages(prompt.row)], "ground_truth": [truth]}
             start = mdp_env._prepare_initial_state(batch)
             start.sample_states = start.sample_states[:1]  # of `group_size` copies
             end = mdp_env._run_interaction_loop(start, SimpleNamespace(generate=generate), {})
-            total, parts = mdp_env._calculate_rewards(end.sample_states)
+            total, parts = mdp_env._calculate_rewards(end.sample_states) if judged else ([0.0], {})
             said = [{"role": m.role, "content": m.content} for m in end.sample_states[0].messages]
             return said, float(total[0]), {name: float(values[0]) for name, values in parts.items()}
 
@@ -226,8 +237,19 @@ def rl4llm(mdp_env: Any, tokenizer: PreTrainedTokenizerBase) -> Env:
     return env
 
 
+def _of_rl4llm(make: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """An environment of the class, with a row and a reward function that nothing here asks."""
+    from datasets import Dataset
+
+    base = next(one for one in unwrapped(make).__mro__ if one.__name__ == "BaseMDPEnv")
+    part = type("Unasked", (sys.modules[base.__module__].BaseRewardFunction,), {"__call__": lambda *_, **__: 0.0})
+    row = {"messages": [{"role": "user", "content": "-"}], "ground_truth": "-"}
+    given = {"dataset": Dataset.from_list([row]), "reward_functions": [part("unasked")]}
+    return make(tokenizer=tokenizer, batch_size=1, group_size=1, **given)
+
+
 _ADAPTERS: dict[str, Callable[..., Env]] = {
     "gymnasium": gymnasium, "gem": gem, "textarena": textarena, "aviary": aviary, "openenv": openenv,
     "verifiers": verifiers, "verifiers_tasks": verifiers_tasks, "rl2": rl2, "interact": interact,
-    "openrlhf": openrlhf, "object": of_prompt,
+    "openrlhf": openrlhf, "rl4llm": rl4llm, "object": of_prompt,
 }  # fmt: skip

@@ -170,7 +170,17 @@ SLIME = {
     "use_kl_loss": "kl_coef (kl_loss_coef)", "use_tis": "correction tis", "use_unbiased_kl": "kl_estimator unbiased",
     "use_wandb": "track wandb", "wandb_project": "track_project",
 }  # fmt: skip
-RL2 = {
+RL2 = {  # and its fork with adaptive_kl, multi_objective, memory_optimization and experiment_tracking
+    "adaptive_kl.controller_type": "kl_controller (where adaptive_kl.enabled)",
+    "adaptive_kl.enabled": "kl_controller (controller_type)",
+    "adaptive_kl.initial_coef": "kl_coef (where adaptive_kl.enabled)",
+    "adaptive_kl.target_kl": "kl_target (where adaptive_kl.enabled)",
+    "enable_mlflow": "track mlflow", "enable_wandb": "track wandb",
+    "memory_optimization.enable_gradient_checkpointing": "parallel.activation_checkpointing",
+    "memory_optimization.enable_cpu_offload": "parallel.offload", "data.path": "data",
+    "data.train.path": "data",
+    "multi_objective.pareto_method": "combine (with a weight for each --reward)",
+    "test_data_path": "eval_data", "train_data_path": "data",
     "actor.clip": "clip_low and --clip-high", "actor.freeze_steps": "critic_steps", "actor.model_name": "model",
     "adv.estimator": "baseline | advantage", "adv.lamda": "lam_policy and --lam-value",
     "adv.norm_var": "baseline group_zscore",
@@ -209,6 +219,7 @@ COLOSSALAI = {
     "loss_variation": "aggregate", "num_episodes": "steps (episodes * rows / prompts of a step)",
     "num_generations": "group_size", "num_inferencer": "prompts_per_step (inference_batch_size * num_inferencer)",
     "pipeline_parallel_size": "parallel.pp", "producer_tensor_parallel_size": "engine_tp",
+    "project": "track_project",
     "reward_fn_type": "reward", "reward_type": "reward",
     "rollout_save_dir": "output (trajectories are in the run folder)", "save_dir": "output",
     "save_interval": "save_steps",
@@ -226,6 +237,20 @@ OTHERS = {  # what several others call them, and rlkit chat and plot
     "quantization_bit": "lora_base nf4 (4) or int8 (8)", "save_every": "save_steps",
     "use_tensorboard": "track tensorboard", "max_tokens": "max_new_tokens", "message": "prompt",
     "system": "system_prompt", "output": "out",
+    # rl4llm
+    "config_file": "config (of accelerate: the ranks are those of torchrun)", "use_infer_server": "engine sglang",
+    "infer_host": "engine_urls (http://HOST:PORT)", "infer_port": "engine_urls (http://HOST:PORT)",
+    "infer_cohost_mode": "engine_release", "pretrained_model": "model",
+}  # fmt: skip
+SHORT = {  # options of ColossalAI's rl_example.py with one dash
+    "a": "algo", "b": "backend", "d": "dataset", "e": "num_episodes", "ed": "eval_dataset", "ei": "eval_interval",
+    "esd": "eval_save_dir", "g": "num_generations", "i": "num_inferencer", "ibs": "inference_batch_size",
+    "imbs": "inference_microbatch_size", "kl": "kl_coeff", "lr": "learning_rate", "m": "model",
+    "mnt": "max_new_tokens", "mpt": "max_prompt_tokens", "p": "project", "pp": "pipeline_parallel_size",
+    "ptp": "producer_tensor_parallel_size", "rsd": "rollout_save_dir", "rt": "reward_type", "s": "system_prompt",
+    "sd": "save_dir", "si": "save_interval", "t": "num_trainers", "tMbs": "train_minibatch_size",
+    "tbs": "train_batch_size", "temp": "temperature", "tmbs": "train_microbatch_size", "topk": "top_k",
+    "topp": "top_p", "tp": "tensor_parallel_size", "zero": "zero_stage",
 }  # fmt: skip
 FLAGS = {name: row for table in (OTHERS, *reversed(SYSTEMS.values())) for name, row in table.items()}
 _MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
@@ -237,14 +262,23 @@ _ENGINES = "the engine's own command starts a server with it (docs/engines.md)"
 _COLOCATED = "the embedded engine shares the GPUs, --engine-release frees a server's memory"
 _BETAS = "AdamW's betas are 0.9 and 0.999; others by --optimizer FILE.py:FUNCTION (docs/optimizers.md)"
 _MEGATRON = "it is an option of Megatron's, which is not used here"
+_OBJECTIVES = "each is a --reward FILE.py:FUNCTION=WEIGHT; the KL is --kl-coef, the entropy --entropy-coef"
 _SHUFFLED = "rows are shuffled in every pass, always"
 NO_FLAG = {  # what needs no flag here, or has none
+    "adaptive_batch_sizing.enabled": f"{_PACKED}: --max-tokens bounds a micro-batch",
+    "multi_objective.enabled": _OBJECTIVES, "multi_objective.objectives": _OBJECTIVES,
+    "multi_objective.objective_weights": _OBJECTIVES,
+    "memory_optimization.enabled": "what it has are flags of their own: --parallel.activation-checkpointing and others",
+    "experiment_tracking.enabled": "what it has are flags of their own: --track mlflow wandb",
+    "offload_optimizer.device": "--parallel.offload keeps the trainer's states on the CPU",
+    "offload_param.device": "--parallel.offload keeps the trainer's states on the CPU",
+    "num_gpus": _RANKS,
     "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
     "assistant_only_loss": "only assistant turns are trained on, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
     "deepspeed": _SHARDED,
-    "config_file": _RANKS, "machine_rank": _RANKS, "main_process_ip": _RANKS, "main_process_port": _RANKS,
+    "machine_rank": _RANKS, "main_process_ip": _RANKS, "main_process_port": _RANKS,
     "multi_gpu": _RANKS, "num_machines": _RANKS, "nproc_per_node": _RANKS, "standalone": _RANKS, "strategy": _SHARDED,
     "use_deepspeed": _SHARDED, "use_fsdp": _SHARDED, "betas": _BETAS, "multiturn.enable": _MESSAGES,
     "messages_key": _MESSAGES, "prompt_dict_keys": _MESSAGES, "response_dict_keys": _MESSAGES,
@@ -330,6 +364,7 @@ VALUES = {  # of a flag here
     "correction": {"token_truncate": "tis", "token": "tis"},
     "dtype": {"bfloat16": "bf16", "float32": "fp32", "no": "fp32", "auto": "the default: leave it out"},
     "engine": {"hf": "local", "transformers": "local"},
+    "kl_controller": {"schedule": "cosine"},
     "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     "reward": {  # without FILE.py
         "accuracy_reward": "rlkit.rewards.math:anywhere", "boxed": "rlkit.rewards.math:boxed",
@@ -359,6 +394,7 @@ PREFIXES = (
     "critic",
     "custom_reward_function",
     "data",
+    "kl",
     "model",
     "optim",
     "ref_actor",

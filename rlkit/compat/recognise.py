@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -64,6 +65,7 @@ def kind_of(foreign: Any) -> str:
     | a function with the name `load_environment`                         | "verifiers"  |
     | a subclass of gymnasium's, GEM's, TextArena's or aviary's base      | the library  |
     | a `Published`                                                       | its `kind`   |
+    | a class, a partial or an object of rl4llm's `BaseMDPEnv`            | "rl4llm"     |
     | OpenRLHF's agents: a class with `step`, and `reset` of `states`     | "openrlhf"   |
     | any other class with `reset` and `step`                             | "object"     |
     | a function of `prompt` alone, which returns such an object          | "object"     |
@@ -72,6 +74,8 @@ def kind_of(foreign: Any) -> str:
     if isinstance(foreign, Published):
         return foreign.kind
     name = getattr(foreign, "__name__", type(foreign).__name__)
+    if hasattr(foreign.func if isinstance(foreign, partial) else foreign, "_run_interaction_loop"):
+        return "rl4llm"
     if isinstance(foreign, type):
         if hasattr(foreign, "reset") and hasattr(foreign, "step"):
             return _kind_of_class(foreign)

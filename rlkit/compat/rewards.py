@@ -50,12 +50,13 @@ _REFUSED = {  # forms without an adapter: names of parameters, and what to write
     "completion answer": "for verifiers: the completion is a text, not messages; the answer is row['answer']",
     "response ground_truth": "the ground truth is row['answer'], or whatever column has it",
     "sample": "a step of RL2, env_step(sample), is an environment: give it as --env",
+    "reward_dict": "for rl4llm's reward_transform_fn: give each reward its weight, --reward FILE.py:A=0.7 ...",
 }
 _Call = tuple[Any, Callable[[Any], Any]]  # the result of a function, or its coroutine, and how to read it
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function of TRL, verl, OpenRLHF, slime or RL2, recognised by its parameters, as one of ours.
+    """A reward function of TRL, verl, OpenRLHF, slime, RL2, rl4llm or rl-max, as one of ours, by its parameters.
 
     | parameters                                                           | adapter         |
     |----------------------------------------------------------------------|-----------------|
@@ -64,22 +65,22 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     | `queries`, `prompts`, `labels`                                       | `openrlhf`      |
     | `args`, `sample`; `args`, `samples`                                  | `slime`         |
     | `state`, `action`, and `extra_info` or `answer`                      | `rl2`           |
-    | `messages`, `answer`                                                 | `with_messages` |
+    | `messages`, and `answer` or `ground_truth`                           | `with_messages` |
+    | a class with `normalized_score`                                      | `rl_max`        |
     | only `**kwargs`, of which it reads `completions` or `solution_str`   | `trl`, `verl`   |
 
-    Any other function is returned unchanged. TypeError for a wrapper of such a function that hides its parameters, and
-    for a form of a known system that has no adapter, with what to write.
+    A class that is made without arguments, or whose arguments are given, stands for its object: of rl4llm's rewards,
+    or of yours. Any other function is returned unchanged. TypeError for a wrapper of such a function that hides its
+    parameters, for a class that cannot be made, and for a form of a known system that has no adapter, with what to
+    write.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function
     names, first = {*parameters}, next(iter(parameters), "")
-    if inspect.isclass(function):
-        call = inspect.getattr_static(function, "__call__", None)
-        if inspect.isfunction(call) and "data" in inspect.signature(call).parameters:
-            raise TypeError(f"{name_of(function)} is a class; {_REFUSED['data return_dict']}")
-        return function
+    if inspect.isclass(kind := unwrapped(function)):
+        return _of_class(function, kind)
     kinds = {p.kind for p in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
         read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
@@ -103,6 +104,20 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return trl(function)
     _refuse(function, parameters)
     return function
+
+
+def _of_class(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    """The reward of an object of the class, where `make`, the class or a partial of it, needs no argument."""
+    call, is_score = inspect.getattr_static(kind, "__call__", None), hasattr(kind, "normalized_score")
+    if inspect.isfunction(call) and "data" in inspect.signature(call).parameters:
+        raise TypeError(f"{name_of(kind)} is a class; {_REFUSED['data return_dict']}")
+    if _required(make) or not (inspect.isfunction(call) or is_score):
+        return make
+    try:
+        made = make()
+    except Exception as error:
+        raise TypeError(f"{name_of(kind)} cannot be made: {type(error).__name__}: {error}") from error
+    return rl_max(made) if is_score else adapted(made)
 
 
 def _refuse(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -389,7 +404,7 @@ def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     def call(completion: str, row: dict[str, Any]) -> _Call:
-        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else question_messages(row)[-1]["content"]
+        prompt = _prompt_text(row)
         said = completion.removeprefix(opened_by(prompt))  # which the completion repeats where the prompt is plain text
         return reward_func([prompt + said], [prompt], [_gold(row, "label")]), read
 
@@ -489,18 +504,53 @@ def rl2(step: Callable[..., Any]) -> Callable[..., Any]:
     return _as(step, call, _required(step)[3:], [GOLD] if with_answer else (), always_async=True)
 
 
-def with_messages(reward_fn: Callable[[list[dict[str, Any]], Any], Any]) -> Callable[..., Any]:
-    """A `reward_fn(messages, answer)`, as in RL2, as a reward function.
+class Message(dict[str, Any]):
+    """A message whose keys are attributes, too, as those of rl4llm's `ChatMessage`: `m["content"]`, `m.content`."""
 
-    `messages` are the environment's, or else the row's conversation and the completion; `answer` is the row's
-    `gold_answer`.
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"a message has {', '.join(self)}, not {name!r}")
+        return self[name]
+
+
+def with_messages(reward_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the whole conversation, as in RL2, or an object of rl4llm's `BaseRewardFunction`:
+
+        reward_fn(messages, answer)
+        reward_fn(messages, ground_truth, **kwargs)
+
+    `messages` are the environment's, or else the row's conversation and the completion, each a `Message`; `answer` is
+    the row's `gold_answer`.
     """
 
     def call(completion: str, row: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> _Call:
         conversation = messages or [*question_messages(row), {"role": "assistant", "content": completion}]
-        return reward_fn(conversation, _gold(row)), _unchanged
+        return reward_fn([*map(Message, conversation)], _gold(row)), _unchanged
 
     return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD])
+
+
+def rl_max(reward: Any) -> Callable[..., Any]:
+    """An object of a subclass of rl-max's `BaseReward`, with the methods and fields of that:
+
+        weight * normalized_score(prompt, completion, metadata)
+
+    The prompt is the text of the row's question, and `metadata` the row.
+
+    Differs: there the prompt is rendered, and `metadata` empty.
+    """
+
+    def call(completion: str, row: dict[str, Any]) -> _Call:
+        score = reward.normalized_score(_prompt_text(row), completion, row)
+        return score, lambda found: found * reward.weight
+
+    return _as(reward.score, call, ())
+
+
+def _prompt_text(row: dict[str, Any]) -> str:
+    """The prompt of the row where it is a text, else its last message."""
+    prompt = row.get("prompt")
+    return prompt if isinstance(prompt, str) else str(question_messages(row)[-1]["content"])
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -512,6 +562,7 @@ _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "state action extra_info": rl2,
     "state action answer": rl2,
     "messages answer": with_messages,
+    "messages ground_truth": with_messages,
 }
 
 

@@ -194,7 +194,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     _refuse_assignments(words, names)
     names |= {flag.name for flag in CONFIG if has_config(flags)}
     faults, ours_only = {}, True
-    translated = translate.translate(translate.options(words), flags, _script_of(kind))
+    translated = translate.translate(asked := translate.options(words), flags, _script_of(kind))
     system = translated.system if translated else None
     alone = next((flag for flag in flags if flag.positional and flag.name != "command"), None)
     for word, value in zip(words, [*words[1:], ""]):
@@ -212,7 +212,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
             example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
             bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
             bare = bare if alone and name in (alone.name, *foreign.OF_RUN) else ""
-            faults[typed] = _unknown(name, names, in_python, bare=bare, system=system)
+            faults[typed] = _unknown(translate.long_name(name, asked), names, in_python, bare=bare, system=system)
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
         elif (
             word.startswith("--")

@@ -299,10 +299,11 @@ def _check_reward_and_template(episodes: Episodes, foreign: Any, *, has_template
     from rlkit.compat.recognise import OF_MESSAGES, kind_of
 
     kind = kind_of(foreign) if foreign is not None else "tools" if episodes.tools or episodes.agent else ""
-    refuse_if(
-        kind == "interact" and not episodes.reward,
-        f"`env` {episodes.env}: interact(messages) gives no reward: add its reward_fn(messages, answer) as `reward`",
-    )
+    unjudged = {
+        "interact": "interact(messages) gives no reward: add its reward_fn(messages, answer)",
+        "rl4llm": "a class of rl4llm gives no reward: add its reward functions",
+    }.get(kind if callable(foreign) else "")
+    refuse_if(bool(unjudged) and not episodes.reward, f"`env` {episodes.env}: {unjudged} as `reward`")
     if has_template or kind not in (*OF_MESSAGES, "object"):
         return
     if kind == "object":  # whose reset may give token ids

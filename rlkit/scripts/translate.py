@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +64,11 @@ def options(argv: Sequence[str]) -> dict[str, list[str]]:
     return values_of
 
 
+def long_name(name: str, names: Collection[str]) -> str:
+    """The name of a short option of ColossalAI, where it stands beside one that no other system has."""
+    return foreign.SHORT.get(name, name) if {"ibs", "rt", "tbs"} & {*names} else name
+
+
 def is_assignment(word: str) -> bool:
     """Whether a word is `data.train_files=...`, as Hydra reads it, and no file with a weight."""
     name, equals, _ = word.lstrip("+").partition("=")
@@ -76,6 +81,7 @@ def is_assignment(word: str) -> bool:
 def translate(asked: Mapping[str, list[str]], flags: Sequence[Flag], script: str) -> Translation | None:
     """The options of another system in `flags`; None where no name of the `asked` ones is another system's."""
     by_name = {flag.name: flag for flag in flags}
+    asked = {long_name(name, asked): values for name, values in asked.items()}
     theirs = [name for name in asked if name not in by_name and f"no_{name}" not in by_name]
     system = foreign.system_of(theirs)
     if system is None:
@@ -97,6 +103,9 @@ def translate(asked: Mapping[str, list[str]], flags: Sequence[Flag], script: str
         if flag is None or computed.get(name) == []:
             made.pop(name)
         elif fault := complaint(flag.hint, words):
+            if words in (["None"], ["null"]):  # the default there
+                made.pop(name)
+                continue
             notes.append(f"{flag} {' '.join(words)}: it {fault}")
             made.pop(name)
         elif name == "minibatches" and words == [f"{flag.default}"]:

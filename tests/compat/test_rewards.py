@@ -59,6 +59,7 @@ async def test_a_function_of_messages_and_answer():
         ("data_sources, solution_strs, ground_truths, extra_infos", "verl"),
         ("state, action, extra_info", "rl2"),
         ("messages, answer", "with_messages"),
+        ("messages, ground_truth, **kwargs", "with_messages"),
         ("completion, row", None),
         ("completions, rows", None),
         ("completion, row, messages, answer", None),

@@ -146,6 +146,19 @@ SUMS = [  # completions, prompts and samples: (script, their words, ours)
      {"prompts_per_step": 16, "steps": 512}),
     ("grpo", "--model m --dataset d --inference-batch-size 32 --num-inferencer 4 --train-batch-size 16 --algo GRPO "
      "--num-generations 16", {"prompts_per_step": 128, "minibatches": 4, "group_size": 16, "aggregate": "episode"}),
+    ("grpo", "-m m -d d -g 16 -ibs 32 -i 4 -tbs 16 -t 2 -rt boxed -mnt 9 -topk None",
+     {"prompts_per_step": 128, "minibatches": 4, "group_size": 16, "max_new_tokens": 9, "top_k": None,
+      "reward": "rlkit.rewards.math:boxed"}),
+    ("grpo", '-m m -d d -rt boxed -ed {"a":"x.jsonl","b":"y.jsonl"}', {"eval_data": ("a=x.jsonl", "b=y.jsonl")}),
+    ("sft", "actor.model_name=m data.path=x data.batch_size=2", {"data": "x", "batch_size": 2}),
+    ("dpo", "actor.model_name=m data.train.path=x data.train.batch_size=32", {"data": "x", "batch_size": 32}),
+    ("ppo", f"{RL2} data.train_data_path=x data.test_data_path=e kl.type=reward kl.reward_estimator=k3 kl.coef=0.1",
+     {"data": "x", "eval_data": "e", "kl_coef": 0.1, "kl_estimator": "k3"}),
+    ("grpo", f"{RL2} data.train_data_path=d rollout.apply_chat_template=false actor.kl.adaptive_kl.enabled=true "
+     "actor.kl.adaptive_kl.controller_type=pid actor.kl.adaptive_kl.target_kl=0.03",
+     {"chat_template": False, "kl_controller": "pid", "kl_target": 0.03, "kl_coef": 0.2}),
+    ("grpo", f"{RL2} data.train_data_path=d actor.kl.adaptive_kl.enabled=false "
+     "actor.kl.adaptive_kl.controller_type=pid", {"kl_controller": None, "kl_coef": None}),
 ]  # fmt: skip
 
 

@@ -157,6 +157,27 @@ def f(data_source, solution_str, ground_truth, extra_info=None):
         [1, 0],
     ),
     "RL2, messages": (TEXT, "def f(messages, answer):\n    return float(answer in messages[-1]['content'])", [1, 0]),
+    "rl4llm": (
+        TEXT,
+        "class F:\n    def __call__(self, messages, ground_truth, **kwargs):\n"
+        "        assert messages[0].role == messages[0]['role'] == 'user'\n"
+        "        return float(ground_truth in messages[-1].content)\nf = F()",
+        [1, 0],
+    ),
+    "rl4llm, class": (
+        TEXT,
+        "class f:\n    def __init__(self, name='custom', **kwargs): self.name = name\n"
+        "    def __call__(self, messages, ground_truth, **kwargs):\n        return len(messages) + len(self.name)",
+        [8, 8],
+    ),
+    "rl-max": (
+        TEXT,
+        "class f:\n    def __init__(self, weight=3.0): self.weight = weight\n"
+        "    def score(self, prompt, completion, metadata): return len(prompt) + len(completion) + metadata['id']\n"
+        "    def normalized_score(self, *given): return self.score(*given) / 2",
+        [43.5, 22.5],
+    ),
+    "own, class": (TEXT, "class f:\n    def __call__(self, completion, row): return len(completion)", [18, 4]),
     "own": (
         TEXT,
         "def f(completion: str, row: dict[str, Any]) -> float:\n    return float(row['answer'] in completion)",
@@ -237,6 +258,14 @@ REFUSED = {
     "a class": (
         "class f:\n    def __init__(self, url, model='m'): ...\n    def __call__(self, completion, row): ...",
         "reward.py:f is a class: write `reward = f(url=...)` in the file, and give --reward reward.py:reward",
+    ),
+    "a class that fails": (
+        "class f:\n    def __init__(self): open('lacks.txt')\n    def __call__(self, completion, row): ...",
+        "reward.py:f cannot be made: FileNotFoundError: [Errno 2] No such file or directory: 'lacks.txt'",
+    ),
+    "rl4llm's transform": (
+        "def f(reward_dict):\n    return reward_dict['a']",
+        "for rl4llm's reward_transform_fn: give each reward its weight, --reward FILE.py:A=0.7",
     ),
     "a class with a method": (
         "class f:\n    def score(self, completion, row): ...",

@@ -79,6 +79,12 @@ class AgentInstance:
 rl2 = partial(envs.rl2, step)
 
 
+class CustomEnv:
+    """After rl4llm's BaseMDPEnv."""
+
+    def _run_interaction_loop(self, env_state, llm, sampling_params, **kwargs): ...
+
+
 def interact(messages):
     return [{"role": "user", "content": "again"}] if len(messages) < 4 else []
 
@@ -209,6 +215,7 @@ REFUSED = {
     "three": "an async function must take (prompt, sample), got three(prompt, sample, tokenizer); an environment is",
     "others": "an async function must take (prompt, sample), got others(client, model); an environment is",
     "interact": "interact(messages) gives no reward: add its reward_fn(messages, answer) as --reward",
+    "CustomEnv": "a class of rl4llm gives no reward: add its reward functions as --reward",
     f"interact --reward env.py:reward_fn {PLAIN}": f"--env env.py:interact {OWN}",
     f"--tools env.py:look_up --reward env.py:score {PLAIN}": f"error: --tools {OWN}",
 }

@@ -1,0 +1,1 @@
+"""Stands in for rl4llm, which is on no package index, where it is not installed."""

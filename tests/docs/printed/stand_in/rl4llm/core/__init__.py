@@ -1,0 +1,1 @@
+"""The module that the README of rl4llm imports from."""
