@@ -7,7 +7,7 @@ launches of a layer: a micro-batch of a model of 28 layers costs the host half a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -79,21 +79,8 @@ class WorkingCopy:
                     if p not in halves:
                         halves[p] = nn.Parameter(p.to(self._dtype), requires_grad=p.requires_grad)
                         if p.requires_grad:
-                            halves[p].register_post_accumulate_grad_hook(self._adder(p))
+                            halves[p].register_post_accumulate_grad_hook(_adder(p, self._reduce_dtype))
                     yield Place(module._parameters, name, p, halves[p])
-
-    def _adder(self, weight: nn.Parameter) -> Any:
-        @torch.no_grad()
-        def add(half: Tensor) -> None:
-            grad, half.grad = half.grad, None
-            assert grad is not None
-            grad = grad.to(self._reduce_dtype)
-            if weight.grad is None:
-                weight.grad = grad.float()
-            else:
-                weight.grad += grad
-
-        return add
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -106,6 +93,23 @@ class WorkingCopy:
         with unchanged:
             torch._foreach_copy_(halves, weights)
         self._written = versions
+
+
+def _adder(weight: nn.Parameter, reduce_dtype: torch.dtype) -> Callable[[Tensor], None]:
+    """A hook that adds a copy's gradient to that of its weight. It must not refer to the model: a tensor's hooks are
+    unknown to Python's collector, so the model would stay in memory."""
+
+    @torch.no_grad()
+    def add(half: Tensor) -> None:
+        grad, half.grad = half.grad, None
+        assert grad is not None
+        grad = grad.to(reduce_dtype)
+        if weight.grad is None:
+            weight.grad = grad.float()
+        else:
+            weight.grad += grad
+
+    return add
 
 
 def _differ(place: Place) -> bool:

@@ -178,12 +178,13 @@ async def test_functions_of_five_libraries_are_summed():
         return {"reward": float(action == extra_info["solution"]), "score": 0.5}
 
     def of_messages(messages, answer):
-        return float(messages == ["said"]) + float(answer == "4")
+        return float(messages == said) + float(answer == "4")
 
+    said = [{"role": "assistant", "content": "4"}]
     functions = {f.__name__: adapted(f) for f in (of_trl, of_verl, of_openrlhf, of_slime, of_rl2, of_messages)}
     weights = {name: 10.0**i for i, name in enumerate(functions)}
     row = {"prompt": "q", "solution": "4", "level": 3}
-    extra = {"completion_ids": [7, 7], "messages": ["said"]}
+    extra = {"completion_ids": [7, 7], "messages": said}
     good, bad = await run_reward(
         weighted(functions, weights=weights), [Sample(c, row, 0, extra) for c in ("4", "no")], timeout_s=60
     )

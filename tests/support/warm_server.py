@@ -144,6 +144,7 @@ def read_flags() -> None:
     with contextlib.suppress(ValueError):  # flags that are missing
         parsed([], importlib.import_module("rlkit.scripts.grpo").Args)
     del sys.modules["rlkit.scripts.grpo"]  # `python -m` warns of a module that is imported already
+    del sys.modules["rlkit.scripts"].grpo
 
 
 def try_tiny_model() -> None:
