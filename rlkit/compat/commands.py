@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from rlkit.compat.flags import VALUES
 from rlkit.data.schema import GOLD, columns_of
+from rlkit.rewards.load import functions_in
 
 Given = Mapping[str, list[str]]  # the row of each option, and its values
 OFFLINE = ("sft", "dpo", "kto", "reward_model")
@@ -417,8 +418,7 @@ def _reward(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]
 def _rl2_file(file: str, *, several: bool) -> dict[str, list[str]]:
     """--env FILE.py:step; of a file in RL2's first interface --reward FILE.py:reward_fn and, of `several` turns, --env
     FILE.py:interact."""
-    text = Path(file).read_text(errors="replace") if Path(file).is_file() else ""
-    defined = re.findall(r"^(?:async )?def (\w+)\(", text, re.MULTILINE)
+    defined = functions_in(Path(file)) if Path(file).is_file() else []
     if "reward_fn" in defined:
         env = {"env": [f"{file}:interact"]} if several and "interact" in defined else {}
         return env | {"reward": [f"{file}:reward_fn"]}

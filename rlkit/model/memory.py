@@ -176,14 +176,14 @@ def stage_bytes(stage: Stage, layout: Layout, *, in_flight: int = 1) -> dict[str
     outside = stage.vocab_parameters / layout.tp
     layer = (shape.layer_parameters - shape.expert_parameters) / layout.tp + shape.expert_parameters / layout.ep
     in_use = min(2, stage.layers) if layout.reshard_after_forward else stage.layers
-    alone = layout.gpus == 1 and not layout.offload
+    gathered = 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside
+    if layout.gpus == 1 and not layout.offload:
+        gathered = 2 * stage.parameters + 2 * outside
     one = tokens * shape.activation_bytes(tp=layout.tp, cp=layout.cp)
     inputs = tokens * 2 * shape.hidden * stage.layers
     return {
         "states": 0.0 if layout.offload else 16 * stage.parameters / layout.cut,
-        "gathered": 2 * stage.parameters + 2 * outside
-        if alone
-        else 2 * (in_use * layer + outside) + (2 + 4) * layer + 2 * outside,
+        "gathered": gathered,
         "activations": in_flight * inputs + one if layout.checkpointing else in_flight * stage.layers * one,
         "loss": stage.last * (tokens * shape.hidden * (2 + 4) + 2 * TILE_BYTES),
     }

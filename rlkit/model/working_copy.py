@@ -1,14 +1,14 @@
 """Forward and backward of one process in bf16, over fp32 weights: a copy stands in the model while it computes.
 
 FSDP2 does the same layer by layer. On one rank there is nothing to gather, and its hooks take the host longer than the
-launches of a layer: a micro-batch of a model of 28 layers costs the host half as much with the copy.
+launches of a layer: with the copy a micro-batch of a model of 28 layers takes a CPU core 0.73 times as long.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +118,5 @@ def _differ(place: Place) -> bool:
 
 @contextmanager
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(first)
-        stack.enter_context(second)
+    with first, second:
         yield

@@ -70,21 +70,21 @@ def _bound(function: Callable[..., Any], arguments: dict[str, Any], spec: str) -
 def _hint(spec: str) -> str:
     """What a file without a function has, or the modules that have a function of this name. Imports nothing."""
     if (path := Path(spec.partition(":")[0]).expanduser()).is_file():
-        names = [name for name in _functions(path) if not name.startswith("_")]
+        names = [name for name in functions_in(path) if not name.startswith("_")]
         return f"; {path} has {names}"
     module, _, name = spec.rpartition(".")
     file = Path(*module.split(".")).with_suffix(".py") if module and ":" not in spec else None
-    if file and file.is_file() and name in _functions(file):
+    if file and file.is_file() and name in functions_in(file):
         return f"; did you mean {file}:{name}?"
     trl = importlib.util.find_spec("trl")
     rewards = [("rlkit.rewards.{}", file) for file in Path(__file__).parent.glob("*.py")]
     if trl and trl.origin:
         rewards += [("trl.rewards", file) for file in (Path(trl.origin).parent / "rewards").glob("*.py")]
-    near = [f"{module.format(file.stem)}:{spec}" for module, file in rewards if spec in _functions(file)]
+    near = [f"{module.format(file.stem)}:{spec}" for module, file in rewards if spec in functions_in(file)]
     return f"; did you mean {' or '.join(sorted(near))}?" if near else ""
 
 
-def _functions(path: Path) -> list[str]:
+def functions_in(path: Path) -> list[str]:
     """The functions that a file defines at its top level, or assigns as the result of a call."""
     names = re.findall(r"^(?:(?:async )?def (\w+)\(|(\w+) = [\w.]+\()", path.read_text(errors="replace"), re.MULTILINE)
     return [defined or assigned for defined, assigned in names]

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 import warm
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
 pytestmark = pytest.mark.slow
 PRINTED, ROOT = Path(__file__).parent / "printed", Path(__file__).parents[2]
 ASKED = {"role": "user", "content": "What is the capital of Peru?"}
@@ -164,15 +162,9 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_task: Any) -> Path:
     """A random model, a file of each kind of row, and the functions."""
-    made = tmp_path_factory.mktemp("printed")
-    tokenizer = tiny_tokenizer()
-    sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48}
-    tiny_model(tokenizer, **sizes).save_pretrained(made / "model")
-    tokenizer.save_pretrained(made / "model")
-    for name, row in ROWS.items():
-        (made / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    made: Path = make_task(**{name: [row] * 4 for name, row in ROWS.items()})
     for file in PRINTED.glob("*.py"):
         (made / file.name).symlink_to(file)
     return made

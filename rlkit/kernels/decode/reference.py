@@ -64,6 +64,6 @@ def block_sums(p: Tensor, *, block: int) -> Tensor:
     """See `rlkit.kernels.decode.block_sums`."""
     whole = p.shape[-1] // block * block
     sums = p[:, :whole].unflatten(-1, (-1, block)).sum(-1, dtype=torch.float64)
-    return (
-        torch.cat((sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), -1) if whole < p.shape[-1] else sums
-    )
+    if whole == p.shape[-1]:
+        return sums
+    return torch.cat((sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), -1)
