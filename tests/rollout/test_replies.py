@@ -202,10 +202,11 @@ async def test_a_server_that_stays_busy_is_an_error_in_time(make: Engine) -> Non
     assert len(seen) == 1
     async with serving(lambda *_: web.Response(status=503)) as (url, seen):
         engine = make(url, busy_s=0.05)
-        with pytest.raises(Busy, match=r"status 503.*tried \d+ times$"):
+        with pytest.raises(Busy, match=r"status 503.*tried (once|\d+ times)$") as error:
             await engine.generate(PROMPT, params=PARAMS)
         await engine.close()
-    assert len(seen) > 1
+    times = "once" if len(seen) == 1 else f"{len(seen)} times"  # on a busy machine the first try may take all the time
+    assert str(error.value).endswith(f"tried {times}")
 
 
 @pytest.mark.parametrize("make", [sglang, vllm])
