@@ -127,7 +127,7 @@ async def test_smolagents(tmp_path):
     line = f"{python_with('smolagents')} {PROGRAMS / 'smol.py'}"
     pieces, _ = await episode(line, *turns, tmp_path=tmp_path)
     assert (pieces[-1].reward, pieces[-1].info["answers"]) == (1.0, ["8", "8"])
-    assert pieces[-1].info["metrics"] == {"agent/branches": 4, "agent/rerendered": 3}
+    assert pieces[-1].info["metrics"] == {"agent/branches": 4, "agent/rerendered": 3, "agent/unmet": 0}  # tool_choice
 
 
 @pytest.mark.slow
