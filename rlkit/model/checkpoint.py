@@ -107,15 +107,12 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
 def _check_reference(path: Path, model: nn.Module) -> None:
     """ValueError if only one of the checkpoint and the model has the weights of a reference that moves."""
     moved = any(name.startswith("model/reference.") for name in _stored(path))
-    moves = any(name.startswith("reference.") for stage in of_stages(model, [*_clean(model)]) for name in stage)
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    moves = any(name.startswith("reference.") for stage in of_stages(model, names) for name in stage)
     if moved != moves:
         moving = "a reference model that moves: give `kl_coef` and `ref_sync_steps` above 0"
         wrote = moving if moved else "no reference model that moves: give `ref_sync_steps` 0"
         raise ValueError(f"{path} was written with {wrote}, as before, or start a new run in another folder")
-
-
-def _clean(model: nn.Module) -> list[str]:
-    return [clean_name(name) for name, _ in model.named_parameters()]
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -141,10 +138,8 @@ def _check_base(path: Path, base: dict[str, Tensor], model: nn.Module, stored: d
     other = [name for name, x in stored.items() if not math.isclose(x, here.get(name, x), rel_tol=1e-6, abs_tol=1e-4)]
     if other:
         first = other[0].removeprefix("model/")
-        raise ValueError(
-            f"{path}: its adapters were trained on other weights than the model has now ({first} and {len(other) - 1} "
-            "others differ): give the model that the run started from"
-        )
+        fault = f"{path}: its adapters were trained on other weights than the model has now ({first} and"
+        raise ValueError(f"{fault} {len(other) - 1} others differ): give the model that the run started from")
 
 
 def _room(key: str, stored: Any, param: Tensor, group: dict[str, Any]) -> Tensor:
@@ -241,10 +236,8 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         items = [plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, tensors, "
-        "and lists, tuples or dicts of them, for example str(path) or dataclasses.asdict(config)"
-    )
+    fault = f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, tensors"
+    raise TypeError(f"{fault}, and lists, tuples or dicts of them, for example str(path) or dataclasses.asdict(config)")
 
 
 def of_stages(model: nn.Module, value: T) -> list[T]:
@@ -266,12 +259,9 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     names: dict[Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
-    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-    if missing:
-        raise ValueError(
-            f"the optimizer holds {len(missing)} parameters that are not in the model, the first of shape "
-            f"{list(missing[0].shape)}; give all trained modules as one nn.ModuleDict"
-        )
+    if missing := [p for group in optimizer.param_groups for p in group["params"] if p not in names]:
+        fault = f"the optimizer holds {len(missing)} parameters that are not in the model, the first of shape"
+        raise ValueError(f"{fault} {list(missing[0].shape)}; give all trained modules as one nn.ModuleDict")
     return names
 
 
@@ -370,7 +360,7 @@ def load_latest(
     _check_formats(Path(folder))
     folder, complete = Path(folder), _complete(Path(folder))
     torn = {path for path in folder.glob("step_*") if path.is_dir()} - {*complete}
-    skipped = [_fault(path) for path in sorted(torn)]
+    skipped = [_fault(path, _manifest(path)) for path in sorted(torn)]
     for path in reversed(complete):
         try:
             return load_checkpoint(path, model=model, optimizer=optimizer), skipped
@@ -456,9 +446,8 @@ def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, fina
     """Write the manifest, then rename the folder: this is what makes the checkpoint exist."""
     if lost := [(r, name) for r, of_rank in enumerate(files) for name in of_rank if not (temp / name).exists()]:
         r, name = lost[0]
-        raise ValueError(
-            f"rank 0 does not see {name}, which rank {r} wrote into {temp}: use a disk that all nodes share"
-        )
+        fault = f"rank 0 does not see {name}, which rank {r} wrote into {temp}"
+        raise ValueError(f"{fault}: use a disk that all nodes share")
     manifest = {
         "format": FORMAT,
         "rlkit": rlkit.__version__,
@@ -480,7 +469,7 @@ def _prune(folder: Path, keep: int) -> None:
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, in the order of writing."""
     manifests = {path: _manifest(path) for path in _folders(folder)}
-    return sorted((p for p, m in manifests.items() if _is_whole(p, m)), key=lambda p: manifests[p]["order"])
+    return sorted((p for p, m in manifests.items() if not _fault(p, m)), key=lambda p: manifests[p]["order"])
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -498,9 +487,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _fault(path: Path) -> str:
-    """Why a folder is no complete checkpoint: the file, and what is wrong with it."""
-    files = _manifest(path).get("files")
+def _fault(path: Path, manifest: dict[str, Any]) -> str:
+    """Why a folder is no complete checkpoint: the file, and what is wrong with it; "" for a complete one."""
+    files = manifest.get("files")
     if not isinstance(files, dict):
         return f"{path} has no {_MANIFEST}{' that can be read' if (path / _MANIFEST).exists() else ''}"
     for name, entry in files.items():
@@ -509,16 +498,8 @@ def _fault(path: Path) -> str:
         wanted = entry.get("size") if isinstance(entry, dict) else None
         if (size := (path / name).stat().st_size) != wanted:
             return f"{path}: {name} is damaged: it has {size} bytes, and was written with {wanted}"
-    return f"{path}: {_MANIFEST} is damaged"
-
-
-def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
-    """Whether every file that the manifest lists exists with its listed size."""
-    try:
-        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
-        return whole and manifest["format"] == FORMAT and isinstance(manifest["order"], int)
-    except (OSError, KeyError, TypeError, AttributeError):
-        return False
+    fine = manifest.get("format") == FORMAT and isinstance(manifest.get("order"), int)
+    return "" if fine else f"{path}: {_MANIFEST} is damaged"
 
 
 def _check_format(path: Path, header: dict[str, Any]) -> None:
@@ -541,11 +522,9 @@ def _verified(path: Path) -> dict[str, Any]:
     """The manifest, after verifying every file's checksum (each rank verifies its share)."""
     manifest = _manifest(path)
     _check_format(path, manifest)
-    if not _is_whole(path, manifest):
-        raise FileNotFoundError(
-            f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off; "
-            "latest_checkpoint(folder) finds the newest complete one"
-        )
+    if _fault(path, manifest):
+        fault = f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off"
+        raise FileNotFoundError(f"{fault}; latest_checkpoint(folder) finds the newest complete one")
     mine = list(manifest["files"].items())[rank() :: world_size()]
     differing = on_all_ranks(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
     if changed := [name for names in differing for name in names]:
@@ -642,8 +621,7 @@ class BackgroundSaver:
         """
         self.wait()
         job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
-        room = bool(self._buffers) or _has_room(job.tensors)
-        if room:
+        if room := bool(self._buffers) or _has_room(job.tensors):
             job = job._replace(tensors=copied(job.tensors, self._buffers))
         future: Future[Path] = Future()
         self._running = (future, then or (lambda: None))

@@ -50,17 +50,10 @@ _MAX_SIZE = 30_000_000  # parameters of a small copy: a second on a CPU
 _LEGACY = {"attention": "full_attention"}
 _RECURRENT = ("rwkv", "xlstm")  # they have no `layer_types`
 _LOGIT_SCALE = {  # model type -> (attribute, power): its logits are those of the head times attribute ** power
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "cohere2_moe": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
-    "granitemoeshared": ("logits_scaling", -1),
-    "falcon_h1": ("lm_head_multiplier", 1),
-    "granitemoehybrid": ("logits_scaling", -1),
-    "hyperclovax": ("logits_scaling", 1),
-    "minicpm3": ("logits_scaling", -1),
-}
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), ("logit_scale", 1)),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"), ("logits_scaling", -1)),
+    "falcon_h1": ("lm_head_multiplier", 1), "hyperclovax": ("logits_scaling", 1), "minicpm3": ("logits_scaling", -1),
+}  # fmt: skip
 _SCALES = (
     r"(_scale_inv|(weight|input)_(scale|zero_point|packed)|[._](scales|qweight|qzeros|g_idx|blocks)|absmax|quant_map)$"
 )
@@ -112,23 +105,18 @@ def check_unquantized(config: Any) -> None:
     Errors: ValueError naming the model and the method.
     """
     for part in (config, config.get_text_config()):
-        quantization = getattr(part, "quantization_config", None) or getattr(part, "compression_config", None)
-        if quantization:
+        if quantization := getattr(part, "quantization_config", None) or getattr(part, "compression_config", None):
             fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
             method = fields.get("quant_method") or "quantized"
-            raise ValueError(
-                f"model {config.name_or_path!r} has {getattr(method, 'value', method)} weights: rlkit trains no "
-                "quantized weights, load the bf16 or fp32 checkpoint of the same model"
-            )
+            fault = f"model {config.name_or_path!r} has {getattr(method, 'value', method)} weights: rlkit trains"
+            raise ValueError(f"{fault} no quantized weights, load the bf16 or fp32 checkpoint of the same model")
 
 
 def check_leftover(path: Any, names: Iterable[str]) -> None:
     """Refuse tensors of a checkpoint that the model does not read, if they are the scales of quantized weights."""
     if scales := sorted(name for name in names if re.search(_SCALES, name)):
-        raise ValueError(
-            f"model {str(path)!r} has {len(scales)} tensors of quantized weights ({scales[0]}), and its config does "
-            "not say how to read them: load the bf16 or fp32 checkpoint of the same model"
-        )
+        fault = f"model {str(path)!r} has {len(scales)} tensors of quantized weights ({scales[0]}), and its config"
+        raise ValueError(f"{fault} does not say how to read them: load the bf16 or fp32 checkpoint of the same model")
 
 
 def check_architecture(config: Any, forward: PackedForward, *, model_class: Any = None) -> Verdict | None:
@@ -153,8 +141,7 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
     if (verdict := _recalled(key)) is not None:
         return verdict
     with _quiet():
-        built = _built(small, model_class)
-        if built is None:
+        if (built := _built(small, model_class)) is None:
             return None
         verdict = _verdict(*built, forward, of=config)
         if reads_images(config):
@@ -176,8 +163,7 @@ def _verdict(
     try:
         for replay in (False, True) if recurrent_layers(model) else (False,):
             set_packed(model, replay=replay, toll=0)
-            reason = why_different(model, groups, expected, forward)
-            if reason is None:
+            if (reason := why_different(model, groups, expected, forward)) is None:
                 return Verdict(True, replay=replay)
             set_plain(model, before)
         for logits in (False, True):
@@ -251,8 +237,7 @@ def check_loaded(model: Any, forward: PackedForward) -> Verdict:
     Errors: ValueError.
     """
     has_head = model.get_output_embeddings() is not None
-    verdict = check_architecture(model.config, forward, model_class=type(model) if has_head else None)
-    if verdict is None:
+    if (verdict := check_architecture(model.config, forward, model_class=type(model) if has_head else None)) is None:
         warn_full_size(model.config)
         verdict = Verdict(True)
         if has_head and model.device.type != "meta":  # `rlkit.model.heads` checks heads; meta has no weights
@@ -288,8 +273,7 @@ def verdict_on(device: torch.device, config: Any, verdict: Verdict, forward: Pac
     """The verdict on a device whose recurrent layers call other kernels: a small copy there against the CPU's own
     forward, to 1e-3. Where they differ the model is trained unpacked, by kernels that see one document a row."""
     with _quiet():
-        built = _built(shrunk(config), None)
-        if built is None:
+        if (built := _built(shrunk(config), None)) is None:
             return verdict
         model, groups, expected = built
         set_packed(model.to(device), replay=verdict.replay, toll=0)

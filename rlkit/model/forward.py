@@ -21,20 +21,7 @@ from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
 from rlkit.losses.corrections import log_support_mass
 from rlkit.losses.distillation import CHUNK_SIZE, by_rows
-from rlkit.model import vision
-from rlkit.model.families import (
-    check_architecture,
-    check_causal_lm,
-    check_images,
-    check_is_model,
-    check_leftover,
-    check_loaded,
-    check_prompt_ids,
-    gives_logits,
-    logit_scale,
-    runs_packed,
-    set_packed,
-)
+from rlkit.model import families, vision
 from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, building, explained, load_config
@@ -44,7 +31,7 @@ from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
 from rlkit.model.source import check_names, check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
-from rlkit.parallel.attention import attending, has_flash, recomputing, to_device
+from rlkit.parallel.attention import attending, has_flash, recomputing, rows, to_device
 from rlkit.parallel.context import plan_layout
 from rlkit.parallel.data import rank_microbatches, summed
 from rlkit.parallel.mesh import Mesh
@@ -69,7 +56,7 @@ class Policy:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_is_model(self.model)
+        families.check_is_model(self.model)
         if not is_number(self.temperature) or self.temperature <= 0:
             raise ValueError(f"temperature must be a number above 0, got {show(self.temperature)}")
 
@@ -84,7 +71,7 @@ class Policy:
 
 def make_policy(model: Any, *, temperature: float = 1.0, dtype: str | None = None) -> Policy:
     """The `Policy` of a model; `dtype=None` is bf16 on a CUDA GPU that supports it, else fp32."""
-    check_is_model(model)
+    families.check_is_model(model)
     return Policy(model, temperature=temperature, dtype=dtype or default_dtype(device_of(model)))
 
 
@@ -108,8 +95,8 @@ def load_model(
     quantized or lacks some weights (a classifier has no token head), which transformers would initialise at random.
     """
     config = load_config(path)
-    check_causal_lm(config)
-    check_architecture(config, forward)
+    families.check_causal_lm(config)
+    families.check_architecture(config, forward)
     model, missing = read_pretrained(vision.auto_class(config), path, config, dtype=dtype)
     if missing:
         names = ", ".join(sorted(missing)[:5])
@@ -173,7 +160,7 @@ def read_pretrained(
     finally:
         if had_bar:
             logging.enable_progress_bar()
-    check_leftover(path, info["unexpected_keys"])
+    families.check_leftover(path, info["unexpected_keys"])
     check_names(path, info["missing_keys"], info["unexpected_keys"])
     if mismatched := sorted(info["mismatched_keys"]):
         name, there, here = mismatched[0]
@@ -198,9 +185,9 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Errors: ValueError for a model that is not causal.
     """
-    check_is_model(model)
-    if (verdict := check_loaded(model, forward)).packed:
-        set_packed(model, replay=verdict.replay)
+    families.check_is_model(model)
+    if (verdict := families.check_loaded(model, forward)).packed:
+        families.set_packed(model, replay=verdict.replay)
     return model.eval()
 
 
@@ -220,9 +207,11 @@ def forward(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, d
     or is in train mode with dropout, and a sequence that is too long for the model's rotary frequencies.
     """
     _check_temperature(batch, temperature)
-    kind = _dtype_named(dtype)
-    head = partial(log_probs_head, model=model, batch=batch, temperature=temperature, dtype=kind)
-    return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=kind))
+    if dtype not in DTYPES:
+        why = "fp16 gradients underflow without loss scaling; use bf16" if dtype == "fp16" else "choose fp32 or bf16"
+        raise ValueError(f"dtype {dtype!r} is not supported: {why}")
+    head = partial(log_probs_head, model=model, batch=batch, temperature=temperature, dtype=DTYPES[dtype])
+    return LogProbs(*token_outputs(model, batch, head, outputs=2, dtype=DTYPES[dtype]))
 
 
 def _check_temperature(batch: Batch, temperature: float) -> None:
@@ -234,14 +223,6 @@ def _check_temperature(batch: Batch, temperature: float) -> None:
             f"give both one value, Policy(model, temperature={batch.temperature:g}), or score at another one by "
             "replace(batch, temperature=None)"
         )
-
-
-def _dtype_named(name: str) -> torch.dtype:
-    """The dtype of this name; ValueError for one that is not supported."""
-    if name not in DTYPES:
-        why = "fp16 gradients underflow without loss scaling; use bf16" if name == "fp16" else "choose fp32 or bf16"
-        raise ValueError(f"dtype {name!r} is not supported: {why}")
-    return DTYPES[name]
 
 
 def token_outputs(
@@ -263,20 +244,20 @@ def token_outputs(
 def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """An empty batch runs the model on one dummy token: under sharding every rank must take part."""
     _check_no_dropout(model)
-    packed, device, mesh = runs_packed(model), device_of(model), mesh_of(model)
+    packed, device, mesh = families.runs_packed(model), device_of(model), mesh_of(model)
     if mesh is None and is_sharded(next(model.parameters())):
         raise ValueError("the model was cut over ranks: use what `parallelize` returned")
     move = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
-    some = batch if batch.num_tokens else _dummy(batch.tokens.device)
+    dummy = [[Trajectory([0], [0], [False], [0.0], [-1])]]
+    some = batch if batch.num_tokens else pack(dummy).to(batch.tokens.device)
     joined = join(some)
-    check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
+    families.check_prompt_ids(joined[0], model, "the batch's prompt and input ids")
     check_positions(int(joined[1].max()) + 1, model.config, setting="the longest sequence of a batch", fix="shorten it")
-    has_images = vision.has_images(some)
-    if has_images:
-        check_images(model)
+    if has_images := vision.has_images(some):
+        families.check_images(model)
     if not packed or (has_images and not vision.packs_images(model)):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            out = unpacked_outputs(model, move(joined[0]), some, logits=gives_logits(model), mesh=mesh)
+            out = unpacked_outputs(model, move(joined[0]), some, logits=families.gives_logits(model), mesh=mesh)
             out = out if has_images else vision.with_tower(model, out)
         return tuple(x.to(model.device, copy=True) for x in head(out[: batch.num_tokens], move))
     _check_recomputed(model)
@@ -290,17 +271,16 @@ def _token_outputs(model: Any, batch: Batch, head: Head, dtype: torch.dtype) -> 
             positions = layout.local(move(vision.rotary_positions(model, some, *joined).T)).T[:, None]
             pictures = vision.image_inputs(seen.at(None if tree is None else tree.source), device)
         both = [x for x in (some.prefix_experts, some.experts) if x is not None]
-        experts = torch.cat(both) if both else None
-        if experts is not None:
+        if (experts := torch.cat(both) if both else None) is not None:
             check_experts(model, experts)
             experts = layout.local(move(experts))
         with attending(layout.plan._replace(rows=to_device(padded, device), experts=experts)):
             out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **pictures)
         layout = layout if batch.num_tokens else layout.empty()
-        hidden = layout.head_rows(out.last_hidden_state[0])
+        hidden = rows(out.last_hidden_state[0], layout.tokens)
         hidden = hidden if has_images else vision.with_tower(model, hidden)
-    rows = head(hidden, lambda x: layout.spread(move(x)))
-    return tuple(layout.collect(x).to(model.device, copy=True) for x in rows)  # FSDP2 warns about views
+    outputs = head(hidden, lambda x: layout.spread(move(x)))
+    return tuple(layout.collect(x).to(model.device, copy=True) for x in outputs)  # FSDP2 warns about views
 
 
 def _check_no_dropout(model: Any) -> None:
@@ -322,10 +302,8 @@ def _check_recomputed(model: Any) -> None:
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     if any(getattr(f, "keywords", {}).get("context_fn") is not recomputing for f in functions if f is not None):
         fix = '{"use_reentrant": False, "context_fn": rlkit.parallel.attention.recomputing}'
-        raise ValueError(
-            "gradient checkpointing would recompute layers without the plan of the pack: call "
-            f"model.gradient_checkpointing_enable({fix})"
-        )
+        fault = "gradient checkpointing would recompute layers without the plan of the pack"
+        raise ValueError(f"{fault}: call model.gradient_checkpointing_enable({fix})")
 
 
 def _flash(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
@@ -345,43 +323,30 @@ def _head_dim(config: Any) -> int:
 
 
 def log_probs_head(
-    hidden: Tensor,
-    spread: Spread,
-    *,
-    model: Any,
-    batch: Batch,
-    temperature: float,
-    dtype: torch.dtype,
-) -> LogProbs:
-    """The head of `token_outputs` that gives log-probs, over `batch.support` where it is there, and entropies."""
-    out = _whole_log_probs(hidden, spread, model=model, batch=batch, temperature=temperature, dtype=dtype)
-    if batch.support is None:
-        return out
-    logits = logits_of(model, temperature=temperature, dtype=dtype)
-    streams = hidden, spread(batch.support)
-    mass = by_rows(
-        lambda x, ids: log_support_mass(logits(x), ids), *streams, chunk_size=CHUNK_SIZE, mask=spread(batch.mask)
-    )
-    return LogProbs((out.logp - mass).clamp(max=0), out.entropy)
-
-
-def _whole_log_probs(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, temperature: float, dtype: torch.dtype
 ) -> LogProbs:
+    """The head of `token_outputs` that gives log-probs, over `batch.support` where it is there, and entropies."""
     mesh, mask, targets = mesh_of(model), batch.mask, spread(batch.targets)
-    if gives_logits(model):
-        return logits_logp(hidden, targets, mask=spread(mask), temperature=temperature)
-    hidden, weight, options = head_inputs(model, hidden, temperature=temperature, dtype=dtype)
-    if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
-        mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
-    compute = sharded_linear_logp if is_sharded(weight) else linear_logp
-    return compute(hidden, weight, targets, mask=mask, **options)
+    if families.gives_logits(model):
+        out = logits_logp(hidden, targets, mask=spread(mask), temperature=temperature)
+    else:
+        states, weight, options = head_inputs(model, hidden, temperature=temperature, dtype=dtype)
+        if mask.device.type != "cpu" or (mesh is not None and mesh.sizes.cp > 1):
+            mask = spread(mask)  # otherwise it stays on the CPU, which saves a wait for the device
+        compute = sharded_linear_logp if is_sharded(weight) else linear_logp
+        out = compute(states, weight, targets, mask=mask, **options)
+    if batch.support is None:
+        return out
+    logits, where = logits_of(model, temperature=temperature, dtype=dtype), spread(batch.mask)
+    of_rows = lambda x, ids: log_support_mass(logits(x), ids)  # noqa: E731
+    mass = by_rows(of_rows, hidden, spread(batch.support), chunk_size=CHUNK_SIZE, mask=where)
+    return LogProbs((out.logp - mass).clamp(max=0), out.entropy)
 
 
 def _log_kept_mass(
     hidden: Tensor, spread: Spread, *, model: Any, batch: Batch, params: SamplingParams, dtype: torch.dtype
 ) -> tuple[Tensor]:
-    if gives_logits(model):
+    if families.gives_logits(model):
         fault = "its logits are not those of one head, so the mass that truncated sampling keeps is not computed"
         raise ValueError(f"model type {model.config.model_type!r}: {fault}; use top_p=1, top_k=0 and min_p=0")
     hidden, weight, options = head_inputs(model, hidden, temperature=params.temperature, dtype=dtype)
@@ -402,7 +367,7 @@ def head_inputs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
-    return hidden, weight, {"bias": bias, "temperature": temperature / logit_scale(config), "softcap": softcap}
+    return hidden, weight, {"bias": bias, "temperature": temperature / families.logit_scale(config), "softcap": softcap}
 
 
 def logits_of(model: Any, *, temperature: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -410,7 +375,7 @@ def logits_of(model: Any, *, temperature: float, dtype: torch.dtype) -> Callable
 
     Its gradient reaches the head's weight, of which every rank holds all columns here.
     """
-    if gives_logits(model):
+    if families.gives_logits(model):
         return lambda x: x.float() / temperature
     empty = torch.empty(0, device=model.device)
     _, weight, options = head_inputs(model, empty, temperature=temperature, dtype=dtype)
@@ -435,14 +400,12 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
         return None
     if isinstance(reference, Snapshot) and reference.model is policy.model and not moves:
         return at_snapshot(policy, reference)
-    check_is_model(reference, "reference")
+    families.check_is_model(reference, "reference")
     if reference is not policy.model:
         return replace(policy, model=reference)
     if moves or not adapters(reference):
-        raise ValueError(
-            "reference is the model that trains, which works where it has an adapter (rlkit.model.lora) and "
-            "ref_sync_steps is 0; give a second model"
-        )
+        fault = "reference is the model that trains, which works where it has an adapter"
+        raise ValueError(f"{fault} (rlkit.model.lora) and ref_sync_steps is 0; give a second model")
     return without_adapter(policy, reference)
 
 
@@ -476,10 +439,8 @@ def with_kept_mass(
     if not params.truncates or batch.kept_mass is not None:
         return batch
     if not on_policy:
-        raise ValueError(
-            "truncated samples of older weights need the tokens that were kept, and these trajectories have none: an "
-            "environment that makes its own Trajectory passes on `Completion.support`"
-        )
+        fault = "truncated samples of older weights need the tokens that were kept, and these trajectories have none"
+        raise ValueError(f"{fault}: an environment that makes its own Trajectory passes on `Completion.support`")
     _check_temperature(batch, params.temperature or 1.0)
     model, dtype = policy.model, DTYPES[policy.dtype]
 
@@ -517,7 +478,3 @@ def compute_tokens(
     for index, x in results:
         out[index] = x.to(out)
     return summed(out, mesh=mesh)
-
-
-def _dummy(device: torch.device) -> Batch:
-    return pack([[Trajectory([0], [0], [False], [0.0], [-1])]]).to(device)

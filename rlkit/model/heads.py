@@ -27,15 +27,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlkit.losses import hl_gauss, hl_gauss_value
-from rlkit.model.families import (
-    Verdict,
-    check_architecture,
-    check_causal_lm,
-    probe,
-    runs_unpacked,
-    set_packed,
-    warn_full_size,
-)
+from rlkit.model import families
 from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, resized, token_outputs
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
@@ -61,39 +53,31 @@ def load_value_model(
     Errors: ValueError for files whose head has other bins; those of `load_model`.
     Differs: verl initialises the head at random, so the first advantages are noise.
     """
-    from transformers import AutoModelForTokenClassification
-
-    return _load(AutoModelForTokenClassification, path, device, bins, min_rows)
+    return _load("TokenClassification", path, device, bins, min_rows)
 
 
 def load_reward_model(path: str | os.PathLike[str], *, device: str = "cpu", min_rows: int = 0) -> Any:
     """A reward model with one label from a folder or hub id. A head that the files lack starts at 0."""
-    from transformers import AutoModelForSequenceClassification
-
-    return _load(AutoModelForSequenceClassification, path, device, min_rows=min_rows)
+    return _load("SequenceClassification", path, device, min_rows=min_rows)
 
 
 def load_value_parallel(
     path: str | os.PathLike[str], mesh: Mesh, *, bins: Bins = Bins(), **options: Any
 ) -> ShardedModel:
     """`load_value_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
-    from transformers import AutoModelForTokenClassification
-
-    return _load_parallel(AutoModelForTokenClassification, path, mesh, bins=bins, **options)
+    return _load_parallel("TokenClassification", path, mesh, bins=bins, **options)
 
 
 def load_reward_parallel(path: str | os.PathLike[str], mesh: Mesh, **options: Any) -> ShardedModel:
     """`load_reward_model` cut over the mesh, as `load_parallel`: no rank holds the whole model."""
-    from transformers import AutoModelForSequenceClassification
-
-    return _load_parallel(AutoModelForSequenceClassification, path, mesh, **options)
+    return _load_parallel("SequenceClassification", path, mesh, **options)
 
 
 def _load_parallel(
-    kind: Any, path: str | os.PathLike[str], mesh: Mesh, *, bins: Bins = Bins(), **options: Any
+    task: str, path: str | os.PathLike[str], mesh: Mesh, *, bins: Bins = Bins(), **options: Any
 ) -> ShardedModel:
-    whole = partial(_load, kind, device="cpu", bins=bins)
-    return load_parallel(path, mesh, build=partial(_build, kind, bins=bins), whole=whole, new=_HEAD, **options)
+    whole = partial(_load, task, device="cpu", bins=bins)
+    return load_parallel(path, mesh, build=partial(_build, task, bins=bins), whole=whole, new=_HEAD, **options)
 
 
 def values(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "T"]:
@@ -149,9 +133,8 @@ def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "
     Errors: ValueError for a batch whose last tokens are only targets.
     """
     if not bool(batch.truncated.all()):
-        raise ValueError(
-            "rewards reads every sequence to its last token; pack the trajectories with pack_whole(groups)"
-        )
+        fault = "rewards reads every sequence to its last token"
+        raise ValueError(f"{fault}; pack the trajectories with pack_whole(groups)")
     numbers = values(model, batch, dtype=dtype)
     return numbers[batch.cu_seqlens[1:].to(numbers.device) - 1]
 
@@ -167,11 +150,11 @@ def _labels(model: Any, hidden: Tensor) -> Float[Tensor, "R B"]:
     return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
-def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bins(), min_rows: int = 0) -> Any:
+def _load(task: str, path: str | os.PathLike[str], device: str, bins: Bins = Bins(), min_rows: int = 0) -> Any:
     config = load_config(path)
-    check_causal_lm(config)
-    kind = _class_of(kind, config)
-    checked = check_architecture(config, forward)
+    families.check_causal_lm(config)
+    kind = _class_of(task, config)
+    checked = families.check_architecture(config, forward)
     num, value_range = head_of(config, bins)
     with _no_report():
         model, missing = read_pretrained(kind, path, config, dtype=torch.float32, num_labels=num)
@@ -184,24 +167,26 @@ def _load(kind: Any, path: str | os.PathLike[str], device: str, bins: Bins = Bin
         for p in model.score.parameters():
             nn.init.zeros_(p)
     if checked is None:
-        warn_full_size(config)
+        families.warn_full_size(config)
     _set_up(model, checked)
     freeze_tower(model)
     return _checked(resized(model, min_rows).to(device).eval())
 
 
-def _set_up(model: Any, verdict: Verdict | None) -> None:
+def _set_up(model: Any, verdict: families.Verdict | None) -> None:
     """Set a model with one label up for `forward`, by the verdict on its architecture."""
     if verdict is None or verdict.packed:
-        set_packed(model, replay=verdict is not None and verdict.replay)
+        families.set_packed(model, replay=verdict is not None and verdict.replay)
     else:
-        runs_unpacked(model, verdict)
+        families.runs_unpacked(model, verdict)
 
 
-def _class_of(kind: Any, config: Any) -> Any:
-    """transformers' class of the auto class `kind`; of a vision model without one, its body under the generic head."""
+def _class_of(task: str, config: Any) -> Any:
+    """transformers' auto class for the task; of a vision model that it lacks, the body under the generic head."""
+    import transformers
     from transformers import AutoModel, PreTrainedModel, conversion_mapping, modeling_layers
 
+    kind: Any = getattr(transformers, f"AutoModelFor{task}")
     if type(config) in kind._model_mapping:
         return kind
     if not reads_images(config):
@@ -209,12 +194,12 @@ def _class_of(kind: Any, config: Any) -> Any:
             f"model type {config.model_type!r} has no class in transformers' {kind.__name__}, which holds "
             "one number per token or sequence; use another model, for a critic `rlkit grpo` in place of ppo"
         )
-    task, body = kind.__name__.removeprefix("AutoModel"), cast(Any, AutoModel._model_mapping)[type(config)]
+    body = cast(Any, AutoModel._model_mapping)[type(config)]
     base = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel))
-    name, whole = f"{body.__name__.removesuffix('Model')}{task}", auto_class(config)._model_mapping[type(config)]
+    name, whole = f"{body.__name__.removesuffix('Model')}For{task}", auto_class(config)._model_mapping[type(config)]
     if names := conversion_mapping.get_checkpoint_conversion_mapping(whole.__name__):  # of weights in the files
         conversion_mapping.register_checkpoint_conversion_mapping(name, names, overwrite=True)
-    return type(name, (getattr(modeling_layers, f"Generic{task}"), base), {})
+    return type(name, (getattr(modeling_layers, f"GenericFor{task}"), base), {})
 
 
 def head_of(config: Any, bins: Bins) -> tuple[int, list[float] | None]:
@@ -238,15 +223,15 @@ def _described(num: int, value_range: Sequence[float]) -> str:
     return f"{num} bins from {value_range[0]:g} to {value_range[1]:g}"
 
 
-def _build(kind: Any, config: Any, *, bins: Bins = Bins(), **options: Any) -> Any:
+def _build(task: str, config: Any, *, bins: Bins = Bins(), **options: Any) -> Any:
     """A model with one label, without weights on the meta device, once a small copy of it has run packed."""
-    kind = _class_of(kind, config)
+    kind = _class_of(task, config)
     num, value_range = head_of(config, bins)
     config.update({"num_labels": num} | ({} if value_range is None else {"value_range": value_range}))
     with torch.device("cpu"):
         small = kind.from_config(shrunk(config), dtype=torch.float32, **NO_CODE)
         _check_head(small)
-        _set_up(small, check_architecture(config, forward))
+        _set_up(small, families.check_architecture(config, forward))
         _checked(small.eval())
     return kind.from_config(config, **options)
 
@@ -274,7 +259,7 @@ def _no_report() -> Iterator[None]:
 @torch.no_grad()
 def _checked(model: Any) -> Any:
     """Refuse a model whose packed numbers differ from its own forward, with a head that is not 0; else return it."""
-    groups = probe(model.config.get_text_config().vocab_size)[:1]
+    groups = families.probe(model.config.get_text_config().vocab_size)[:1]
     weight = model.score.weight.clone()
     model.score.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
     with as_inference(model):

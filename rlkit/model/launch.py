@@ -180,13 +180,8 @@ def _report_loading(path: str | os.PathLike[str]) -> None:
 
 
 def _options(args: ParallelArgs, dtype: str) -> dict[str, Any]:
-    return {
-        "dtype": DTYPES[dtype],
-        "activation_checkpointing": args.activation_checkpointing,
-        "reshard_after_forward": args.reshard_after_forward,
-        "offload": args.offload,
-        "compile": args.compile,
-    }
+    names = ("activation_checkpointing", "reshard_after_forward", "offload", "compile")
+    return {"dtype": DTYPES[dtype], **{name: getattr(args, name) for name in names}}
 
 
 def open_mesh(args: ParallelArgs, *, device: str, alone: bool = True) -> Mesh | None:

@@ -94,12 +94,9 @@ class Shape:
         q, kv = self.heads * self.head_dim / tp, self.kv_heads * self.head_dim / tp
         norms = self.qk_norm * ((wide + size if wide else 2 * size) * (q + kv) + 4 * (self.heads + self.kv_heads) / tp)
         attention = size * (2 * q + 2 * kv * cp) + 4 * self.heads / tp
-        per_expert = 4 * size * self.intermediate + self.experts_extra(size)
+        copies = 2 * size * self.hidden if self.experts else 0  # of a token, before and after each of its experts
+        per_expert = 4 * size * self.intermediate + copies
         return residual + norms + attention + max(1, self.active) * per_expert / tp
-
-    def experts_extra(self, size: int) -> float:
-        """A token's copy for each expert that it goes to, before and after."""
-        return 2 * size * self.hidden if self.experts else 0.0
 
     def kv_bytes(self) -> int:
         """Bytes of an engine's cache per token, in bf16, over all its GPUs."""

@@ -44,8 +44,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
     check_is_model(model)
     _check_numbers(weight_decay=weight_decay)
     reshard(model)
-    params = [p for p in model.parameters() if p.requires_grad]
-    if not params:
+    if not (params := [p for p in model.parameters() if p.requires_grad]):
         raise ValueError("model has no trainable parameter: is everything frozen?")
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
@@ -116,8 +115,7 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
         rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
         hidden += [{**group, "params": inside}] if inside else []
         others += [{**group, "params": rest}] if rest else []
-    cut = [p for group in hidden for p in group["params"] if _is_cut(p)]
-    if cut:
+    if cut := [p for group in hidden for p in group["params"] if _is_cut(p)]:
         fix = "keep it whole (`parallel.replicate`), or use adamw"
         raise ValueError(f"`optimizer` muon: a rank holds a part of a matrix of shape {list(cut[0].shape)}: {fix}")
     parts: list[torch.optim.Optimizer] = []
@@ -214,8 +212,7 @@ def _sum_copies(params: Sequence[Any], model: Any) -> Any:
     sizes = [p.device_mesh.size() for p in params if hasattr(p, "device_mesh")]
     if model is None and sizes and max(sizes) < world_size():
         raise TypeError("optimizer_step on pipeline stages needs model=..., for a weight that two stages share")
-    copies = getattr(model, "copies", None)
-    if copies is None:
+    if (copies := getattr(model, "copies", None)) is None:
         return None
     reshard(model)  # the optimizer holds the shards
     weight = model.base_model.embed_tokens.weight

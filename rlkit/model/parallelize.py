@@ -167,9 +167,8 @@ def parallelize(
         raise ValueError("compile=True with tp > 1: torch cannot trace DTensors of varying length; drop one")
     fused = [name for name in adapters(model) if not name.endswith(".weight")]
     if sizes.ep > 1 and fused:
-        raise ValueError(
-            f"ep={sizes.ep} trains no adapters of experts ({fused[0]}): give other targets (--lora-targets)"
-        )
+        fault = f"ep={sizes.ep} trains no adapters of experts ({fused[0]})"
+        raise ValueError(f"{fault}: give other targets (--lora-targets)")
     verdict = check_loaded(model, forward)
     model.to(torch.float32)
     for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
@@ -208,13 +207,7 @@ def split_tensors(model: Any, mesh: Mesh) -> None:
 
 
 def shard(
-    model: Any,
-    mesh: Mesh,
-    *,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
-    offload: bool,
+    model: Any, mesh: Mesh, *, dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool, offload: bool
 ) -> None:
     """FSDP2 with a unit per layer, one for an untied embedding, and the root for the rest (final norm, head).
 
@@ -231,11 +224,9 @@ def shard(
     unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
     for layer in filter(_holds_any, _layers(model)):
         unit(layer)
-    whole_embedding = (
-        not is_tied(model) and mesh.sizes.tp == 1
-    )  # (torch warns about the view that a sharded one returns)
     embedding = model.get_input_embeddings()
-    if whole_embedding and _holds_any(embedding):
+    # of a sharded embedding torch warns about the view that it returns
+    if not is_tied(model) and mesh.sizes.tp == 1 and _holds_any(embedding):
         unit(embedding)
     unit(model)
     for module in model.modules():

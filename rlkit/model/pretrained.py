@@ -34,27 +34,14 @@ _SIZES = {  # bounds of keys of config.json, far from any model
     "rope_theta": (1e-3, 1e15), "rms_norm_eps": (0, 1), "layer_norm_eps": (0, 1),
 }  # fmt: skip
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers' line about `model_max_length`
+_NOT_RUN = "{!r} has a {} in Python (auto_map), which is not run: transformers' is used"
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
 
 @cache
-def _report_code(path: str, part: str) -> None:
-    """Warn, once in a process, of code that is not run: a script reads a config several times."""
-    log.warning("%r has a %s in Python (auto_map), which is not run: transformers' is used", path, part)
-
-
-@cache
-def _report_unread(path: str, key: str, near: str, kind: str) -> None:
-    """Warn, once in a process, of a key that changes nothing."""
-    log.warning("%r: config.json has %s, which %s does not read, and no %s: is it misspelt?", path, key, kind, near)
-
-
-@cache
-def _report_end(file: str, end: int, rows: int) -> None:
-    """Warn, once in a process, of a stop token that a model cannot write."""
-    log.warning(
-        "%s: eos_token_id %d is not one of the %d tokens of the vocabulary, and ends no answer", file, end, rows
-    )
+def _warn_once(text: str) -> None:
+    """Warn, once in a process: a script reads a config several times."""
+    log.warning(text)
 
 
 def load_config(path: str | os.PathLike[str]) -> Any:
@@ -87,9 +74,10 @@ def load_config(path: str | os.PathLike[str]) -> Any:
         fault = f"has {SINGLE} and an index of other weights, {INDEX} ({twice} is in one of them)"
         raise ValueError(f"model {str(path)!r} {fault}: delete the one that is not meant, with its files")
     if getattr(config, "auto_map", None):
-        _report_code(str(path), "model")
+        _warn_once(_NOT_RUN.format(str(path), "model"))
     for key, near in _misspelt(config, raw):
-        _report_unread(str(path), key, near, type(config).__name__)
+        unread = f"{key}, which {type(config).__name__} does not read, and no {near}: is it misspelt?"
+        _warn_once(f"{str(path)!r}: config.json has {unread}")
     return config
 
 
@@ -151,7 +139,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils.hub import cached_file
 
-    if not (is_adapter(path) and has_tokenizer(path)):
+    if not (is_adapter(path) and (Path(path) / "tokenizer_config.json").is_file()):
         check_model_path(path)
         path = base_of(path)
     with explained(path, "tokenizer"):
@@ -165,13 +153,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         fault = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
         raise ValueError(f"model {str(path)!r} has {fault}")
     if tokenizer.init_kwargs.get("auto_map"):
-        _report_code(str(path), "tokenizer")
+        _warn_once(_NOT_RUN.format(str(path), "tokenizer"))
     return tokenizer
-
-
-def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a tokenizer."""
-    return (Path(path) / "tokenizer_config.json").is_file()
 
 
 @contextmanager
@@ -191,7 +174,7 @@ def explained(path: str | os.PathLike[str], part: str) -> Iterator[None]:
             raise ValueError(f"{damaged} is damaged, it is not JSON: copy or download it again") from None
         if isinstance(error, OSError | ImportError):
             raise
-        if part == "tokenizer" and _file(path, "config.json"):
+        if part == "tokenizer" and file_of(path, "config.json"):
             load_config(path)  # transformers reads it for the tokenizer: the error may be its own
         text = " ".join(str(error).split())[:300]
         fix = {"tokenizer": "; copy or download tokenizer.json again", "config": "; correct config.json"}.get(part, "")
@@ -228,7 +211,7 @@ def _key_of(config: Any, value: Any) -> str | None:
     return next((f for key, x in pairs if (f := key if x == value else _key_of(x, value))), None)
 
 
-def _file(path: str | os.PathLike[str], name: str) -> Path | None:
+def file_of(path: str | os.PathLike[str], name: str) -> Path | None:
     """A file of a folder or hub id; None where it has none."""
     from transformers.utils.hub import cached_file
 
@@ -244,7 +227,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
     that names other files than safetensors beside it."""
     rows: Any = None
     for name in ("config.json", "generation_config.json"):
-        if (file := _file(path, name)) is None:
+        if (file := file_of(path, name)) is None:
             continue
         content = untrusted.read_json(file)
         if not isinstance(content, dict):
@@ -260,7 +243,8 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
         ends: Any = (name != "config.json" and content.get("eos_token_id")) or []
         for end in ends if isinstance(ends, list) else [ends]:
             if isinstance(rows, int) and not 0 <= end < rows:
-                _report_end(str(file), end, rows)
+                fault = f"is not one of the {rows} tokens of the vocabulary, and ends no answer"
+                _warn_once(f"{file}: eos_token_id {end} {fault}")
     if Path(path).is_dir() and (index := Path(path) / INDEX).exists():
         content = untrusted.read_json(index)
         names = content.get("weight_map") if isinstance(content, dict) else None
@@ -287,7 +271,7 @@ def _wrong(key: str, value: Any) -> str | None:
 def _check_tokenizer_files(path: str | os.PathLike[str]) -> None:
     """ValueError, with the file, for a tokenizer that is too large to be read, or nested too deeply."""
     for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json"):
-        if (file := _file(path, name)) is None:
+        if (file := file_of(path, name)) is None:
             continue
         data = untrusted.read(file, "tokenizer_mib")
         num = data.count(b"\n" if name == "added_tokens.json" else b'"content"')

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from rlkit._util.tensors import uncompiled
 from rlkit.parallel.attention import current_plan, rows, segments
 from rlkit.parallel.forest import Forest, forest
-from rlkit.parallel.padded import Block, PaddedRows, by_document, by_segment
+from rlkit.parallel.padded import PaddedRows, by_document, by_segment
 from rlkit.types import Batch
 
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of the layers' argument in versions of transformers
@@ -126,11 +126,6 @@ def recurrent_layers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(module, name) for module, name in named if name is not None]
 
 
-def _first_states(block: Block, finals: dict[int, States]) -> States:
-    """The states from which the rows of a block start, of the final states of blocks."""
-    return States() if block.parents is None else joined([finals[i] for i in block.after]).of_rows(block.parents)
-
-
 def unwrap(model: nn.Module) -> None:
     """Undo `wrap`."""
     for module in filter(_is_wrapped, model.modules()):
@@ -144,8 +139,7 @@ def plan_rows(
 
     `images`: see `rlkit.parallel.forest.forest`.
     """
-    layer = next(filter(_is_wrapped, model.modules()), None)
-    if layer is None:
+    if (layer := next(filter(_is_wrapped, model.modules()), None)) is None:
         return forest(batch, images=images), None
     *_, toll = vars(layer)["forward"].args
     if toll is None:
@@ -175,15 +169,15 @@ def _of_class(kind: Any) -> str | None:
 @uncompiled  # the number of blocks differs from call to call
 def _by_rows(layer: Any, cache_name: str, toll: int | None, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """The layer over padded rows of the stream `hidden_states [1, S, D]`, by the plan of this forward."""
-    plan = current_plan()
-    if plan is None:
+    if (plan := current_plan()) is None:
         return layer(hidden_states, *args, **options)
     outputs: list[Tensor] = []
     continued = {i for block in plan.rows.blocks for i in block.after}
     finals: dict[int, States] = {}
     for i, block in enumerate(plan.rows.blocks):
         x = rows(hidden_states[0], block.rows.flatten()).unflatten(0, block.rows.shape)
-        states = None if toll is None else _first_states(block, finals)
+        before = States() if block.parents is None else joined([finals[j] for j in block.after]).of_rows(block.parents)
+        states = None if toll is None else before
         masked = {cache_name: states, "attention_mask": None if toll is None else block.real}
         out = layer(x, *args, **options | masked)
         outputs.append((out[0] if isinstance(out, tuple) else out).flatten(0, 1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -66,17 +65,14 @@ def check_experts(model: Any, experts: Int[Tensor, "T layers k"]) -> None:
     """
     kind, config = f"model type {model.config.model_type!r}", model.config.get_text_config()
     if not replays(model.config):
-        raise ValueError(
-            f"`experts`: {kind} has no router that replays them: start the server without {_FLAG}, or drop them by "
-            "replace(batch, experts=None, prefix_experts=None)"
-        )
+        fault = f"`experts`: {kind} has no router that replays them: start the server without {_FLAG}"
+        raise ValueError(f"{fault}, or drop them by replace(batch, experts=None, prefix_experts=None)")
     count = next((m.forward.args[1][2] for m in model.modules() if _is_wrapped(m)), experts.shape[1])
     layers = {count, getattr(config, "num_hidden_layers", count)}
     if experts.shape[1] not in layers:
         expected = " or ".join(map(str, sorted(layers)))
-        raise ValueError(
-            f"`experts` must be [tokens, layers, k] with {expected} layers for {kind}, got {[*experts.shape]}"
-        )
+        problem = f"`experts` must be [tokens, layers, k] with {expected} layers for {kind}"
+        raise ValueError(f"{problem}, got {[*experts.shape]}")
     num = num_experts(model.config)
     if readable(experts) and experts.numel() and not (experts.min() >= -1 and experts.max() < num):
         got = f"got {experts.min().item()} to {experts.max().item()}"
@@ -111,13 +107,7 @@ class Chosen(TorchFunctionMode):
         self.indices: Tensor | None = None
         self.replayed = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self._num_experts:
             return out
@@ -147,10 +137,8 @@ def _route(router: Any, place: tuple[int, int, int], num_experts: int, *args: An
     if not chosen.replayed:
         kind = type(getattr(router, "__self__", router)).__name__
         k = "none" if chosen.indices is None else f"k = {chosen.indices.shape[-1]}"
-        raise ValueError(
-            f"`experts` must be [tokens, layers, k] with the k of the model: {kind} chooses {k} of {num_experts}, got "
-            f"{[*plan.experts.shape]}"
-        )
+        fault = "`experts` must be [tokens, layers, k] with the k of the model"
+        raise ValueError(f"{fault}: {kind} chooses {k} of {num_experts}, got {[*plan.experts.shape]}")
     return out
 
 

@@ -8,28 +8,15 @@ from typing import Any
 
 VOCAB, WINDOW, SOFTCAP, HEAD_DIM = 64, 4, 2.0, 16
 _HEADS = (
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "attention_heads",
-    "decoder_attention_heads",
-    "encoder_attention_heads",
-    "num_decoder_attention_heads",
-    "num_encoder_attention_heads",
-)
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
+    "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
+)  # fmt: skip
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "decoder_num_key_value_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim", "embedding_dim")
 _LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_decoder_layers",
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
     "num_encoder_layers",
-)
+)  # fmt: skip
 _CAPS = {  # (pattern of the name, largest value of the small config)
     r"(unpadded_)?vocab_size.*|n_words": VOCAB,
     r".*(intermediate|ffn|inner|feed_forward|mlp)_?(size|dim|hidden_size).*|n_inner": 32,
@@ -112,10 +99,8 @@ def _narrow(config: dict[str, Any]) -> None:
     config |= {n: small * HEAD_DIM // expand + (0 if filled else HEAD_DIM) for n in _WIDTHS if config.get(n)}
     _narrow_parts(config, head_dim=head_dim, kv_heads=small if num_kv == num_heads else small_kv)
     if inner := config.get("attention_hidden_size"):
-        config["attention_hidden_size"] = inner * config[width] // old
-        config |= (
-            {"attention_head_dim": config["attention_hidden_size"] // small} if "attention_head_dim" in config else {}
-        )
+        size = config["attention_hidden_size"] = inner * config[width] // old
+        config |= {"attention_head_dim": size // small} if "attention_head_dim" in config else {}
     for rope in _ropes(config):
         if section := rope.get("mrope_section"):
             rope["mrope_section"] = [HEAD_DIM // 2 * n // sum(section) for n in section]
@@ -127,12 +112,8 @@ def _narrow(config: dict[str, Any]) -> None:
 def _narrow_parts(config: dict[str, Any], *, head_dim: int, kv_heads: int) -> None:
     """Shrink the heads of latent attention (MLA), of Mamba layers, and of layers that differ from the others."""
     if latent := [config[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim") if config.get(n)]:
-        sizes = {
-            "qk_nope_head_dim": HEAD_DIM,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": HEAD_DIM,
-            "qk_head_dim": HEAD_DIM + 8,
-        }
+        sizes = dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), HEAD_DIM)
+        sizes |= {"qk_rope_head_dim": 8, "qk_head_dim": HEAD_DIM + 8}
         sizes["head_dim"] = {sum(latent): HEAD_DIM + 8, latent[-1]: 8}.get(head_dim, HEAD_DIM)
         config |= {n: size for n, size in sizes.items() if config.get(n)}
     for count, size in (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim")):
@@ -141,10 +122,8 @@ def _narrow_parts(config: dict[str, Any], *, head_dim: int, kv_heads: int) -> No
             config |= {count: 4, size: 8 if config.get("mamba_d_ssm") else inner // 4}
             config |= {"mamba_d_ssm": 32} if config.get("mamba_d_ssm") else {}
     for layer in (config.get("per_layer_config") or {}).values():
-        sizes = {n: min(kv_heads, 2) for n in (*_HEADS, *_KV_HEADS)} | {
-            "qk_nope_head_dim": HEAD_DIM,
-            "kv_lora_rank": 16,
-        }
+        sizes = {n: min(kv_heads, 2) for n in (*_HEADS, *_KV_HEADS)}
+        sizes |= {"qk_nope_head_dim": HEAD_DIM, "kv_lora_rank": 16}
         sizes["head_dim"] = HEAD_DIM if layer.get("head_dim") == head_dim else 2 * HEAD_DIM
         layer |= {n: size for n, size in sizes.items() if layer.get(n)}
 

@@ -79,7 +79,8 @@ def check_names(path: str | os.PathLike[str], missing: Iterable[str], unexpected
     lacking, others, wanted = sorted(missing), sorted(unexpected), {*missing}
     if not any(re.search(r"\.\d+\.", name) for name in lacking):
         return
-    tails = {name: next((t for t in _tails(name) if t in wanted), "") for name in others}
+    tails_of = lambda name: (name[dot.end() :] for dot in re.finditer(r"\.", name))  # noqa: E731
+    tails = {name: next((tail for tail in tails_of(name) if tail in wanted), "") for name in others}
     why = f"{len(lacking)} of them; is a file missing, or of another model? copy or download it again"
     if prefixed := next((name for name in others if tails[name]), ""):
         prefix = prefixed.removesuffix(tails[prefixed])
@@ -87,11 +88,6 @@ def check_names(path: str | os.PathLike[str], missing: Iterable[str], unexpected
     elif others and not any("." in name for name in others):
         why = f"its file has a dict of {', '.join(others[:3])} in place of weights: save the inner dict alone"
     raise ValueError(f"model {str(path)!r} has no weights for {lacking[0]}, {why}")
-
-
-def _tails(name: str) -> Iterator[str]:
-    """What follows each dot of a name."""
-    return (name[match.end() :] for match in re.finditer(r"\.", name))
 
 
 def _folder(path: str | Path) -> Path:

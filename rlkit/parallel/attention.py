@@ -301,10 +301,11 @@ def attend(
     if plan.shared is not None and sinks is None and _can_share(plan, q, k, v, window=window, softcap=softcap):
         return _attend_shared(q, k, v, plan.shared, scale=scale)
     if plan.varlen is not None and sinks is not None:
-        return attend_with_sinks(q, k, v, sinks, plan, scale=scale, window=window)
+        gathered = rows(q.to(v.dtype), plan.q_index), rows(k.to(v.dtype), plan.k_index), rows(v, plan.k_index)
+        return rows(_Sinks.apply(*gathered, sinks, plan, scale, window), plan.out_index)
     q, k, v = rows(q, plan.q_index), *(read_rows(x, plan.k_index, plan.reads) for x in (k, v))
     if plan.varlen is not None:
-        return rows(flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
+        return rows(_flash(q, k, v, plan.varlen, scale=scale, window=window, softcap=softcap), plan.out_index)
     outputs = []
     for bucket, qb, kb, vb in _by_bucket(plan.buckets, (q,), (k, v)):
         mask = _windowed(bucket, window, q.device)
@@ -352,15 +353,8 @@ class _ReadRows(torch.autograd.Function):
         return out, None, None
 
 
-def flash(
-    q: Float[Tensor, "Q H D"],
-    k: Float[Tensor, "K Hk D"],
-    v: Float[Tensor, "K Hk D"],
-    varlen: Varlen,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float, window: int | None, softcap: float | None
 ) -> Float[Tensor, "Q H D"]:
     """Varlen flash attention: torch's kernel, or the `flash_attn` package for a softcap.
 
@@ -368,14 +362,14 @@ def flash(
     """
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms with fp32 weights return fp32 under autocast
     window_size = (-1 if window is None else window - 1, 0)
-    if softcap is not None:
-        from flash_attn import flash_attn_varlen_func
+    if softcap is None:
+        return _varlen_attn(q, k, v, varlen, scale=scale, window_size=window_size)
+    from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(
-            q, k, v, *varlen, softmax_scale=scale, causal=True, window_size=window_size,
-            softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-    return _varlen_attn(q, k, v, varlen, scale=scale, window_size=window_size)
+    return flash_attn_varlen_func(
+        q, k, v, *varlen, softmax_scale=scale, causal=True, window_size=window_size,
+        softcap=softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **options: Any) -> Any:
@@ -429,10 +423,8 @@ def _parts_agree(device: str, dtype: torch.dtype, heads: int, kv_heads: int, hea
         if off < AGREE:
             return True
         said = f"its numbers differ by {off:.2g}"
-    warnings.warn(
-        f"each sample gets a copy of its prompt's keys on {device}: attention in two parts failed a check: {said}",
-        stacklevel=2,
-    )
+    fault = f"attention in two parts failed a check: {said}"
+    warnings.warn(f"each sample gets a copy of its prompt's keys on {device}: {fault}", stacklevel=2)
     return False
 
 
@@ -493,23 +485,9 @@ def _unrows(x: Float[Tensor, "R *rest"], index: Rows, size: int, fill: float) ->
     return out
 
 
-def attend_with_sinks(
-    q: Float[Tensor, "T H D"],
-    k: Float[Tensor, "S Hk D"],
-    v: Float[Tensor, "S Hk D"],
-    sinks: Float[Tensor, "H"],
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Float[Tensor, "T H D"]:
-    """`attend` with sinks, from a kernel that knows none but returns the log of its softmax denominator (`_Sinks`)."""
-    gathered = (rows(q.to(v.dtype), plan.q_index), rows(k.to(v.dtype), plan.k_index), rows(v, plan.k_index))
-    return rows(_Sinks.apply(*gathered, sinks, plan, scale, window), plan.out_index)
-
-
 class _Sinks(torch.autograd.Function):
-    """Attention with one more score s per head in the denominator:
+    """Attention with one more score s per head in the denominator, from a kernel that knows none but returns the log of
+    its softmax denominator:
 
         lse = log(e^lse_1 + e^s)      out = e^(lse_1 - lse) out_1      ds = -sum_i e^(s - lse_i) (dout_i . out_i)
 
@@ -592,7 +570,7 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def has_flash(device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: bool) -> bool:
-    """Whether `flash` can run: half precision on an NVIDIA GPU, Ampere or later; a head dimension of at most 256,
+    """Whether flash kernels can run: half precision on an NVIDIA GPU, Ampere or later; a head dimension of at most 256,
     divisible by 8; and `flash_attn` installed if there is a softcap."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
         return False
@@ -621,42 +599,51 @@ def recomputing() -> tuple[AbstractContextManager[None], AbstractContextManager[
     return nullcontext(), attending(_current.get())
 
 
-@uncompiled  # the number of buckets differs from call to call
-def packed_attention(
-    module: nn.Module,  # noqa: ARG001
-    query: Float[Tensor, "1 H T D"],
-    key: Float[Tensor, "1 Hk T D"],
-    value: Float[Tensor, "1 Hk T D"],
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Float[Tensor, "H"] | None = None,
-    **others: Any,
-) -> tuple[Float[Tensor, "1 T H D"], None]:
-    """`attend` with transformers' attention signature, by the plan of `attending`.
+def as_attention(work: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """`work(module, q, k, v, scale=, window=, softcap=, sinks=)` with transformers' attention signature: of `q`
+    [B, heads, L, dim] it returns [B, L, heads, dim].
 
-    Errors: ValueError for a call without a plan, and for unsupported inputs: a mask, dropout, biases.
+    Errors: ValueError for what it does not compute: a mask, dropout, biases.
     """
-    attention_plan = _current.get()
-    if attention_plan is None:
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None or dropout or is_causal is False:
+            raise ValueError("its attention takes a mask of its own, dropout (call model.eval()), or is not causal")
+        if unknown := [name for name, x in others.items() if isinstance(x, Tensor) and name not in _UNUSED]:
+            raise ValueError(f"its attention has inputs that are not supported ({', '.join(unknown)})")
+        options = {"scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window}
+        return work(module, query, key, value, **options, softcap=softcap, sinks=s_aux), None
+
+    return attention
+
+
+def _packed_attention(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """`attend` by the plan of `attending`; ValueError without one."""
+    if (attention_plan := _current.get()) is None:
         raise ValueError(
             "the attention plan is missing: this model is set up for packed training. Use rlkit.model.forward.forward, "
             "or model.set_attn_implementation('sdpa') to call it as a plain transformers model"
         )
-    if attention_mask is not None or dropout or is_causal is False:
-        raise ValueError("its attention takes a mask of its own, dropout (call model.eval()), or is not causal")
-    unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _UNUSED]
-    if unknown:
-        raise ValueError(f"its attention has inputs that are not supported ({', '.join(unknown)})")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    work = partial(attend, plan=attention_plan, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    work: Callable[..., Tensor] = partial(attend, plan=attention_plan, **options)
     exchange = attention_plan.exchange
-    out = work(q, k, v) if exchange is None else exchange(q, k, v, work)
-    return out[None], None
+    return (work(q, k, v) if exchange is None else exchange(q, k, v, work))[None]
+
+
+packed_attention = uncompiled(as_attention(_packed_attention))  # the number of buckets differs from call to call
 
 
 def register() -> str:
@@ -680,8 +667,7 @@ def as_inference(model: Any, *, always: bool = False) -> Iterator[None]:
     The attention of a packed model is eager there; `always`: that of any other model, too.
     """
     training, before = model.training, model.config.get_text_config()._attn_implementation
-    eager = always or before == IMPLEMENTATION
-    if eager:
+    if eager := always or before == IMPLEMENTATION:
         set_attention(model, "eager")
     model.eval()
     try:
@@ -715,8 +701,7 @@ def causal_sdpa(
     On CUDA no fused kernel supports grouped queries in fp32 or with a mask, and torch would materialise all scores, so
     keys and values are repeated there.
     """
-    grouped = q.device.type == "cpu" or (mask is None and q.dtype in (torch.bfloat16, torch.float16))
-    if not grouped:
+    if q.device.type != "cpu" and (mask is not None or q.dtype not in (torch.bfloat16, torch.float16)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 

@@ -25,14 +25,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from rlkit.parallel.attention import AttentionPlan, Rows, Segment, as_slice, plan, rows, segments, to_device
+from rlkit.parallel.attention import AttentionPlan, Rows, Segment, as_slice, plan, segments, to_device
 from rlkit.parallel.collectives import Exchanged, Gathered, GatheredSum
 from rlkit.parallel.forest import Forest
 from rlkit.parallel.mesh import Mesh
 from rlkit.types import Batch
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values to their attention
 
 
 class Layout(NamedTuple):
@@ -53,10 +55,6 @@ class Layout(NamedTuple):
     def local(self, stream: Tensor) -> Tensor:
         """`[S, ...]` to `[R, ...]`."""
         return stream if self.source is None else stream[self.source]
-
-    def head_rows(self, hidden: Float[Tensor, "R D"]) -> Float[Tensor, "H D"]:
-        """The rows that a head must process."""
-        return rows(hidden, self.tokens)
 
     def spread(self, x: Tensor) -> Tensor:
         """A `[T, ...]` stream at the head's rows; 0 (False) at those of no token."""
@@ -125,8 +123,7 @@ def _head_rows(
 def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) -> AttentionPlan:
     """The plan for keys, and with `order` queries, of all ranks, one rank after the other instead of in the order of
     the stream: row `order[i]` of the stream is row i there."""
-    shared = made.shared
-    if shared is not None:
+    if (shared := made.shared) is not None:
         prompts = shared.prompts._replace(k_index=as_slice(inverse[shared.prompts.k_index]))
         prompts = prompts if order is None else prompts._replace(q_index=inverse[prompts.q_index])
         shared = shared._replace(tails=_by_rank(shared.tails, inverse, order), prompts=prompts)
@@ -137,28 +134,20 @@ def _by_rank(made: AttentionPlan, inverse: Tensor, order: Tensor | None = None) 
     return made._replace(q_index=inverse[made.q_index], out_index=out)
 
 
-def gather_keys(
-    q: Float[Tensor, "R H D"],
-    k: Float[Tensor, "R Hk D"],
-    v: Float[Tensor, "R Hk D"],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    group: dist.ProcessGroup,
-) -> Float[Tensor, "R H D"]:
-    """Attention of this rank's queries to the keys of all ranks. Backward: one reduce-scatter."""
+def gather_keys(q: Tensor, k: Tensor, v: Tensor, attend: Attend, *, group: dist.ProcessGroup) -> Tensor:
+    """Attention of this rank's queries `[R, H, D]` to the keys of all ranks, here `[R, Hk, D]`.
+
+    Backward: one reduce-scatter.
+    """
     both = GatheredSum.apply(torch.stack((k.to(v.dtype), v), 1), group)  # under autocast, fp32 norms return k in fp32
     return attend(q, both[:, 0], both[:, 1])
 
 
-def ulysses(
-    q: Float[Tensor, "R H D"],
-    k: Float[Tensor, "R Hk D"],
-    v: Float[Tensor, "R Hk D"],
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    group: dist.ProcessGroup,
-) -> Float[Tensor, "R H D"]:
-    """Attention of the tokens of all ranks, for this rank's share of the heads. Backward: the reverse exchanges."""
+def ulysses(q: Tensor, k: Tensor, v: Tensor, attend: Attend, *, group: dist.ProcessGroup) -> Tensor:
+    """Attention of the tokens of all ranks, for this rank's share of the heads; shapes as in `gather_keys`.
+
+    Backward: the reverse exchanges.
+    """
     ranks = dist.get_world_size(group)
     one_each = [1] * ranks
     shares = (rearrange(x, "rows (ranks heads) d -> ranks rows heads d", ranks=ranks) for x in (q, k, v))

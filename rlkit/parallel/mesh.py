@@ -98,10 +98,8 @@ def local_gpu(device: str, *, num_gpus: int) -> int:
     rank = local_rank()
     index = (torch.device(device).index or 0) if rank is None else rank
     if index >= num_gpus:
-        raise ValueError(
-            f"rank {index} of this machine has no GPU of its own, there are {num_gpus}: start --nproc-per-node "
-            f"{num_gpus}, or train on the CPU with --device cpu"
-        )
+        fault = f"rank {index} of this machine has no GPU of its own, there are {num_gpus}"
+        raise ValueError(f"{fault}: start --nproc-per-node {num_gpus}, or train on the CPU with --device cpu")
     return index
 
 
@@ -163,7 +161,6 @@ def _fitting(sizes: Parallel, fixed: int, world_size: int) -> str:
     fixes = []
     for name in ("tp", "cp", "replicate", "pp"):
         size: int = getattr(sizes, name)
-        fits = [n for n in range(1, world_size + 1) if world_size % (fixed // size * n) == 0]
-        if fits:
+        if fits := [n for n in range(1, world_size + 1) if world_size % (fixed // size * n) == 0]:
             fixes.append(f"{name}={min(fits, key=lambda n: abs(n - size))}")
     return f"with shard=0 any one of these changes fits: {'; '.join(fixes) or 'change the number of ranks'}"

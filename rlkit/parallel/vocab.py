@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlkit.kernels.linear_logp import Partials, combine, partials, shard_logp
@@ -16,18 +16,11 @@ from rlkit.types import LogProbs
 
 
 def sharded_linear_logp(
-    hidden: Float[Tensor, "T D"],
-    weight: Float[Tensor, "V D"],
-    targets: Int[Tensor, "T"],
-    *,
-    bias: Float[Tensor, "V"] | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    mask: Bool[Tensor, "T"] | None = None,
+    hidden: Float[Tensor, "T D"], weight: Tensor, targets: Int[Tensor, "T"], *, bias: Tensor | None, **options: Any
 ) -> LogProbs:
     """`linear_logp` where `weight` (and `bias`) is a DTensor sharded along the vocabulary.
 
-    `hidden` and `targets` are the same on every rank of its mesh; `mask` may be on the CPU, as in `linear_logp`. The
+    `hidden` and `targets` are the same on every rank of its mesh. `options` are the temperature, softcap and mask. The
     statistics of all shards are merged in rank order, so results are bit-identical on all ranks. The gradient of
     `hidden` is complete on every rank, that of `weight` covers the rank's rows; both require that all ranks compute the
     same loss.
@@ -37,7 +30,6 @@ def sharded_linear_logp(
     """
     group = weight.device_mesh.get_group()  # type: ignore[attr-defined]
     per_rank = -(-weight.shape[0] // dist.get_world_size(group))  # DTensor shards like torch.chunk: last ones shorter
-    options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "mask": mask}
     options["vocab_start"] = min(dist.get_rank(group) * per_rank, weight.shape[0])
     options["bias"] = None if bias is None else bias.to_local()  # type: ignore[attr-defined]
     weight = weight.to_local()  # type: ignore[attr-defined]

@@ -10,14 +10,7 @@ from rlkit.rewards.load import load_function
 from rlkit.rewards.scoring import env_rewards, scorer
 
 __all__ = [
-    "Reward",
-    "RewardError",
-    "Sample",
-    "env_rewards",
-    "load_function",
-    "run_reward",
-    "run_reward_each",
-    "scorer",
-]
+    "Reward", "RewardError", "Sample", "env_rewards", "load_function", "run_reward", "run_reward_each", "scorer",
+]  # fmt: skip
 
 __getattr__ = elsewhere(__name__)

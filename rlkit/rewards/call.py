@@ -35,6 +35,7 @@ _NEITHER = {  # words that mean something else in either place
 _log = logging.getLogger("rlkit.rewards")
 # what a function may ask for by name beside (completion, row), of an episode of one turn
 ONE_TURN = frozenset({"completion_ids", "finish_reason", "index", "prompt_ids", "truncated"})
+VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}  # kinds of `*args` and `**kwargs`
 RESERVED = ("mean", "std", "failed")  # of `reward/NAME` in metrics.jsonl: no name for one of several functions
 
 
@@ -120,7 +121,7 @@ async def run_reward(function: Callable[..., Any], samples: Sequence[Sample], *,
     another type or a wrong number of results raises `RewardError`, which names the function, the row, the completion,
     the cause and a fix. There is no default reward: the function decides what a failed answer is worth.
 
-    `timeout_s` bounds each call. Sync calls run one after another in one thread, and only one batch per event loop at a
+    `timeout_s` bounds each call. Sync calls run one after another in a thread, and only one batch per event loop at a
     time, so a function need not be thread-safe and waiting does not count; write slow calls (a judge behind HTTP) as
     `async def`. A thread cannot be stopped: after a timeout the hanging call continues in its daemon thread, which does
     not keep the process alive. An async function that blocks the event loop beyond its deadline fails when it returns;
@@ -172,7 +173,9 @@ async def _results(
         arguments = [{name: own_copy(sample[name]) for name in names} for sample in offered]
         calls = [partial(function, s.completion, row, **extra) for s, row, extra in zip(samples, rows, arguments)]
     if is_async(function):
-        values = await run_async(calls, timeout_s, go_on=go_on, on_block=partial(_warn_of_block, function))
+        said = name_of(function), "is async and ran without an await"
+        on_block = lambda seconds: report_once(*said, f" for {seconds:.1f} s: {AWAIT}")  # noqa: E731
+        values = await run_async(calls, timeout_s, go_on=go_on, on_block=on_block)
     else:
         values = await run_in_thread(calls, timeout_s, go_on=go_on)
     if os.getcwd() != here:
@@ -183,11 +186,6 @@ async def _results(
     if batched:
         values = _one_each(function, values[0], len(samples))
     return [_reward(function, value, sample, missing) for value, sample in zip(values, samples)]
-
-
-def _warn_of_block(function: Callable[..., Any], seconds: float) -> None:
-    """Say once of a function that it blocks the event loop."""
-    report_once(name_of(function), "is async and ran without an await", f" for {seconds:.1f} s: {AWAIT}")
 
 
 def check_signature(function: Callable[..., Any], available: set[str] | None = None) -> tuple[str, list[str]]:
@@ -214,15 +212,12 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
     first = leading[0].name if leading else ""
     if available is None:
         return first, []
-    missing = [p.name for p in further if p.name not in available and p.default is p.empty]
-    if missing:
-        raise TypeError(
-            f"{name_of(function)} asks for {missing}, which the samples do not have; after (completion, row) it may "
-            f"ask for {sorted(available)}; columns of the data are in `row`"
-        )
+    if missing := [p.name for p in further if p.name not in available and p.default is p.empty]:
+        lacks = f"{name_of(function)} asks for {missing}, which the samples do not have; after (completion, row)"
+        raise TypeError(f"{lacks} it may ask for {sorted(available)}; columns of the data are in `row`")
     bound = function.keywords if isinstance(function, partial) else ()  # options of the user's
     names = available.intersection(p.name for p in further if p.name not in bound)
-    if inspect.Parameter.VAR_KEYWORD in kinds and any(kind not in _VARIABLE for kind in kinds):
+    if inspect.Parameter.VAR_KEYWORD in kinds and any(kind not in VARIABLE for kind in kinds):
         names |= available - {"index"}  # (of *args, **kwargs alone nothing is known: it may be a decorator's)
     return first, sorted(names)
 
@@ -241,7 +236,7 @@ def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[insp
     names = [p.name for p in leading]
     variable = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     hint = ""
-    ordinary = [p for p in parameters if p.kind not in _VARIABLE]
+    ordinary = [p for p in parameters if p.kind not in VARIABLE]
     if ordinary and all(p.default is not p.empty for p in ordinary):
         hint = f"if it makes the function, write `reward = {name}(...)` in the file and give that as --reward"
     if len(leading) < 2 and not variable:
@@ -267,7 +262,7 @@ def _other_letters(names: list[str]) -> bool:
 
 def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
     """What to write in place of a class."""
-    arguments = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in _VARIABLE)
+    arguments = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in VARIABLE)
     name, call = kind.__name__, inspect.getattr_static(kind, "__call__", None)
     methods = [key for key, value in vars(kind).items() if inspect.isfunction(value) and not key.startswith("_")]
     file = name_of(kind).rpartition(":")[0] or "FILE.py"
@@ -275,7 +270,6 @@ def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
     return f"{name_of(kind)} is a class: write `reward = {made}` in the file, and give --reward {file}:reward"
 
 
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TEXTS, _DICTS = ("str",), ("dict", "Dict", "Mapping", "MutableMapping")
 
 
@@ -301,11 +295,8 @@ def _one_each(function: Callable[..., Any], values: Any, num: int) -> list[Any]:
     fix = f"return a list of {num} numbers or dicts, one for each completion, in their order"
     if isinstance(values, BaseException):
         return [_failed(function, values, None)] * num
-    if (
-        isinstance(values, str | bytes | dict | set | frozenset)
-        or not hasattr(values, "__len__")
-        or getattr(values, "shape", None) == ()
-    ):
+    alone = isinstance(values, str | bytes | dict | set | frozenset) or getattr(values, "shape", None) == ()
+    if alone or not hasattr(values, "__len__"):
         return [_error(function, f"returned {_show(values)} for a batch", fix, None)] * num
     if len(values) != num:
         return [_error(function, f"returned {len(values)} results for {num} completions", fix, None)] * num

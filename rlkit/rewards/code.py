@@ -27,13 +27,8 @@ from rlkit.rewards.text import gold_answer, last_code_block
 from rlkit.rewards.timeouts import off_the_clock, time_left_s
 
 _MODULES = {
-    "np": "numpy",
-    "pd": "pandas",
-    "sp": "scipy",
-    "plt": "matplotlib.pyplot",
-    "torch": "torch",
-    "sympy": "sympy",
-}
+    "np": "numpy", "pd": "pandas", "sp": "scipy", "plt": "matplotlib.pyplot", "torch": "torch", "sympy": "sympy",
+}  # fmt: skip
 _TAKEN_FROM = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
     "decimal": ("Decimal",),
@@ -77,8 +72,7 @@ async def stdin_tests(
     functions removed, which does not isolate it.
     """
     inputs, outputs = _cases(row, column)
-    source = last_code_block(completion)
-    if source is None:
+    if (source := last_code_block(completion)) is None:
         return _verdict(["no closed ```python block"], len(inputs), all_or_nothing)
     compare = same or same_lines
     budget_s = left_s = min(time_left_s(), 3 * limits.wall_s if total_s is None else total_s)
@@ -138,8 +132,7 @@ async def assert_tests(
     """
     tests = _sources(row, column)
     imports, asked = _names(row, column, tests, packages)
-    source = last_code_block(completion)
-    if source is None:
+    if (source := last_code_block(completion)) is None:
         return _verdict(["no closed ```python block"], len(tests), all_or_nothing)
     limits = replace(limits, wall_s=min(limits.wall_s, max(time_left_s(), 0.01)))
     async with off_the_clock():
@@ -275,8 +268,7 @@ def _free_names(tests: list[str]) -> tuple[set[str], set[str], bool]:
 
 def _column(row: dict[str, Any], column: str) -> Any:
     """`row[column]`, else `ground_truth`, else `reward_model.ground_truth`."""
-    value = row.get(column)
-    if value is None:
+    if (value := row.get(column)) is None:
         value = gold_answer({name: row.get(name) for name in ("ground_truth", "reward_model")})
     if value is None:
         raise ValueError(f"the row has no {column!r}, nor reward_model.ground_truth; columns found: {sorted(row)}")

@@ -50,11 +50,8 @@ def _failed(name: str, foreign: Any, error: Exception, prompt: Prompt) -> Episod
     fix = fix_of(foreign, error, prompt.row) or "correct it, or handle it there: return an episode with a reward"
     if isinstance(error, AttributeError) and "NoneType" in text and getattr(error, "name", "") in _OF_TURN:
         fix = "a turn is None where there is no room for another one: write `if turn is None: break` before this line"
-    lines = [
-        f"{name} failed on row {prompt.index + 1}: {cause}",
-        *[f"  fix: {fix}"] * bool(place),
-    ]
-    return EpisodeError("\n".join(lines), index=prompt.index, cause=cause)
+    text = f"{name} failed on row {prompt.index + 1}: {cause}" + f"\n  fix: {fix}" * bool(place)
+    return EpisodeError(text, index=prompt.index, cause=cause)
 
 
 async def try_env(env: Env, prompt: Prompt, *, ids: Sequence[int], score: Score | None, timeout_s: float) -> bool:

@@ -48,9 +48,8 @@ def load_object(spec: str) -> Any:
     """What `"file.py:name"` or `"package.module:name"` names, callable or not; see `load_function`, also for errors."""
     place, colon, name = spec.rpartition(":")
     if not (colon and place and name.isidentifier()):
-        raise ValueError(
-            f"a function is named 'file.py:function' or 'package.module:function', got {spec!r}{_hint(spec)}"
-        )
+        fault = "a function is named 'file.py:function' or 'package.module:function'"
+        raise ValueError(f"{fault}, got {spec!r}{_hint(spec)}")
     module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_module(place)
     if not hasattr(module, name):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -136,9 +135,8 @@ def _finds(name: str, path: Path) -> bool:
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 raise
             raise _import_error(name.rpartition(".")[0], error) from error
-        return (
-            spec is not None and spec.origin is not None and Path(spec.origin).exists() and path.samefile(spec.origin)
-        )
+        origin = Path((spec and spec.origin) or "")  # "": of a package without a file
+        return origin.is_file() and path.samefile(origin)
     return False
 
 
@@ -159,24 +157,21 @@ def _from_module(place: str) -> ModuleType:
 def _import_error(place: str, error: BaseException) -> ImportError:
     """An error with the user's part of the traceback, without the frames of importlib."""
     frames = error.__traceback__
-    while frames and (
-        frames.tb_frame.f_code.co_filename == __file__ or "importlib" in frames.tb_frame.f_code.co_filename
-    ):
+    while frames and re.search(f"^{re.escape(__file__)}$|importlib", frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
+    line = f", line {frames.tb_lineno}" if frames else ""
     if isinstance(error, ImportError) and "attempted relative import" in str(error):
-        line = f", line {frames.tb_lineno}" if frames else ""
         return ImportError(
             f"{place}{line}: a relative import finds no package: write `from NAME import ...` (the file's folder is on "
             "sys.path), or make its folder a package by an empty __init__.py"
         )
     if isinstance(error, ModuleNotFoundError) and frames and frames.tb_next is None:
         return ImportError(
-            f"{place}, line {frames.tb_lineno}: no module {error.name!r}: remove the import (no class of another "
+            f"{place}{line}: no module {error.name!r}: remove the import (no class of another "
             "system, as slime's Sample, is needed), or install it where rlkit runs "
             f"({sys.executable} -m pip install ...)"
         )
     if isinstance(error, SystemExit):
-        line = f", line {frames.tb_lineno}" if frames else ""
         return ImportError(
             f"{place}{line}: the file ends the program (exit code {error.code}) while it is imported: what reads the "
             'command line, such as parse_args(), belongs under `if __name__ == "__main__":`'

@@ -144,8 +144,7 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
 async def _judged(
     answer: str | None, row: dict[str, Any], column: str | None, timeout_s: float, missing: str, *, search: bool = False
 ) -> dict[str, Any]:
-    gold = gold_answer(row) if column is None else row.get(column)
-    if gold is None:
+    if (gold := gold_answer(row) if column is None else row.get(column)) is None:
         raise no_gold_answer(row, column)
     if not answer:
         return {"reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": missing}

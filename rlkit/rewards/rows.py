@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any
 
 from rlkit.data.load import column_error, place_of
-from rlkit.rewards.call import ONE_TURN, needs_of
+from rlkit.rewards.call import ONE_TURN, VARIABLE, needs_of
 from rlkit.rewards.failures import is_ours, name_of
 from rlkit.rewards.source import names_of_kwargs
 from rlkit.rewards.text import first_value, is_blank
-
-_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -> None:
@@ -36,7 +34,7 @@ def check_rows(function: Callable[..., Any], *parts: Sequence[dict[str, Any]]) -
 def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
     """TypeError for a function of ours that asks for a column as a parameter with a default, or in its `**kwargs`."""
     bound = function.keywords if isinstance(function, partial) else ()
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in _VARIABLE][2:]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind not in VARIABLE][2:]
     named = {p.name for p in parameters if p.name not in bound} | names_of_kwargs(function)
     if asked := sorted((named & columns) - {*ONE_TURN, "messages"}):
         fix = f"read row[{asked[0]!r}]" if len(asked) == 1 else f"read row[{asked[0]!r}], row[{asked[1]!r}], ..."

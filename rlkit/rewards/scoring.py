@@ -112,15 +112,13 @@ def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward |
         recent.extend(isinstance(r, RewardError) for r in results)
         if errors and sum(recent) > max_failed * _RECENT:
             if max_failed:
-                errors[0].add_note(
-                    f"{sum(recent)} of the last {len(recent)} samples failed; {max_failed=} of {_RECENT} may"
-                )
+                counts = f"{sum(recent)} of the last {len(recent)} samples failed"
+                errors[0].add_note(f"{counts}; {max_failed=} of {_RECENT} may")
             raise errors[0]
         rewards = [r for r in results if isinstance(r, Reward)]
         scores = [r.score for r in rewards if r.score is not None]
-        mean = Reward(
-            fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None, {"failed": 1.0}
-        )
+        reward, score = fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None
+        mean = Reward(reward, score, {"failed": 1.0})
         return [
             _rewarded(_masked(trajectory, result), mean)
             if isinstance(result, RewardError)

@@ -56,8 +56,7 @@ def chat_header(function: Any) -> str:
 def names_of_kwargs(function: Callable[..., Any]) -> set[str]:
     """The names that a function reads of its `**kwargs`: by `["NAME"]`, `get`, `pop` or `in`. What it calls is not
     followed."""
-    code = code_of(function)
-    if code is None:
+    if code_of(function) is None:
         return set()
     tree = _tree(function)
     names = {node.kwarg.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) and node.kwarg}

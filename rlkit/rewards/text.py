@@ -112,8 +112,7 @@ def last_code_block(text: str, *, languages: tuple[str, ...] = ("python", "py", 
         mark, info, opening = fences[position]
         position += 1
         later = range(position, len(fences)) if mark not in unclosed else ()
-        end = next((i for i in later if fences[i][0].startswith(mark) and not fences[i][1]), None)
-        if end is None:
+        if (end := next((i for i in later if fences[i][0].startswith(mark) and not fences[i][1]), None)) is None:
             unclosed.add(mark)
             continue
         if (info.split() or [""])[0].lower() in languages:
@@ -369,12 +368,8 @@ def _normalizer(reference: str) -> Callable[[str], str]:
     if _NUMBER.fullmatch(reference.strip()):
         return lambda text: squad_normalize(_MEANT.sub(lambda match: match.group().translate(_KEPT), text))
 
-    def words(text: str) -> str:
-        return " ".join(text.lower().translate(_PUNCTUATION).split())
-
-    def literal(text: str) -> str:
-        return " ".join(text.lower().split())
-
+    words = lambda text: " ".join(text.lower().translate(_PUNCTUATION).split())  # noqa: E731
+    literal = lambda text: " ".join(text.lower().split())  # noqa: E731
     return next((form for form in (squad_normalize, words, literal) if form(reference)), squad_normalize)
 
 

@@ -8,9 +8,7 @@ import faulthandler
 import math
 import os
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -43,8 +41,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], async
 
 def time_left_s() -> float:
     """The seconds until the deadline of the current async call; infinite without a deadline."""
-    clock = _clock.get()
-    if clock is None:
+    if (clock := _clock.get()) is None:
         return math.inf
     if clock.num_waiting:
         return clock.left_s
@@ -54,8 +51,7 @@ def time_left_s() -> float:
 @asynccontextmanager
 async def off_the_clock() -> AsyncIterator[None]:
     """Stop the clock of the current async call: for waiting, and for work that has its own limits."""
-    clock = _clock.get()
-    if clock is None:
+    if (clock := _clock.get()) is None:
         yield
         return
     now = asyncio.get_running_loop().time
@@ -211,23 +207,23 @@ _num_watched = 0
 async def run_in_thread(calls: Sequence[Callable[[], Any]], timeout_s: float, *, go_on: bool) -> list[Any]:
     """The result or the exception of each call. They run in order in a daemon thread, each with its own deadline.
 
-    All calls of an event loop take turns in one thread. Stops after the first exception, unless `go_on`. After a
-    timeout a new thread continues.
+    The calls of an event loop take turns, so that one runs at a time. Stops after the first exception, unless `go_on`.
+    After a timeout a new thread continues.
     """
     results: list[Any] = []
-    queue = _queues.setdefault(asyncio.get_running_loop(), _Queue())
+    _keep_stdin()
     with _watched(timeout_s):
-        async with off_the_clock():
+        async with turn("call plain functions", 1), off_the_clock():
             while len(results) < len(calls):
-                results += await _in_turn(queue, _Job(calls[len(results) :], go_on=go_on), timeout_s)
+                results += await _until_hung(_Job(calls[len(results) :], go_on=go_on), timeout_s)
                 if not go_on and isinstance(results[-1], BaseException):
                     break
     return results
 
 
-async def _in_turn(queue: _Queue, job: _Job, timeout_s: float) -> list[Any]:
+async def _until_hung(job: _Job, timeout_s: float) -> list[Any]:
     """Results up to the first call that hangs, or that fails (unless `go_on`)."""
-    queue.put(job)
+    _thread.start_new_thread(job.run, ())  # Thread.start waits until the thread runs: 0.3 ms
     try:
         while True:
             begun = job.current
@@ -238,9 +234,7 @@ async def _in_turn(queue: _Queue, job: _Job, timeout_s: float) -> list[Any]:
             if begun is not None and job.current == begun and time.monotonic() >= begun[1] + timeout_s:
                 return [*job.results[: begun[0]], _timed_out(timeout_s, _IN_THREAD)]
     finally:
-        if not job.finished.done():
-            job.finished.cancel()
-            queue.give_up(job)
+        job.finished.cancel()  # unless it is done; the thread then makes no further call
 
 
 @cache
@@ -278,45 +272,6 @@ class _Job:
     def _finish(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
-
-
-class _Queue:
-    """The jobs of an event loop, and the thread that runs them while there are any: a new one for each group of
-    samples would cost two waits for a sleeping core."""
-
-    def __init__(self) -> None:
-        self._jobs, self._lock = deque[_Job](), threading.Lock()
-        self._running: _Job | None = None
-
-    def put(self, job: _Job) -> None:
-        with self._lock:
-            self._jobs.append(job)
-            if self._running is None:
-                self._start()
-
-    def give_up(self, job: _Job) -> None:
-        """Nobody waits for the job any more. If its thread hangs in it, another one runs the others."""
-        with self._lock:
-            if self._running is job:
-                self._start()
-
-    def _start(self) -> None:
-        _keep_stdin()
-        if self._next() is not None:
-            _thread.start_new_thread(self._work, (self._running,))  # Thread.start waits until the thread runs: 0.3 ms
-
-    def _next(self) -> _Job | None:
-        self._running = self._jobs.popleft() if self._jobs else None
-        return self._running
-
-    def _work(self, job: _Job | None) -> None:
-        while job is not None:
-            job.run()
-            with self._lock:
-                job = self._next() if self._running is job else None  # None: given up, another thread goes on
-
-
-_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
 
 def _timed_out(timeout_s: float, hint: str = "") -> TimedOut:

@@ -190,9 +190,8 @@ async def _of_gold(case: _Case, trial: Trial, *, alone: bool) -> Trial:
     if not _reads_gold(case):
         return trial
     if ending and not written:
-        given = (
-            f"{case.name} gives {_number(result):g} to {_shown(text)}, the row's whole gold answer, and too little to "
-        )
+        whole_text = f"{_shown(text)}, the row's whole gold answer"
+        given = f"{case.name} gives {_number(result):g} to {whole_text}, and too little to "
         right = f"{_shown(ending)} alone: right if a completion is to repeat that text; else {_COMPARE}"
         return replace(trial, note=given + right)
     return replace(trial, note=await _elsewhere(case, form) or await _loose(case, form) or _all_the_same(case))
@@ -313,8 +312,7 @@ async def _elsewhere(case: _Case, form: str) -> str:
         whose = f"of {place_of(case.rows, at, with_source=False)}" if at != case.index else "as a policy writes it"
         return f"{given} to {_shown(texts[0])}, the gold answer {whose}"
 
-    said = [line for line in await asyncio.gather(*(fails(*one) for one in chosen.items())) if line]
-    if not said:
+    if not (said := [line for line in await asyncio.gather(*(fails(*one) for one in chosen.items())) if line]):
         return ""
     return f"{case.name} gives this row's gold answer more than an empty completion, but {said[0]}: {_COMPARE}"
 
@@ -333,8 +331,7 @@ async def _loose(case: _Case, form: str) -> str:
     best = max((x for x in numbers[: len(right)] if not math.isnan(x)), default=-math.inf)
     if not best > nothing:
         return ""
-    same = [text for text, x in zip(texts[len(right) :], numbers[len(right) :]) if x >= best]
-    if not same:
+    if not (same := [text for text, x in zip(texts[len(right) :], numbers[len(right) :]) if x >= best]):
         return ""
     words = _module(case.function) == "rlkit.rewards.math" and not re.search(r"\d", gold)
     why = "it multiplies letters, and rlkit.rewards.text:exact_match compares words" if words else _COMPARE
@@ -400,7 +397,8 @@ async def _note(case: _Case, trial: Trial, *, early: bool, alone: bool) -> str:
     gold = gold.replace("its gold", "the row's own")
     to_others = " and ".join(f"{_number(result):g} to {label}" for _, label, result in others)
     kind = type(case.gold_of(case.rows[case.index])).__name__
-    why = "" if kind == "str" else f"; the row's answer is {_article(kind)} and a completion is a text"
+    article = "an" if kind[0] in "aeiou" else "a"
+    why = "" if kind == "str" else f"; the row's answer is {article} {kind} and a completion is a text"
     form = "" if inverted else "right if it judges the form alone; else "
     return f"{case.name} gives {_number(best):g} to {gold}, {to_others}{why}: {form}{_COMPARE}"
 
@@ -422,10 +420,6 @@ async def _in_a_form(case: _Case, nothing: float) -> Sequence[tuple[str, str, An
 
 def _module(function: Callable[..., Any]) -> str:
     return str(getattr(unwrapped(function), "__module__", ""))
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _reads_gold(case: _Case) -> bool:

@@ -21,20 +21,6 @@ from rlkit.testing.fake_engine import FakeEngine
 from rlkit.testing.subject import Subject, subject
 
 __all__ = [
-    "Case",
-    "FakeEngine",
-    "Report",
-    "Result",
-    "Stream",
-    "Subject",
-    "Vocab",
-    "check_estimator",
-    "check_kl",
-    "check_loss",
-    "check_weights",
-    "examine",
-    "failures",
-    "laws",
-    "strategies",
-    "subject",
-]
+    "Case", "FakeEngine", "Report", "Result", "Stream", "Subject", "Vocab", "check_estimator", "check_kl",
+    "check_loss", "check_weights", "examine", "failures", "laws", "strategies", "subject",
+]  # fmt: skip

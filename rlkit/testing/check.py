@@ -22,21 +22,11 @@ from rlkit.testing.law import Law, report, sample
 from rlkit.testing.subject import Subject, subject, tensors
 
 PACKED = (
-    structure.shape,
-    structure.mask_isolation,
-    structure.masked_is_zero,
-    structure.permutation,
-    structure.segment_isolation,
-    structure.group_isolation,
-    structure.group_labels,
-    structure.padded_is_packed,
-    structure.additive,
-    structure.nothing_to_train_on,
-    numerics.dtypes,
-    numerics.pure,
-    numerics.finite,
+    structure.shape, structure.mask_isolation, structure.masked_is_zero, structure.permutation,
+    structure.segment_isolation, structure.group_isolation, structure.group_labels, structure.padded_is_packed,
+    structure.additive, structure.nothing_to_train_on, numerics.dtypes, numerics.pure, numerics.finite,
     structure.nan_shows,
-)
+)  # fmt: skip
 LOSS = (*PACKED, numerics.differentiable, numerics.gradcheck)
 SURROGATE = (*LOSS, structure.all_count, policy.on_policy, policy.descends, policy.no_advantage_no_gradient)
 WEIGHT = (*PACKED, structure.all_count, numerics.detached)
@@ -74,12 +64,7 @@ def check_loss(
     coefficient: Callable[[Case], Tensor] | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
-    laws: Sequence[Law] = (),
-    skip: Mapping[str, str] | None = None,
-    compile: bool = False,
-    max_examples: int = 60,
-    out: TextIO | None = None,
-    **options: Any,
+    **how: Any,
 ) -> Report:
     """Check a loss per token (or per pair of responses), print the results to `out` (stdout) and return them.
 
@@ -93,33 +78,26 @@ def check_loss(
               laws: further laws, e.g. `laws.margin_only` for a pairwise loss.
               skip: law name -> reason why it need not hold, e.g. {"gradcheck": "detached ratio"}.
               compile: also check `torch.compile(fullgraph=True)` (a few seconds).
-              how: arguments of `rlkit.testing.subject`: `options`, `streams`, `statistics`, `name`.
+              max_examples: cases of each law (60). out: where the results are printed.
+              Others are arguments of `rlkit.testing.subject`: `options`, `streams`, `statistics`, `name`.
     """
-    s = subject(fn, **options)
-    wanted: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
-    if any(name.startswith("chosen_") for name in s.streams):
-        wanted.append(preference.prefers_chosen)
-    targets = [name for name, x in s.streams.items() if TARGETS.search(name) and x.dtype.is_floating_point]
-    if targets:
-        wanted.append(numerics.no_gradient_by(*targets))
-    if coefficient is not None:
-        wanted.append(policy.coefficient(coefficient))
-    if clip_low is not None and clip_high is not None:
-        wanted.append(policy.clipped(clip_low=clip_low, clip_high=clip_high))
-    return _check("check_loss", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+    def wanted(s: Subject) -> list[Law]:
+        chosen: list[Law] = list(SURROGATE if s.takes("advantages") else LOSS)
+        if any(name.startswith("chosen_") for name in s.streams):
+            chosen.append(preference.prefers_chosen)
+        if targets := [name for name, x in s.streams.items() if TARGETS.search(name) and x.dtype.is_floating_point]:
+            chosen.append(numerics.no_gradient_by(*targets))
+        if coefficient is not None:
+            chosen.append(policy.coefficient(coefficient))
+        if clip_low is not None and clip_high is not None:
+            chosen.append(policy.clipped(clip_low=clip_low, clip_high=clip_high))
+        return chosen
+
+    return _check("check_loss", fn, wanted, **how)
 
 
-def check_estimator(
-    fn: Callable[..., Any],
-    *,
-    loop: Callable[..., Any] | None = None,
-    laws: Sequence[Law] = (),
-    skip: Mapping[str, str] | None = None,
-    compile: bool = False,
-    max_examples: int = 60,
-    out: TextIO | None = None,
-    **options: Any,
-) -> Report:
+def check_estimator(fn: Callable[..., Any], *, loop: Callable[..., Any] | None = None, **how: Any) -> Report:
     """Check an advantage estimator, print the results to `out` (stdout) and return them.
 
     `fn` takes `rewards`, `values`, `bootstrap`, `gamma`, `lam`, `mask`, `cu_seqlens` over tokens, or `rewards` and
@@ -130,23 +108,16 @@ def check_estimator(
               law checks the formula, e.g. detects a wrong factor.
               Others as in `check_loss`.
     """
-    s = subject(fn, **options)
-    grouped = s.takes("group_ids") and not s.takes("mask")
-    wanted = [*(GROUP_BASELINE if grouped else ESTIMATOR), *([] if loop is None else [estimators.equals_loop(loop)])]
-    return _check("check_estimator", s, [*wanted, *laws], skip, compile, max_examples, out)
+
+    def wanted(s: Subject) -> list[Law]:
+        grouped = s.takes("group_ids") and not s.takes("mask")
+        return [*(GROUP_BASELINE if grouped else ESTIMATOR), *([] if loop is None else [estimators.equals_loop(loop)])]
+
+    return _check("check_estimator", fn, wanted, **how)
 
 
 def check_kl(
-    fn: Callable[..., Any],
-    *,
-    value: kl.Divergence = kl.forward,
-    gradient: kl.Divergence = kl.forward,
-    laws: Sequence[Law] = (),
-    skip: Mapping[str, str] | None = None,
-    compile: bool = False,
-    max_examples: int = 60,
-    out: TextIO | None = None,
-    **options: Any,
+    fn: Callable[..., Any], *, value: kl.Divergence = kl.forward, gradient: kl.Divergence = kl.forward, **how: Any
 ) -> Report:
     """Check a KL estimator of sampled tokens, print the results to `out` (stdout) and return them.
 
@@ -156,21 +127,11 @@ def check_kl(
               expectations must equal: `laws.forward` (KL(policy || ref)), `laws.backward`, `laws.nothing` (0).
               Others as in `check_loss`; skip "non_negative" for an estimator that may be negative.
     """
-    s = subject(fn, **options)
     wanted = [*LOSS, structure.all_count, kl.non_negative, kl.expectation(value), kl.gradient_expectation(gradient)]
-    return _check("check_kl", s, [*wanted, *laws], skip, compile, max_examples, out)
+    return _check("check_kl", fn, lambda _: wanted, **how)
 
 
-def check_weights(
-    fn: Callable[..., Any],
-    *,
-    laws: Sequence[Law] = (),
-    skip: Mapping[str, str] | None = None,
-    compile: bool = False,
-    max_examples: int = 60,
-    out: TextIO | None = None,
-    **options: Any,
-) -> Report:
+def check_weights(fn: Callable[..., Any], **how: Any) -> Report:
     """Check loss weights (a correction, an aggregation, a filter), print the results and return them.
 
     `fn` takes `log_ratio`, `mask`, `cu_seqlens`, ..; it returns one detached weight per token, 0 where the mask is
@@ -179,19 +140,17 @@ def check_weights(
 
     Args:     as in `check_loss`; for an aggregation add `laws.sums_to_one`.
     """
-    return _check("check_weights", subject(fn, **options), [*WEIGHT, *laws], skip, compile, max_examples, out)
+    return _check("check_weights", fn, lambda _: WEIGHT, **how)
 
 
 def examine(s: Any, laws: Sequence[Law], *, skip: Mapping[str, str] | None = None, max_examples: int = 60) -> Report:
     """Check each law on a subject, without printing. Laws share their cases; only a failing one searches further."""
-    unknown = set(skip or {}) - {law.name for law in laws}
-    if unknown:
+    if unknown := set(skip or {}) - {law.name for law in laws}:
         raise ValueError(f"skip must name laws of this check, {[x.name for x in laws]}; got {sorted(unknown)}")
     drawn: dict[Any, list[Any]] = {}
     results = []
     for x in laws:
-        reason = x.why_not(s)
-        if reason is not None:
+        if (reason := x.why_not(s)) is not None:
             results.append(Result(x.name, "does not apply", reason, x.statement))
         elif x.name in (skip or {}):
             results.append(Result(x.name, "skipped", (skip or {})[x.name], x.statement))
@@ -236,18 +195,23 @@ def _as_returned(s: Subject) -> Subject:
 
 def _check(
     title: str,
-    s: Subject,
-    laws: Sequence[Law],
-    skip: Mapping[str, str] | None,
-    compile: bool,
-    max_examples: int,
-    out: TextIO | None,
+    fn: Callable[..., Any],
+    wanted: Callable[[Subject], Sequence[Law]],
+    *,
+    laws: Sequence[Law] = (),
+    skip: Mapping[str, str] | None = None,
+    compile: bool = False,
+    max_examples: int = 60,
+    out: TextIO | None = None,
+    **options: Any,
 ) -> Report:
-    wanted = [*laws, transforms.compiles()] if compile else list(laws)
+    """The check that the public functions share, see `check_loss`; `options` are those of `subject`."""
+    s = subject(fn, **options)
+    checked = [*wanted(s), *laws, *([transforms.compiles()] if compile else [])]
     returned = _as_returned(s)
-    results = examine(returned, wanted, skip=skip, max_examples=max_examples)
+    results = examine(returned, checked, skip=skip, max_examples=max_examples)
     if returned is not s:  # report the reduction once, by the law `shape`, and check the other laws on the number
-        results[0] = examine(s, wanted[:1], max_examples=1)[0]
+        results[0] = examine(s, checked[:1], max_examples=1)[0]
     results.title = f"{title}({s.name})"
     (sys.stdout if out is None else out).write(f"{results}\n")
     return results

@@ -46,8 +46,7 @@ class Law:
     def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **options: Any) -> None:
         """Raise AssertionError with the smallest counterexample. `options`: arguments of `subject`."""
         s = subject(fn, **options) if callable(fn) else fn
-        counterexample = self.search(s, max_examples=max_examples)
-        if counterexample is not None:
+        if (counterexample := self.search(s, max_examples=max_examples)) is not None:
             raise AssertionError(f"{s.name} breaks {self.name}: {self.statement}\n{report(s, counterexample)}")
 
     def why_not(self, s: Any) -> str | None:
@@ -62,8 +61,7 @@ class Law:
         @_settings(max_examples, [Phase.generate, Phase.shrink] if shrink else [Phase.generate])
         @given(self.cases(s))
         def attempt(case: Any) -> None:
-            broken = self.broken_by(s, case)
-            if broken is not None:
+            if (broken := self.broken_by(s, case)) is not None:
                 failures.append(broken)
                 raise AssertionError(broken.problem)
 
@@ -76,8 +74,7 @@ class Law:
     def minimized(self, s: Any, counterexample: Counterexample) -> Counterexample:
         """The counterexample without unnecessary sequences and tokens, of which Hypothesis leaves some."""
         for case in smaller(counterexample.case):
-            broken = self.broken_by(s, case)
-            if broken is not None:
+            if (broken := self.broken_by(s, case)) is not None:
                 return self.minimized(s, broken)
         return counterexample
 

@@ -27,19 +27,8 @@ from rlkit.testing.laws_preference import *
 from rlkit.testing.laws_structure import *
 from rlkit.testing.laws_transforms import *
 
-__all__ = [
-    "Law",
-    "law",
-    "near",
-    "same",
-    *laws_controllers.__all__,
-    *laws_estimators.__all__,
-    *laws_kl.__all__,
-    *laws_logp.__all__,
-    *laws_numerics.__all__,
-    *laws_objectives.__all__,
-    *laws_policy.__all__,
-    *laws_preference.__all__,
-    *laws_structure.__all__,
-    *laws_transforms.__all__,
-]
+_FILES = (
+    laws_controllers, laws_estimators, laws_kl, laws_logp, laws_numerics, laws_objectives, laws_policy, laws_preference,
+    laws_structure, laws_transforms,
+)  # fmt: skip
+__all__ = ["Law", "law", "near", "same", *(name for file in _FILES for name in file.__all__)]

@@ -43,13 +43,14 @@ def non_negative(s: Subject, case: Case) -> None:
     (value,) = tensors(s(case))
     if not (value >= -1e-12).all():
         raise AssertionError(f"the value is {value.min().item():.6g}, expected at least 0")
-    _zero_at_equality(s, case)
+    zero_at_equality.check(s, case)
 
 
 @law(needs=("logp", "ref_logp"))
 def zero_at_equality(s: Subject, case: Case) -> None:
     """The value is 0 where the two policies are equal."""
-    _zero_at_equality(s, case)
+    (value,) = tensors(s(case._replace(tokens={**case.tokens, "ref_logp": case.tokens["logp"]})))
+    near(value, torch.zeros_like(value), "the value where the two policies are equal")
 
 
 def expectation(of: Divergence = forward) -> Law:
@@ -95,9 +96,3 @@ def _mean(s: Subject, vocab: Vocab, logits: Tensor) -> Tensor:
     )
     (value,) = tensors(s(case))
     return (sampler.exp() * value).sum()
-
-
-def _zero_at_equality(s: Subject, case: Case) -> None:
-    equal = case._replace(tokens={**case.tokens, "ref_logp": case.tokens["logp"]})
-    (value,) = tensors(s(equal))
-    near(value, torch.zeros_like(value), "the value where the two policies are equal")

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from rlkit.testing.cases import Case, cast, replaced
 from rlkit.testing.law import Law, law, own_cases, same
 from rlkit.testing.strategies import cases
-from rlkit.testing.subject import Subject, random_upstream, run, tensors
+from rlkit.testing.subject import Outcome, Subject, random_upstream, run, tensors
 
 __all__ = ["detached", "differentiable", "dtypes", "finite", "gradcheck", "no_gradient_by", "pure"]
-
-
-def _untouched_cases(s: Subject) -> SearchStrategy[Case]:
-    """Cases of its own: a function that writes into its arguments has changed those of the other laws."""
-    return own_cases(s)
-
-
-def _extreme_cases(s: Subject) -> SearchStrategy[Case]:
-    return cases(s.streams, max_seqs=3, max_len=3, extreme=True)
 
 
 @law()
@@ -42,16 +33,13 @@ def dtypes(s: Subject, case: Case) -> None:
         same(x, y, f"the result for {_name(other)} cu_seqlens")
 
 
-@law(draw=_untouched_cases)
+@law(draw=lambda s: own_cases(s))  # other cases: a function that writes into its arguments has changed the laws' own
 def pure(s: Subject, case: Case) -> None:
     """Equal arguments give bit-identical results, arguments are not modified, and the global RNG is not used."""
     before = {k: x.clone() for k, x in case.streams.items()}
     mask, state = case.mask.clone(), torch.get_rng_state()
     first, second = run(s, case), run(s, case)
-    for x, y in zip(second.outputs, first.outputs, strict=True):
-        same(x, y, "the result of the second call")
-    for name, g in first.grads.items():
-        same(second.grads[name], g, f"the gradient w.r.t. {name} of the second call")
+    same_outcome(second, first, "the {} of the second call")
     s(case)
     for name, x in before.items():
         same(case.streams[name], x, f"the argument {name} after the call")
@@ -60,7 +48,7 @@ def pure(s: Subject, case: Case) -> None:
         raise AssertionError("the call drew from the global random state")
 
 
-@law(draw=_extreme_cases)
+@law(draw=lambda s: cases(s.streams, max_seqs=3, max_len=3, extreme=True))
 def finite(s: Subject, case: Case) -> None:
     """Huge, tiny and zero inputs give finite results and gradients in fp32."""
     out = run(s, cast(case, torch.float32))
@@ -117,6 +105,14 @@ def no_gradient_by(*names: str) -> Law:
     return no_gradient_by
 
 
+def same_outcome(got: Outcome, want: Outcome, label: str, compare: Callable[..., None] = same) -> None:
+    """Equal results and gradients, bit for bit or as `compare` has it; `label` has `{}` for what is compared."""
+    for x, y in zip(got.outputs, want.outputs, strict=True):
+        compare(x, y, label.format("result"))
+    for name, g in want.grads.items():
+        compare(got.grads[name], g, label.format(f"gradient w.r.t. {name}"))
+
+
 def fixed_case(s: Subject, *, lens: tuple[int, ...] = (3, 0, 1, 4), seed: int = 0) -> Case:
     """One case: sequences of `lens`, a third of the tokens masked, random values on the grid."""
     random = torch.Generator().manual_seed(seed)
@@ -163,8 +159,7 @@ def _weighted_sum(s: Subject, case: Case, name: str, change: Tensor) -> Tensor:
 def _attached(s: Subject, case: Case, name: str) -> bool:
     """Whether the result depends on this argument according to autograd."""
     leaves = {k: x.clone().requires_grad_() for k, x in case.streams.items() if x.is_floating_point()}
-    outputs = [x.sum().double() for x in tensors(s(replaced(case, **leaves), whole=case)) if x.requires_grad]
-    if not outputs:
+    if not (outputs := [x.sum().double() for x in tensors(s(replaced(case, **leaves), whole=case)) if x.requires_grad]):
         return False
     return torch.autograd.grad(torch.stack(outputs).sum(), leaves[name], allow_unused=True)[0] is not None
 

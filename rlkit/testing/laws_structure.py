@@ -9,39 +9,17 @@ from torch import Tensor
 from rlkit.metrics import merge
 from rlkit.packing import from_padded
 from rlkit.segments import seq_count, seq_ids
-from rlkit.testing.cases import (
-    Case,
-    flattened,
-    padded,
-    partition,
-    poisoned,
-    replaced,
-    short,
-    shuffled,
-    take_seqs,
-    take_tokens,
-    tokens_of,
-)
+from rlkit.testing import cases
+from rlkit.testing.cases import Case
 from rlkit.testing.law import law, near, same
-from rlkit.testing.laws_numerics import fixed_case
-from rlkit.testing.subject import Outcome, Subject, random_upstream, run, tensors
+from rlkit.testing.laws_numerics import fixed_case, same_outcome
+from rlkit.testing.subject import Subject, random_upstream, run, tensors
 
 __all__ = [
-    "additive",
-    "all_count",
-    "group_isolation",
-    "group_labels",
-    "mask_isolation",
-    "masked_is_zero",
-    "nan_shows",
-    "nothing_to_train_on",
-    "padded_is_packed",
-    "permutation",
-    "segment_isolation",
-    "shape",
-    "singleton_is_zero",
+    "additive", "all_count", "group_isolation", "group_labels", "mask_isolation", "masked_is_zero", "nan_shows",
+    "nothing_to_train_on", "padded_is_packed", "permutation", "segment_isolation", "shape", "singleton_is_zero",
     "sums_to_one",
-]
+]  # fmt: skip
 
 COUNTING = (5, 0, 1, 4, 2, 3, 6, 1)  # the batch of `all_count`: groups of four, long and short sequences
 
@@ -61,8 +39,8 @@ def shape(s: Subject, case: Case) -> None:
 @law(needs=("mask",))
 def mask_isolation(s: Subject, case: Case) -> None:
     """NaN and infinities at masked positions change neither value nor gradient, and get no gradient."""
-    clean, dirty = run(s, case), run(s, poisoned(case, list(case.tokens), tokens=~case.mask))
-    _same_outcome(dirty, clean, "with NaN and inf at masked positions")
+    clean, dirty = run(s, case), run(s, cases.poisoned(case, list(case.tokens), tokens=~case.mask))
+    same_outcome(dirty, clean, "the {} with NaN and inf at masked positions")
     for name, g in clean.grads.items():
         if name in case.tokens:
             same(g[~case.mask], torch.zeros_like(g[~case.mask]), f"the gradient w.r.t. {name} at masked positions")
@@ -78,9 +56,9 @@ def masked_is_zero(s: Subject, case: Case) -> None:
 @law()
 def permutation(s: Subject, case: Case) -> None:
     """Permuting the sequences (tokens, for an elementwise function) permutes the results."""
-    order = shuffled(case, case.num_tokens if s.elementwise else case.num_seqs)
-    permuted = take_tokens(case, order) if s.elementwise else take_seqs(case, order)
-    tokens = order if s.elementwise else tokens_of(case, order)
+    order = cases.shuffled(case, case.num_tokens if s.elementwise else case.num_seqs)
+    permuted = cases.take_tokens(case, order) if s.elementwise else cases.take_seqs(case, order)
+    tokens = order if s.elementwise else cases.tokens_of(case, order)
     index = {"T": tokens, "N": order}.get(s.axis, slice(None))
     for got, want in zip(tensors(s(permuted)), tensors(s(case)), strict=True):
         near(got, want[index] if want.ndim else want, "the result in another order")
@@ -89,21 +67,21 @@ def permutation(s: Subject, case: Case) -> None:
 @law(needs=("cu_seqlens",))
 def segment_isolation(s: Subject, case: Case) -> None:
     """A sequence's result does not depend on other sequences, even if they hold NaN."""
-    mine = shuffled(case, case.num_seqs)[:1]
+    mine = cases.shuffled(case, case.num_seqs)[:1]
     _isolated(s, case, torch.isin(torch.arange(case.num_seqs), mine), "of a sequence beside NaN")
 
 
 @law(needs=("group_ids",))
 def group_isolation(s: Subject, case: Case) -> None:
     """A group's result does not depend on other groups, even if they hold NaN."""
-    mine = case.group_ids == case.group_ids[shuffled(case, case.num_seqs)[0]]
+    mine = case.group_ids == case.group_ids[cases.shuffled(case, case.num_seqs)[0]]
     _isolated(s, case, mine, "of a group beside NaN")
 
 
 @law(needs=("group_ids",))
 def group_labels(s: Subject, case: Case) -> None:
     """Renumbering the groups changes nothing."""
-    relabelled = shuffled(case, case.num_seqs)[case.group_ids]
+    relabelled = cases.shuffled(case, case.num_seqs)[case.group_ids]
     for got, want in zip(tensors(s(case._replace(group_ids=relabelled))), tensors(s(case)), strict=True):
         near(got, want, "the result with groups renumbered")
 
@@ -111,8 +89,8 @@ def group_labels(s: Subject, case: Case) -> None:
 @law(needs=("mask",))
 def padded_is_packed(s: Subject, case: Case) -> None:
     """Padding (masked tokens) before, between and after the tokens changes nothing: gaps neither decay nor leak."""
-    rows, is_real = padded(case)
-    views = [flattened(rows), rows] if s.elementwise else [flattened(rows)]
+    rows, is_real = cases.padded(case)
+    views = [cases.flattened(rows), rows] if s.elementwise else [cases.flattened(rows)]
     for view in views:
         for x, y in zip(tensors(s(view, whole=case)), tensors(s(case)), strict=True):
             if s.axis == "T":
@@ -124,8 +102,8 @@ def padded_is_packed(s: Subject, case: Case) -> None:
 def additive(s: Subject, case: Case) -> None:
     """Any split into micro-batches and ranks gives the same results, sums and gradients, up to fp64 rounding."""
     ids = case.group_ids if s.takes("group_ids") else torch.arange(case.num_tokens if s.elementwise else case.num_seqs)
-    parts = partition(case, ids)
-    micros = [take_tokens(case, part) if s.elementwise else take_seqs(case, part) for part in parts]
+    parts = cases.partition(case, ids)
+    micros = [cases.take_tokens(case, part) if s.elementwise else cases.take_seqs(case, part) for part in parts]
     if s.axis == "metrics":
         merged = tensors(merge(*[s(micro, whole=case) for micro in micros]))
         for got, want in zip(merged, tensors(s(case)), strict=True):
@@ -134,7 +112,7 @@ def additive(s: Subject, case: Case) -> None:
     upstream = random_upstream(case, tensors(s(case)))
     whole, totals, pairs = run(s, case, upstream=upstream), [torch.zeros((), dtype=torch.float64) for _ in upstream], []
     for part, micro in zip(parts, micros):
-        tokens = part if s.elementwise else tokens_of(case, part)
+        tokens = part if s.elementwise else cases.tokens_of(case, part)
         index = {"T": tokens, "N": part}.get(s.axis, slice(None))
         share = [g[index] if g.ndim else g for g in upstream]
         out = run(s, micro, whole=case, upstream=share)
@@ -154,7 +132,7 @@ def additive(s: Subject, case: Case) -> None:
 def nothing_to_train_on(s: Subject, case: Case) -> None:
     """Without a trainable token the results are 0 (no NaN), with gradient 0; an empty batch is legal."""
     none = torch.zeros(0, dtype=torch.int64)
-    for x in tensors(s(take_tokens(case, none) if s.elementwise else take_seqs(case, none))):
+    for x in tensors(s(cases.take_tokens(case, none) if s.elementwise else cases.take_seqs(case, none))):
         if s.axis in ("T", "N") and (x.ndim == 0 or x.shape[0] != 0):
             raise AssertionError(f"the result of an empty batch has shape {list(x.shape)}, expected [0]")
     if not s.takes("mask"):
@@ -162,7 +140,7 @@ def nothing_to_train_on(s: Subject, case: Case) -> None:
     out = run(s, case._replace(mask=torch.zeros_like(case.mask)))
     for x in out.outputs:
         if x.isnan().any() or (s.axis == "T" and x.any()):
-            raise AssertionError(f"the result of a fully masked batch is {short(x)}, expected 0")
+            raise AssertionError(f"the result of a fully masked batch is {cases.short(x)}, expected 0")
     for name, g in out.grads.items():
         same(g, torch.zeros_like(g), f"the gradient w.r.t. {name} of a fully masked batch")
 
@@ -205,7 +183,7 @@ def nan_shows(s: Subject, case: Case) -> None:
         steps = [stream.low + share * (stream.high - stream.low) for share in (0.0, 0.3, 0.6, 1.0)]
         results = [tensors(s(_with_value(case, name, where, value))) for value in steps]
         if any(not torch.equal(x, y) for other in results for x, y in zip(other, results[0], strict=True)):
-            text = ", ".join(short(x) for x in outputs)
+            text = ", ".join(cases.short(x) for x in outputs)
             raise AssertionError(f"with NaN in {name} at {row.item()} the result is {text}, expected NaN")
 
 
@@ -222,7 +200,8 @@ def singleton_is_zero(s: Subject, case: Case) -> None:
     alone = case._replace(group_ids=torch.arange(case.num_seqs))
     rewards = case.streams["rewards"]
     first = torch.stack([(case.group_ids == g).int().argmax() for g in case.group_ids])
-    for equals, label in ((alone, "a singleton group"), (replaced(case, rewards=rewards[first]), "a group of equals")):
+    equal = cases.replaced(case, rewards=rewards[first])
+    for equals, label in ((alone, "a singleton group"), (equal, "a group of equals")):
         for x in tensors(s(equals)):
             same(x, torch.zeros_like(x), f"the advantage of {label}")
 
@@ -231,19 +210,11 @@ def _isolated(s: Subject, case: Case, mine: Tensor, condition: str) -> None:
     """Check that the results of sequences `mine` are unchanged if all unconstrained values of the others are NaN."""
     on_tokens = mine[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
     free = [name for name, stream in s.streams.items() if stream.hard_low != 0]
-    dirty = poisoned(case, free, tokens=~on_tokens, seqs=~mine)
-    where = {"T": on_tokens, "N": mine}.get(s.axis)
-    if where is None:
+    dirty = cases.poisoned(case, free, tokens=~on_tokens, seqs=~mine)
+    if (where := {"T": on_tokens, "N": mine}.get(s.axis)) is None:
         return
     for x, y in zip(tensors(s(dirty, whole=case)), tensors(s(case)), strict=True):
         near(x[where], y[where], f"the result {condition}")
-
-
-def _same_outcome(got: Outcome, want: Outcome, condition: str) -> None:
-    for x, y in zip(got.outputs, want.outputs, strict=True):
-        same(x, y, f"the result {condition}")
-    for name, g in want.grads.items():
-        same(got.grads[name], g, f"the gradient w.r.t. {name} {condition}")
 
 
 def _trainable_rows(s: Subject, case: Case, name: str) -> Tensor:
@@ -262,12 +233,12 @@ def _counts(s: Subject, name: str, index: Tensor, seed: int) -> bool:
     if name in base.grads and base.grads[name][index].any():
         return True
     changed = case.streams[name].index_copy(0, index, other.streams[name][index])
-    got = tensors(s(replaced(case, **{name: changed}), whole=case))
+    got = tensors(s(cases.replaced(case, **{name: changed}), whole=case))
     return not all(torch.equal(x, y) for x, y in zip(got, base.outputs, strict=True))
 
 
 def _with_value(case: Case, name: str, where: Tensor, value: float) -> Case:
-    return replaced(case, **{name: case.streams[name].masked_fill(where, value)})
+    return cases.replaced(case, **{name: case.streams[name].masked_fill(where, value)})
 
 
 def _total(x: Tensor, weights: Tensor) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy, just
+from hypothesis.strategies import just
 from torch import Tensor
 
 from rlkit.testing.cases import Case, replaced
 from rlkit.testing.law import Law, law, near
-from rlkit.testing.laws_numerics import fixed_case
+from rlkit.testing.laws_numerics import fixed_case, same_outcome
 from rlkit.testing.subject import LAYOUT, Outcome, Subject, random_upstream, run, tensors
 
 __all__ = ["compiles", "exports", "func_grad", "vmaps"]
@@ -20,31 +21,30 @@ __all__ = ["compiles", "exports", "func_grad", "vmaps"]
 OTHER_LENS = (2, 4, 2, 0)  # a batch of as many tokens and sequences as `fixed_case` has
 
 
-def _one_case(s: Subject) -> SearchStrategy[Case]:
-    return just(fixed_case(s))
+_one_case = partial(law, draw=lambda s: just(fixed_case(s)))
 
 
 def compiles(*, backend: str = "aot_eager") -> Law:
     """The law that `torch.compile(fullgraph=True)` gives the same results and gradients."""
 
-    @law(draw=_one_case)
+    @_one_case()
     def compiles(s: Subject, case: Case) -> None:
         """torch.compile(fullgraph=True) gives the same results and gradients."""
         torch.compiler.reset()
         fn: Callable[..., Any] = torch.compile(s.fn, fullgraph=True, backend=backend)
-        _equal(run(replace(s, fn=fn), case), run(s, case), "compiled")
+        same_outcome(run(replace(s, fn=fn), case), run(s, case), "the compiled {}", near)
 
     return compiles
 
 
-@law(draw=_one_case)
+@_one_case()
 def func_grad(s: Subject, case: Case) -> None:
     """torch.func.grad gives the gradients of autograd."""
     outputs, grads = _functional(s, case)(case.streams, case.mask)
-    _equal(Outcome(None, outputs, grads), run(s, case), "torch.func.grad's")
+    same_outcome(Outcome(None, outputs, grads), run(s, case), "the torch.func.grad's {}", near)
 
 
-@law(draw=_one_case)
+@_one_case()
 def vmaps(s: Subject, case: Case) -> None:
     """torch.func.vmap of torch.func.grad, over batches of one layout (cu_seqlens, group_ids), is a loop over them."""
     other = fixed_case(s, seed=1)._replace(mask=torch.arange(case.num_tokens) % 2 == 0)
@@ -53,10 +53,10 @@ def vmaps(s: Subject, case: Case) -> None:
     for i, one in enumerate((case, other)):
         got = Outcome(None, [x[i] for x in outputs], {name: g[i] for name, g in grads.items()})
         upstream = random_upstream(case, got.outputs)
-        _equal(got, run(s, one, whole=case, upstream=upstream), "vmapped")
+        same_outcome(got, run(s, one, whole=case, upstream=upstream), "the vmapped {}", near)
 
 
-@law(draw=_one_case)
+@_one_case()
 def exports(s: Subject, case: Case) -> None:
     """torch.export of a module that calls it, run on another batch of the same shapes, gives its results there."""
     constants = {**s.options, **{name: f(case) for name, f in s.statistics.items()}}
@@ -66,7 +66,7 @@ def exports(s: Subject, case: Case) -> None:
     exported = replace(s, fn=lambda **streams: program(**{name: streams[name] for name in given}))
     for seed in (1, 2, 3):
         other = fixed_case(s, lens=OTHER_LENS, seed=seed)
-        _equal(run(exported, other, whole=case), run(s, other, whole=case), "exported")
+        same_outcome(run(exported, other, whole=case), run(s, other, whole=case), "the exported {}", near)
 
 
 class _Calls(torch.nn.Module):
@@ -88,17 +88,9 @@ def _functional(s: Subject, case: Case) -> Callable[..., tuple[list[Tensor], dic
             parts = [(x * g).sum() for x, g in zip(outputs, upstream, strict=True) if x.is_floating_point()]
             return torch.stack([mask.new_zeros((), dtype=torch.float64), *parts]).sum(), outputs
 
-        floats = {name: x for name, x in streams.items() if x.is_floating_point()}
-        if not floats:
+        if not (floats := {name: x for name, x in streams.items() if x.is_floating_point()}):
             return total({})[1], {}
         grads, outputs = torch.func.grad(total, has_aux=True)(floats)
         return outputs, grads
 
     return call
-
-
-def _equal(got: Outcome, want: Outcome, kind: str) -> None:
-    for x, y in zip(got.outputs, want.outputs, strict=True):
-        near(x, y, f"the {kind} result")
-    for name, g in want.grads.items():
-        near(got.grads[name], g, f"the {kind} gradient w.r.t. {name}")

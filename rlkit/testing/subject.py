@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from rlkit.testing.cases import Case, Stream
+from rlkit.testing.cases import Case, Stream, replaced
 
 LAYOUT = ("mask", "cu_seqlens", "group_ids")
 SIZES = {"V": 5, "U": 4, "B": 6, "K": 3, "D": 3}
@@ -126,10 +126,8 @@ def subject(
         if stream is not None and (param.default is param.empty or param.default is None or _axes(param.annotation)):
             by_name[key] = stream
         elif param.default is param.empty:
-            raise TypeError(
-                f"argument {key} is not recognised: pass a value, options={{'{key}': 0.1}}, or for a tensor its range, "
-                f"streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)"
-            )
+            fault = f"argument {key} is not recognised: pass a value, options={{'{key}': 0.1}}, or for a tensor its"
+            raise TypeError(f"{fault} range, streams={{'{key}': Stream(low=0.0, high=1.0)}} (docs/laws.md, Arguments)")
     used = {key: s for key, s in by_name.items() if s is not None}
     default_axis = "N" if {s.axis for s in used.values()} == {"N"} and "mask" not in params else "T"
     return Subject(
@@ -146,8 +144,7 @@ def subject(
 def recognised(name: str, annotation: Any, *, default_axis: str = "T") -> Stream | None:
     """The stream of an argument with this name and annotation; None if it is not a stream."""
     kind = next((s for pattern, s in NAMES if re.search(rf"(^|_)({pattern})$", name)), None)
-    axes = _axes(annotation)
-    if axes is None:
+    if (axes := _axes(annotation)) is None:
         plain = annotation is inspect.Parameter.empty or annotation is Tensor
         return kind._replace(axis=default_axis) if plain and kind is not None else None
     if axes.dims[0] not in ("T", "N") and not axes.dims[0].startswith("*"):
@@ -177,7 +174,7 @@ def run(s: Subject, case: Case, *, whole: Case | None = None, upstream: list[Ten
     leaves = {k: x.clone().requires_grad_() for k, x in case.streams.items() if x.is_floating_point()}
     if whole is case:
         whole = None
-    result = s(_with(case, leaves), whole=whole)
+    result = s(replaced(case, **leaves), whole=whole)
     outputs = tensors(result)
     if upstream is None:
         upstream = random_upstream(case, outputs)
@@ -203,8 +200,7 @@ class _Axes(NamedTuple):
 def _axes(annotation: Any) -> _Axes | None:
     """Kind and axes of a jaxtyping annotation, or of the first annotated member of a union; otherwise None."""
     for option in (annotation, *get_args(annotation)):
-        dims = getattr(option, "dim_str", None)
-        if dims is not None:
+        if (dims := getattr(option, "dim_str", None)) is not None:
             return _Axes(option.__name__.split("[")[0], dims.split() or [""])
     return None
 
@@ -221,19 +217,11 @@ def _output_axis(annotation: Any, default: str) -> str:
         annotation = next(iter(get_type_hints(annotation).values()))
     if getattr(annotation, "__origin__", None) is dict:
         return "metrics"
-    axes = _axes(annotation)
-    if axes is None:
+    if (axes := _axes(annotation)) is None:
         return default
     if axes.dims[0] in ("", "N"):
         return axes.dims[0]
     return "N" if axes.dims[0] == "M" else "T"
-
-
-def _with(case: Case, leaves: dict[str, Tensor]) -> Case:
-    return case._replace(
-        tokens={k: leaves.get(k, x) for k, x in case.tokens.items()},
-        seqs={k: leaves.get(k, x) for k, x in case.seqs.items()},
-    )
 
 
 def _like(x: Any, floats: list[torch.dtype]) -> Any:

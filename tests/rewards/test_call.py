@@ -19,7 +19,7 @@ import torch
 
 from rlkit.compat.rewards import adapted
 from rlkit.data.load import Rows
-from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each, timeouts
+from rlkit.rewards import Reward, RewardError, Sample, run_reward, run_reward_each
 from rlkit.rewards.call import check_signature
 from rlkit.rewards.load import load_function
 from rlkit.rewards.trial import try_reward
@@ -484,22 +484,6 @@ async def test_a_cancelled_batch_that_has_not_begun_is_left_out():
     gates["slow"].set()
     assert await first == await third == [Reward(1.0)]
     assert calls == ["slow", "b"]
-
-
-async def test_giving_up_a_batch_that_has_just_ended_leaves_the_next_its_turn():
-    """A call may end between the check of its deadline and what follows from it."""
-    function, gates, calls = gated("slow", "b")
-    queue = timeouts._Queue()
-    jobs = [timeouts._Job([partial(function, name, {})], go_on=False) for name in ("slow", "b", "c")]
-    for job in jobs:
-        queue.put(job)
-    gates["slow"].set()
-    await called(calls, "slow", "b")
-    queue.give_up(jobs[0])
-    await called(calls, "slow", "b")
-    gates["b"].set()
-    await asyncio.gather(*(job.finished for job in jobs))
-    assert calls == ["slow", "b", "c"]
 
 
 async def test_a_sync_function_inside_an_async_one_has_its_own_deadline():

@@ -82,12 +82,7 @@ class Execution:
 
 
 async def run(
-    source: str,
-    *,
-    stdin: str = "",
-    limits: Limits = Limits(),
-    packages: Sequence[str] = (),
-    url: str | None = None,
+    source: str, *, stdin: str = "", limits: Limits = Limits(), packages: Sequence[str] = (), url: str | None = None
 ) -> Execution:
     """Run a Python program as `python solution.py` does, with `stdin` as its input.
 
@@ -238,18 +233,12 @@ class Child:
     stdout and stderr, or neither), -1 is /dev/null; nothing is opened before `start`."""
 
     def __init__(
-        self,
-        run: str,
-        fds: Sequence[str | Literal[-1] | None],
-        limits: Limits,
-        packages: Sequence[str] = (),
+        self, run: str, fds: Sequence[str | Literal[-1] | None], limits: Limits, packages: Sequence[str] = ()
     ) -> None:
         system, machine = platform.system(), platform.machine()
         if system != "Linux" or machine not in ("x86_64", "aarch64"):
-            raise SandboxError(
-                f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}: run this on Linux, "
-                f"or {_REMOTE}"
-            )
+            fault = f"the sandbox needs Linux on x86_64 or aarch64, this is {system} on {machine}"
+            raise SandboxError(f"{fault}: run this on Linux, or {_REMOTE}")
         self._run, self._limits, self._fds = run, limits, fds
         self._server = _server(tuple(sorted({*packages})))
         self._control: socket.socket | None = None
@@ -288,10 +277,10 @@ class Child:
         if self._control is None:
             self.start()
         assert self._control is not None
-        with self._control:
+        with self._control as control:
             try:
-                out, err, flooded = self._read()
-                end = self._end()
+                out, err, flooded = self._read(control)
+                end = self._end(control)
             finally:
                 _close(self._pipes)
         if error := end.get("error"):
@@ -302,36 +291,32 @@ class Child:
             raise SandboxError(f"the process ended before it was isolated: {err.strip()[:300]}")
         return Execution(self._reason(end, err, flooded), out, err, end["wall_s"], end["cpu_s"])
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self, control: socket.socket) -> dict[str, Any]:
         """What the child and the server report about it."""
-        assert self._control is not None
-        self._control.settimeout(self._limits.wall_s + 60)
+        control.settimeout(self._limits.wall_s + 60)
         end: dict[str, Any] = {}
         try:
-            with self._control.makefile("rb") as lines:
+            with control.makefile("rb") as lines:
                 for line in lines:
                     end |= json.loads(line)
         except TimeoutError:
             raise SandboxError("the server does not report how the child ended") from None
         return end
 
-    def _read(self) -> tuple[str, str, bool]:
+    def _read(self, control: socket.socket) -> tuple[str, str, bool]:
         """Read both pipes until they are closed, or until the child has ended and they are empty (another process may
         hold them open). Kill a child that writes too much to stdout; stderr is cut."""
-        assert self._control is not None
         texts, most = (bytearray(), bytearray()), (self._limits.output_bytes, _STDERR_BYTES)
         waiting = select.poll()
-        waiting.register(self._control, 0)  # says when its other end is closed: after the child's end
+        waiting.register(control, 0)  # says when its other end is closed: after the child's end
         for fd in self._pipes:
             waiting.register(fd, select.POLLIN)
         num_open, flooded = len(self._pipes), False
         while num_open:
-            ready = [fd for fd, _ in waiting.poll() if fd in self._pipes]
-            if not ready:
+            if not (ready := [fd for fd, _ in waiting.poll() if fd in self._pipes]):
                 break
             for fd in ready:
-                data = os.read(fd, 1 << 16)
-                if not data:
+                if not (data := os.read(fd, 1 << 16)):
                     waiting.unregister(fd)
                     num_open -= 1
                 which = self._pipes.index(fd)
@@ -369,11 +354,8 @@ def _ended(code: int, stderr: str, limits: Limits) -> str:
 
 def _ways_out() -> str:
     """What allows namespaces, how this system is set, and what can be done without them."""
-    names = (
-        "user.max_user_namespaces",
-        "kernel.unprivileged_userns_clone",
-        "kernel.apparmor_restrict_unprivileged_userns",
-    )
+    kernel = ("kernel.unprivileged_userns_clone", "kernel.apparmor_restrict_unprivileged_userns")
+    names = ("user.max_user_namespaces", *kernel)
     files = {name: Path("/proc/sys", *name.split(".")) for name in names}
     here = ", ".join(f"{name} = {file.read_text().strip()}" for name, file in files.items() if file.exists())
     return (

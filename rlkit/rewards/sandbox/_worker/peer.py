@@ -195,19 +195,11 @@ def _ask(proxy: Proxy, verb: str, *arguments: Any) -> Any:
 
 def _forward(verb: str) -> Callable[..., Any]:
     def method(self: Proxy, *arguments: Any) -> Any:
-        return _ask(self, verb, *arguments)
+        plain = verb in _BETWEEN and not isinstance(arguments[0], Proxy)
+        return NotImplemented if plain else _ask(self, verb, *arguments)
 
     return method
 
 
-def _between_proxies(verb: str) -> Callable[[Proxy, Any], Any]:
-    def method(self: Proxy, other: Any) -> Any:
-        return _ask(self, verb, other) if isinstance(other, Proxy) else NotImplemented
-
-    return method
-
-
-for _verb in (*_ALONE, "neg", "enter", *_ITEMS):
+for _verb in (*_ALONE, "neg", "enter", *_ITEMS, *_BETWEEN):
     setattr(Proxy, f"__{_verb}__", _forward(_verb))
-for _verb in _BETWEEN:
-    setattr(Proxy, f"__{_verb}__", _between_proxies(_verb))

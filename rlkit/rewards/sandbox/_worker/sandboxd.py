@@ -76,10 +76,8 @@ class _Packages:
             try:
                 importlib.import_module(name)
             except Exception as error:
-                raise ImportError(
-                    f"package {name!r} cannot be imported in the sandbox ({type(error).__name__}: {error}); name the "
-                    "packages that it needs, too"
-                ) from error
+                fault = f"package {name!r} cannot be imported in the sandbox ({type(error).__name__}"
+                raise ImportError(f"{fault}: {error}); name the packages that it needs, too") from error
 
 
 class _Child(NamedTuple):
