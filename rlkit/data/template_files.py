@@ -110,7 +110,7 @@ def _of_file(file: Path) -> ChatTemplate | None:
 
 def _is_json_text(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), str)
+        return isinstance(untrusted.loads(text), str)
     except ValueError:
         return False
 

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 
 import rlkit
 from rlkit._util import files as _files
+from rlkit._util import untrusted
 from rlkit._util.ranks import (
     distributed,
     local_world_size,
@@ -492,8 +493,8 @@ def _folders(folder: Path) -> list[Path]:
 def _manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, complete or not; {} for anything else."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-        return manifest if isinstance(manifest["step"], int) else {}
+        manifest = untrusted.read_json(path / _MANIFEST)
+        return manifest if type(manifest["step"]) is int and 0 <= manifest["step"] < 2**53 else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -515,9 +516,9 @@ def _fault(path: Path) -> str:
 def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
     """Whether every file that the manifest lists exists with its listed size."""
     try:
-        whole = all((path / name).stat().st_size == entry["size"] for name, entry in manifest["files"].items())
+        whole = all(untrusted.check_file(path / name) == entry["size"] for name, entry in manifest["files"].items())
         return whole and manifest["format"] == FORMAT and isinstance(manifest["order"], int)
-    except (OSError, KeyError, TypeError, AttributeError):
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
         return False
 
 

@@ -262,7 +262,9 @@ def hold(folder: Path | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() in _held:
         return
-    file = (folder / ".lock").open("w")
+    if (path := folder / ".lock").exists():
+        untrusted.check_file(path)
+    file = path.open("w")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
