@@ -114,22 +114,20 @@ def read_json(path: str | os.PathLike[str], name: str = "json_mib") -> Any:
 def parsed(place: object, data: bytes) -> Any:
     """What JSON holds. ValueError, with the `place`, for what is no JSON, and for what is nested too deeply."""
     try:
-        value = json.loads(data)
-    except RecursionError:
-        raise deep(place) from None
+        return loads(data, place)
+    except BadFile:
+        raise
     except ValueError as error:
         raise BadFile(f"{place} is damaged, it is not JSON ({error}): copy or download it again") from None
-    check_depth(place, value)
-    return value
 
 
-def loads(text: str, **options: Any) -> Any:
-    """`json.loads` for the text of a cell, a flag or a reply: what is nested too deeply is a ValueError, too."""
+def loads(text: str | bytes, place: object = "the JSON", **options: Any) -> Any:
+    """`json.loads` for a file, a cell, a flag or a reply: what is nested too deeply is a ValueError, too."""
     try:
         value = json.loads(text, **options)
     except RecursionError:
-        raise deep("the JSON") from None
-    check_depth("the JSON", value)
+        raise deep(place) from None
+    check_depth(place, value)
     return value
 
 

@@ -34,7 +34,6 @@ _SIZES = {  # bounds of keys of config.json, far from any model
     "num_local_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "max_position_embeddings": (1, 1 << 32),
     "rope_theta": (1e-3, 1e15), "rms_norm_eps": (0, 1), "layer_norm_eps": (0, 1),
 }  # fmt: skip
-_MAX_GROWTH = 1000  # of a text by its tokenizer's normalizer: "▁" for a blank is 1
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers' line about `model_max_length`
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
@@ -161,7 +160,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
             cached_file(str(path), "generation_config.json")
-        if (growth := _growth(tokenizer)) > _MAX_GROWTH:
+        if (growth := _growth(tokenizer)) > 1000:  # "▁" for a blank is 1
             raise ValueError(f"its normalizer makes up to {growth:,} characters of one")
         tokenizer.deprecation_warnings[_TOO_LONG] = True  # the limits are the run's, and the model's positions
         empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)

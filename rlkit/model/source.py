@@ -57,7 +57,9 @@ def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
     """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
     weights in 8-bit floats or integers, which it would read without their scales."""
     tensors = stored(Path(path) if Path(path).is_dir() else str(path))
-    odd = {n: x.dtype for n, x in tensors.items() if x.dtype[:2] == "F8" or (n.endswith("weight") and _is_no_float(x))}
+    odd = {
+        n: x.dtype for n, x in tensors.items() if x.dtype not in DTYPES and (n.endswith("weight") or "F8" in x.dtype)
+    }
     if dtype := next((f"{name} is {dtype}" for name, dtype in odd.items()), ""):
         fix = "load the bf16 or fp32 checkpoint instead"
         raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
@@ -73,10 +75,6 @@ def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
         if wanted > 16 * num:
             text = f"{name} {sizes[name]:,} with hidden_size {hidden:,} is more than its files have, {num // 2:,} bytes"
             raise ValueError(f"model {str(path)!r}: config.json: {text}: copy or download it again")
-
-
-def _is_no_float(tensor: Stored) -> bool:
-    return not tensor.dtype.startswith(("F", "BF"))
 
 
 def check_names(path: str | os.PathLike[str], missing: Iterable[str], unexpected: Iterable[str]) -> None:

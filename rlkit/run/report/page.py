@@ -55,7 +55,8 @@ def write_report(*folders: Path | str, out: Path | str | None = None, force: boo
         raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
     if target.is_dir():
         raise IsADirectoryError(f"`out` {target} is a folder: give a file, such as {target / 'report.html'}")
-    if target.exists() and not force and not (in_folder and _MARK in target.read_text("utf-8", "replace")[:2000]):
+    ours = in_folder and target.is_file() and _MARK in target.read_text("utf-8", "replace")[:2000]
+    if target.exists() and not force and not ours:
         raise FileExistsError(f"`out` {target} is there already: give another file, or --force to replace it")
     replace_file(target, page(*folders).encode())
     return target
