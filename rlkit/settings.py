@@ -212,13 +212,13 @@ def _faults(hint: Any, x: Any, *, may_be_empty: bool = False) -> Iterator[str]:
     """What is wrong with a value, or with those in it: another type, an empty string, a value out of range."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if not _allows(hint, x):
-        yield f"must be {_meaning(hint)}, got {x!r}"
+        yield f"must be {_meaning(hint)}, got {x!r:.200}"
     elif kind in (Union, UnionType):
         yield from _faults(next(one for one in inner if _allows(one, x)), x, may_be_empty=may_be_empty)
     elif kind is Annotated:
         yield from _faults(inner[0], x, may_be_empty=may_be_empty)
         if outside := [r for r in hint.__metadata__ if isinstance(r, Range) and x is not None and not r.allows(x)]:
-            yield f"must be {outside[0].meaning}, got {' '.join(map(str, x)) if isinstance(x, tuple) else x}"
+            yield f"must be {outside[0].meaning}, got {' '.join(map(str, x)) if isinstance(x, tuple) else str(x):.200}"
     elif kind is tuple and inner:
         for one, item in zip(inner[:1] * len(x) if inner[-1] is ... else inner, x, strict=True):
             yield from _faults(one, item, may_be_empty=may_be_empty)

@@ -7,29 +7,37 @@ import io
 import json
 import os
 import resource
+import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image as Pillow
+from safetensors.torch import load_file, save_file
 
 from rlkit._util import untrusted
 from rlkit.data.chat import render
 from rlkit.data.images import _content, _opened
 from rlkit.data.load import load_rows
+from rlkit.data.messages import row_template_args, row_tools
 from rlkit.data.streaming import DiskRows
 from rlkit.data.template_files import set_template
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.forward import load_model
 from rlkit.model.pretrained import load_config, load_tokenizer
-from rlkit.run.folder import drop_after, read_args, read_metrics
+from rlkit.rollout.stream import Journal
+from rlkit.run.folder import drop_after, hold, read_args, read_metrics
 from rlkit.run.report.page import write_report
 from rlkit.run.report.plot import plot_run
+from rlkit.run.report.serve import server
 from rlkit.scripts import cli, sft
+from rlkit.scripts.args import Data
 
 ROOT = Path(__file__).parents[1]
 DEEP = '{"a":' * 20000 + "1" + "}" * 20000
@@ -80,6 +88,7 @@ DATA = {  # name: how it is written, and what the line says
     "second.jsonl": (text('{"prompt": "a"}\n{"prompt": "' + "a" * 3 * MIB + '"}\n'), "line 2: the line is too long"),
     "rows.jsonl.gz": (gz((b"{}\n" * 20000, 10)), "bytes hold 50,001 rows or more"),
     "list.json.gz": (gz((b"[", 1), (b"{}," * 20000, 10), (b"{}]", 1)), "bytes hold 50,001 rows or more"),
+    "blank.jsonl.gz": (gz((b"\n" * 20000, 10)), "bytes hold 50,001 rows or more"),
     "bomb.jsonl.gz": (gz((b'{"prompt": "a"}\n' + b" " * (MIB // 2) + b"\n", 20)), "become more than 4,194,304"),
     "bomb.json.gz": (gz((b'[{"prompt": "a"},', 1), (b" " * MIB, 20)), "become more than 4,194,304"),
     "bomb.csv.gz": (gz((b"prompt\n", 1), (b"a" * 1000 + b"\n", 20000)), "become more than"),
@@ -88,6 +97,7 @@ DATA = {  # name: how it is written, and what the line says
     "cell.csv": (text('prompt\n"' + "a\n" * MIB * 2), "RLKIT_LIMITS=cell_mib"),
     "deep.jsonl": (text(DEEP + "\n"), "nested too deeply"),
     "deep.json": (text(f"[{DEEP}]"), "nested too deeply"),
+    "nested.jsonl": (text('{"prompt": "a", "tree": ' + "[" * 500 + "]" * 500 + "}\n"), "line 1: lists or objects are"),
     "values.jsonl": (text('{"prompt": [' + "{}," * 60000 + "1]}\n"), "line 1: the row has too many values"),
     "large.json": (text('[{"prompt": "' + "a" * 5 * MIB + '"}]'), "the list is too large"),
     "rows.parquet": (parquet, "bytes hold 2,000,000 rows or more"),
@@ -109,8 +119,31 @@ def test_data(name, tmp_path):
     DATA[name][0](path)
     assert path.stat().st_size < 6 * MIB
     refused(lambda: load_rows(path), path, DATA[name][1])
+    if name == "nested.jsonl":
+        refused(lambda: DiskRows([path]).row(0), path, DATA[name][1])
     if name in ("second.jsonl", "rows.parquet"):
         refused(lambda: DiskRows([path]), path, DATA[name][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dataset_dict.json", DEEP), ("dataset_dict.json", '{"splits": 3}'), ("state.json", "3"),
+        ("state.json", '{"_data_files": 3}'),
+    ],
+)  # fmt: skip
+def test_a_damaged_folder_of_save_to_disk_is_named(name, content, tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / name).write_text(content)
+    refused(lambda: load_rows(tmp_path), f"{tmp_path}: cannot be read as a folder of save_to_disk")
+
+
+def test_deep_json_in_a_cell_or_a_flag_is_no_value():
+    deep = '{"a":' * 500 + "1" + "}" * 500
+    refused(lambda: row_tools({"tools": f'[{{"type": "function", "function": {deep}}}]'}, "row 1"), "row 1", "'tools'")
+    refused(lambda: row_template_args({"chat_template_kwargs": deep}, "row 1"), "row 1", "'chat_template_kwargs'")
+    refused(lambda: Data("a.jsonl", template_args='{"a":' * 90000), "template_args")
+    assert untrusted.loads('{"a": [1]}') == {"a": [1]}
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, link("/dev/zero")], ids=["pipe", "zero"])
@@ -204,6 +237,26 @@ def added_tokens(folder):
     path.write_text(json.dumps(found))
 
 
+def normalizer(folder):
+    found = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 5
+    found["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+
+
+def integers(folder):
+    path = folder / "model.safetensors"
+    tensors = {name: x.to(torch.int8) if "up_proj" in name else x for name, x in load_file(path).items()}
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+
+
+def shard_of_a_pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "a.safetensors")
+    (folder / INDEX).write_text('{"metadata": {}, "weight_map": {"w": "a.safetensors"}}')
+
+
 INDEX = "model.safetensors.index.json"
 MODELS = {  # what is done to a folder, and what the line says
     "activation": (config(hidden_act="boom"), "config.json: hidden_act is 'boom'"),
@@ -241,6 +294,24 @@ MODELS = {  # what is done to a folder, and what the line says
     ),
     "index of a pickle": (file(INDEX, '{"weight_map": {"w": "x.bin"}}'), f"{INDEX}: weight_map: w is in 'x.bin'"),
     "index outside": (file(INDEX, '{"weight_map": {"w": "../x.safetensors"}}'), f"{INDEX}: weight_map: w is in"),
+    "index without metadata": (file(INDEX, '{"weight_map": {}}'), f"{INDEX} has no metadata"),
+    "index with a number": (file(INDEX, '{"metadata": 3, "weight_map": {}}'), f"{INDEX} has no metadata"),
+    "shard from a pipe": (shard_of_a_pipe, "a.safetensors: it is a pipe"),
+    "weights from a pipe": (special("model.safetensors", os.mkfifo), "no file named model.safetensors"),
+    "weights of integers": (integers, "mlp.up_proj.weight is I8, quantized"),
+    "rope of other lengths": (
+        config(
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1] * 7,
+                "factor": 2.0,
+                "long_factor": [1] * 7,
+            }
+        ),
+        "no model can be built from its config.json",
+    ),
+    "growing text": (normalizer, "its normalizer makes up to 10,000,000,000 characters of one"),
     "index as a list": (file(INDEX, "[1]"), f"{INDEX} has no weight_map"),
     "index of numbers": (file(INDEX, '{"weight_map": {"w": 3}}'), f"{INDEX}: weight_map: w is in 3"),
     "tokens": (added_tokens, "tokenizer.json: it adds about 30,007 tokens"),
@@ -420,6 +491,51 @@ def test_a_run_with_odd_lines_is_drawn_and_reported(tmp_path):
 def test_arguments_of_a_run(content, tmp_path):
     (tmp_path / "args.json").write_text(content)
     refused(lambda: read_args(tmp_path), tmp_path / "args.json")
+
+
+def test_a_report_leaves_out_starts_and_times_of_other_types(tmp_path, capsys):
+    row = '{"step": 1, "loss": 1, "time/step": NaN, "time/tokens_per_s": Infinity}'
+    (tmp_path / "metrics.jsonl").write_text(f"{row}\n")
+    odd = [{"machine": [1]}, {"versions": "a"}, {"rows": "a"}, {"process_gib": "a"}, {"args": [1]}, {"ranks": "a"}]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps({"step": 0, **keys}) + "\n" for keys in odd))
+    (tmp_path / "trajectories").mkdir()
+    for kind in ("1", "\u00b2"):  # a power of two is a digit, and no number
+        (tmp_path / f"trajectories/eval_greedy_{kind}.jsonl").write_text("{}\n")
+    write_report(tmp_path)
+    said = capsys.readouterr().out
+    assert all(f"{tmp_path / 'starts.jsonl'}, line {n} is left out" in said for n in range(1, 7))
+    (tmp_path / "starts.jsonl").write_text('{"step": 0, "machine": {"gpus": 3}}\n')
+    refused(lambda: write_report(tmp_path), f"{tmp_path}: its args.json, starts.jsonl or trajectories/ is not as a run")
+
+
+def test_readers_that_go_and_names_that_are_none_leave_no_traceback(tmp_path, capfd):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    serving = server(tmp_path)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    try:
+        for request in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /da"):
+            gone = socket.create_connection(serving.server_address)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            gone.sendall(request)
+            gone.close()
+        with socket.create_connection(serving.server_address, timeout=20) as reader:
+            reader.sendall(b"GET / HTTP/1.1\r\nHost: [::1\r\n\r\n")
+            assert reader.recv(100).startswith(b"HTTP/1.0 403")
+    finally:
+        serving.shutdown()
+        serving.server_close()
+    assert capfd.readouterr().err == ""
+
+
+def test_no_pipe_of_a_run_folder_is_waited_for(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "completions").mkdir()
+    for name in (".lock", "trajectories/train_000001.jsonl", "completions/0.jsonl"):
+        os.mkfifo(tmp_path / name)
+    refused(lambda: write_report(tmp_path), tmp_path / "trajectories/train_000001.jsonl", "it is a pipe")
+    refused(lambda: hold(tmp_path), tmp_path / ".lock", "it is a pipe")
+    refused(lambda: Journal(tmp_path / "completions", None), tmp_path / "completions/0.jsonl", "it is a pipe")
 
 
 SLOW = {  # as they come, with the limits as they are: what `rlkit data` says

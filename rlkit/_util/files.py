@@ -66,7 +66,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     with suppress(OSError, ValueError, LookupError):  # none, or damaged
         return [folder / name for name in sorted({*json.loads((folder / INDEX).read_bytes())["weight_map"].values()})]
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(file for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:

@@ -6,6 +6,7 @@ It listens while an episode is open. A request to a path that no open episode ha
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import ssl
@@ -30,6 +31,8 @@ _READ_S = 60.0  # seconds in which a body must have come
 _WAIT_S = 30.0  # seconds in which a connection must name an open episode
 _IDLE_S = 75.0  # seconds between the requests of a connection
 _MOST_CONNECTIONS = 4096
+_quiet = logging.getLogger("rlkit.agents.http")  # aiohttp's: each malformed request is a traceback there
+_quiet.disabled = True
 _FORMATS: Mapping[str, ModuleType] = {
     "chat/completions": completions, "responses": responses, "messages": messages, "messages/count_tokens": messages,
 }  # fmt: skip
@@ -160,7 +163,7 @@ class Server:
         app.router.add_get("/{episode}/v1/models/{model:.+}", respond)
         app.router.add_route("*", "/{elsewhere:.*}", _elsewhere)
         options: dict[str, Any] = {"shutdown_timeout": 0.1, "handler_cancellation": True, "keepalive_timeout": _IDLE_S}
-        runner = web.AppRunner(app, access_log=None, **options)
+        runner = web.AppRunner(app, access_log=None, logger=_quiet, **options)
         await runner.setup()
         serve: Any = runner.server
         assert now is not None
@@ -288,6 +291,8 @@ async def _body(now: _Listening, request: web.Request) -> bytes:
             return await asyncio.wait_for(request.read(), _READ_S)
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body cannot be read: {' '.join(str(error).split())}") from None
     except TimeoutError:
         raise BadRequest(f"the body did not come within {_READ_S:g} s", status=408) from None
 

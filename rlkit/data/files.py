@@ -326,25 +326,34 @@ def _delimiter(header: str, path: Path) -> str:
 
 def _table(path: Path) -> Placed:
     datasets, kind = need_datasets(path), format_of(path)
-    try:
+    with reading(path, kind[1:]):
         if kind == ".parquet":  # streaming: without a copy in the cache
             files = [escape(str(path))]
-            check_parquet(path)
-            yield from numbered(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
+            if check_parquet(path):
+                yield from numbered(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
         else:
             yield from numbered(_arrow(path, datasets))
+
+
+@contextmanager
+def reading(path: Path | str, kind: str) -> Iterator[None]:
+    """One line with the path for any error of pyarrow and `datasets`, of a file that is damaged."""
+    try:
+        yield
     except untrusted.BadFile:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        raise ValueError(f"{path}: cannot be read as {kind[1:]}: {type(cause).__name__}: {cause}") from error
+        raise ValueError(f"{path}: cannot be read as {kind}: {type(cause).__name__}: {cause}") from error
 
 
-def check_parquet(path: Path) -> None:
-    """ValueError for a Parquet file with more rows than it can hold."""
+def check_parquet(path: Path) -> int:
+    """The number of rows of a Parquet file; ValueError for more than it can hold."""
     from pyarrow import parquet
 
-    untrusted.check_expanded(path, parquet.read_metadata(path).num_rows)
+    num_rows = parquet.read_metadata(path).num_rows
+    untrusted.check_expanded(path, num_rows)
+    return int(num_rows)
 
 
 def _arrow(path: Path, datasets: Any) -> Iterator[Row]:

@@ -7,7 +7,6 @@ imported only when one of them is asked for. Errors name the file, the line and 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlkit._util.untrusted import check_depth, loads
 from rlkit.data.files import Row, format_of
 from rlkit.data.schema import ANSWERS
 from rlkit.data.sources import HELD_OUT, Source, expand, find
@@ -227,6 +227,7 @@ def checked_row(
 ) -> Row:
     """The row under its new names, ShareGPT turns as messages, and answers in `cells` of text as what their JSON is."""
     _check_object(where, row)
+    check_depth(where, row)
     for old, new in rename.items():
         if old not in row:
             raise column_error(where, f"no column {old!r} to rename", row)
@@ -268,8 +269,8 @@ def turns_of_text(value: Any, *, any_role: bool = False) -> Any:
     if _PYTHON_TURNS.match(value):
         raise PythonText(f"messages must be JSON text, got Python's {value[:60]!r}: write them with json.dumps")
     try:
-        read = json.loads(value, object_hook=FromText)
-    except (ValueError, RecursionError):
+        read = loads(value, object_hook=FromText)
+    except ValueError:
         return value
     if isinstance(read, dict):
         read = [read] if {"content", "value"} & {*read} else []

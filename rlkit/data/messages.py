@@ -9,6 +9,7 @@ from contextlib import suppress
 from os.path import commonprefix
 from typing import Any
 
+from rlkit._util.untrusted import BadFile, loads
 from rlkit.data.columns import is_empty, joined_parts, truth, without_nulls
 from rlkit.data.load import FromText, Row, as_messages, column_error, turns_of_text
 from rlkit.data.schema import OF_MESSAGES, PROMPTS
@@ -110,8 +111,8 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def json_of(value: Any) -> Any:
     """The value of a JSON text; anything else as it is."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value, object_hook=FromText)
+        with suppress(ValueError):
+            return loads(value, object_hook=FromText)
     return value
 
 
@@ -304,7 +305,7 @@ def row_template_args(row: Row, place: str) -> Row:
     thinking = row.get("enable_thinking")
     if isinstance(kwargs, str):
         with suppress(ValueError):
-            kwargs = json.loads(kwargs or "{}")
+            kwargs = loads(kwargs or "{}")
     thinking = thinking if truth(thinking) is None else truth(thinking)
     for name, value, kind, must in (
         ("chat_template_kwargs", kwargs, Mapping, "an object like {'enable_thinking': False}"),
@@ -329,8 +330,8 @@ def object_of(arguments: Any) -> Mapping[str, Any] | None:
     """
     try:
         while isinstance(arguments, str):
-            arguments = json.loads(arguments, object_hook=FromText) if arguments.strip() else {}
-    except RecursionError:
+            arguments = loads(arguments, object_hook=FromText) if arguments.strip() else {}
+    except BadFile:
         raise ValueError("the arguments of a call are nested too deep") from None
     except ValueError:
         return None

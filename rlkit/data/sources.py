@@ -12,7 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file
+from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file, reading
 from rlkit.data.packages import package_of, rows_of
 
 _log = logging.getLogger("rlkit.data")
@@ -180,13 +180,19 @@ def _check_shards(path: Path, split: str, files: Sequence[Path]) -> None:
 def _saved(path: Path, split: str | None, *, held_out: bool) -> Source:
     """A folder written by `save_to_disk`."""
     datasets = need_datasets(path)
-    data: Any = datasets.load_from_disk(str(path))
+    with reading(path, saved := "a folder of save_to_disk"):
+        data: Any = datasets.load_from_disk(str(path))
+
+    def rows(part: Any) -> Placed:
+        with reading(path, saved):
+            yield from numbered(part)
+
     if not isinstance(data, datasets.DatasetDict):
         if split is not None:
             raise ValueError(f"{path}: no split {split!r}: it is one data set without splits; give {path} alone")
-        return Source(str(path), partial(numbered, data))
+        return Source(str(path), partial(rows, data))
     chosen = _choose(list(data), split, str(path), held_out=held_out)
-    return Source(f"{path}:{chosen}", partial(numbered, data[chosen]))
+    return Source(f"{path}:{chosen}", partial(rows, data[chosen]))
 
 
 def _on_hub(spec: str, name: str | None, split: str | None, path: Path, *, held_out: bool) -> Source:

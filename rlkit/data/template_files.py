@@ -92,9 +92,7 @@ def _of_file(file: Path) -> ChatTemplate | None:
             if text.strip().startswith('"') and _is_json_text(text):
                 raise ValueError("it is quoted as in JSON; write it without the quotes, and its \\n as line breaks")
             return text if text.strip() else None
-        config = json.loads(text)
-    except RecursionError:
-        raise untrusted.deep(file) from None
+        config = untrusted.loads(text, file)
     except untrusted.BadFile:
         raise
     except ValueError as error:
@@ -110,7 +108,7 @@ def _of_file(file: Path) -> ChatTemplate | None:
 
 def _is_json_text(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), str)
+        return isinstance(untrusted.loads(text), str)
     except ValueError:
         return False
 

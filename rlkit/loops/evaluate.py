@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from rlkit.rollout.limits import episode_scores
 from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.run.profile import mark_phase
 from rlkit.segments import mean_per_seq
-from rlkit.settings import Schedule
+from rlkit.settings import Schedule, refuse_if
 from rlkit.types import Batch, Generate, SamplingParams, Trajectory
 
 
@@ -91,9 +91,10 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     """
     samples = [t for group in groups for t in group]
     ends = [end for group in groups for end in with_totals(group)]
-    reported = [(f"reward/{_own_name(k)}", v) for t, _ in ends for k, v in t.info.get("metrics", {}).items()]
+    roles = {t.role for t, _ in ends}
+    reported = [(f"reward/{_own_name(k, roles)}", v) for t, _ in ends for k, v in t.info.get("metrics", {}).items()]
     judged = [(t, total) for t, total in ends if _is_judged(t)]
-    reported += [(f"reward/{t.role}", total) for t, total in judged if t.role]
+    reported += [(f"reward/{_own_name(t.role)}", total) for t, total in judged if t.role]
     scores = [("score/mean", t.score) for t, _ in judged if t.score is not None]
     rewards = torch.tensor([total for _, total in judged])
     lengths = torch.tensor([np.count_nonzero(t.mask) for t in samples])
@@ -111,9 +112,17 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     }
 
 
-def _own_name(name: str) -> str:
-    """The name of a number of the reward function or environment beside `reward/mean` and `reward/std`."""
-    return f"own/{name}" if name in ("mean", "std") else name
+def _own_name(name: str, roles: Collection[str] = ()) -> str:
+    """The name of a number of the reward function or environment beside `reward/mean`, `reward/std` and the rewards of
+    `roles`."""
+    return f"own/{name}" if name in ("mean", "std", *roles) else name
+
+
+def joined(own: Metrics, returned: Metrics) -> Metrics:
+    """Both; ValueError for a name that both have, whose numbers `merge` would mix."""
+    both = min(own.keys() & returned.keys(), default=None)
+    refuse_if(both, f"`update` returned {both!r}, a metric of rlkit's own: give it another name")
+    return merge(own, returned)
 
 
 def mean_advantages(batch: Batch, *, num_samples: int) -> list[float]:
@@ -281,7 +290,9 @@ def answer_of(trajectory: Trajectory, *, tokenizer: Any) -> str | None:
 def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, float]:
     """The mean of each further number of the reward function over the sampled answers, as `prefix` + `reward/NAME`."""
     ends = [end for group in groups for end in with_totals(group)]
-    metrics = [t.info.get("metrics", {}) | ({t.role: total} if t.role else {}) for t, total in ends]
+    roles = {t.role for t, _ in ends}
+    own = [{f"own/{k}" if k in roles else k: x for k, x in t.info.get("metrics", {}).items()} for t, _ in ends]
+    metrics = [numbers | ({t.role: total} if t.role else {}) for numbers, (t, total) in zip(own, ends, strict=True)]
     names = dict.fromkeys(name for numbers in metrics for name in numbers if name != "failed")
     parts = {name: [numbers[name] for numbers in metrics if name in numbers] for name in names}
     return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}

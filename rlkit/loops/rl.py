@@ -16,11 +16,11 @@ from torch import nn
 from rlkit.data.order import Leg, resumed, to_save
 from rlkit.loops import carried, pareto
 from rlkit.loops.checks import check_kept_mass, check_rl
-from rlkit.loops.evaluate import Clock, answer_of, evaluate_sets, is_due, mean_advantages, rollout_metrics
+from rlkit.loops.evaluate import Clock, answer_of, evaluate_sets, is_due, joined, mean_advantages, rollout_metrics
 from rlkit.loops.task import Prepare, Step, Task, Update, prompt_order
 from rlkit.loops.token_report import keeps_tokens, token_streams
 from rlkit.loops.watch import Watch
-from rlkit.metrics import finalize, merge
+from rlkit.metrics import finalize
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import stream_weights
@@ -129,7 +129,7 @@ async def rl(
                     if keeps_tokens(done, steps=schedule.steps):
                         record.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 clock.lap("score")
-                metrics = merge(rollout_metrics(groups, version=index), await call(update, batch, step))
+                metrics = joined(rollout_metrics(groups, version=index), await call(update, batch, step))
                 move_reference(state, policy, penalties, done=done)
                 clock.lap("train")
                 line = finalize(metrics) | stream.facts() | (await in_time(send(version=done)) or {})

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rlkit._util.files import ADAPTER, adapter_config, is_adapter
 
 WEIGHTS = "adapter_model.safetensors"
+_MAX_RANK = 1 << 20  # of a layer as wide
 _PREFIX = "base_model.model."
 _READ = {  # of peft's LoraConfig: what rlkit uses, and what changes nothing once the weights are there
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
@@ -68,11 +69,15 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
     if (start := config.get("init_lora_weights", True)) not in _KEEPS_BASE:
         raise ValueError(f"{refuse} began with {start} (init_lora_weights), which changes the base weights: {fix}")
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout") or 0.0
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+    if type(rank) is not int or not 1 <= rank <= _MAX_RANK or not isinstance(alpha, int | float) or not alpha > 0:
         raise ValueError(f"{folder / ADAPTER} is damaged: r is {rank!r} and lora_alpha {alpha!r}")
     if not isinstance(dropout, int | float):
         raise ValueError(f"{folder / ADAPTER} is damaged: lora_dropout is {dropout!r}")
-    patterns = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    patterns: dict[str, dict[str, Any]] = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    for name, pattern in patterns.items():
+        fine = isinstance(pattern, dict) and all(isinstance(x, int | float) and x > 0 for x in pattern.values())
+        if not fine or (name == "rank_pattern" and not all(x <= _MAX_RANK for x in pattern.values())):
+            raise ValueError(f"{folder / ADAPTER} is damaged: {name} is {repr(pattern)[:80]}")
     targets, rslora = _targets(folder, config), bool(config.get("use_rslora"))
     return AdapterFile(folder, rank, float(alpha), targets, rslora, patterns, dropout)
 

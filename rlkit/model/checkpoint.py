@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 
 import rlkit
 from rlkit._util import files as _files
+from rlkit._util import untrusted
 from rlkit._util.ranks import (
     distributed,
     local_world_size,
@@ -481,8 +482,8 @@ def _folders(folder: Path) -> list[Path]:
 def _manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, complete or not; {} for anything else."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-        return manifest if isinstance(manifest["step"], int) else {}
+        manifest = untrusted.read_json(path / _MANIFEST)
+        return manifest if type(manifest["step"]) is int and 0 <= manifest["step"] < 2**53 else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -147,6 +148,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
             cached_file(str(path), "generation_config.json")
+        if (growth := _growth(tokenizer)) > 1000:  # "▁" for a blank is 1
+            raise ValueError(f"its normalizer makes up to {growth:,} characters of one")
         tokenizer.deprecation_warnings[_TOO_LONG] = True  # the limits are the run's, and the model's positions
         empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)
     if empty:
@@ -155,6 +158,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     if tokenizer.init_kwargs.get("auto_map"):
         _warn_once(_NOT_RUN.format(str(path), "tokenizer"))
     return tokenizer
+
+
+def _growth(tokenizer: Any) -> int:
+    """How many characters the replacements of a tokenizer's normalizer make of one, at most."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    steps = json.loads(normalizer.__getstate__()) if normalizer is not None else {}
+    return math.prod(max(1, len(step.get("content", ""))) for step in (steps, *steps.get("normalizers", ())))
 
 
 @contextmanager
@@ -198,7 +208,9 @@ def building(path: str | os.PathLike[str]) -> Iterator[None]:
     """One line with the folder for what transformers raises in a model's class where its config has a wrong value."""
     try:
         yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU, which other flags mend
+            raise
         fault, file = " ".join(f"{type(error).__name__}: {error}".split())[:300], Path(path) / "config.json"
         if isinstance(error, KeyError) and file.is_file() and (key := _key_of(untrusted.read_json(file), *error.args)):
             fault = f"{key} is {error.args[0]!r}, which transformers does not know"
@@ -247,13 +259,17 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
                 _warn_once(f"{file}: eos_token_id {end} {fault}")
     if Path(path).is_dir() and (index := Path(path) / INDEX).exists():
         content = untrusted.read_json(index)
-        names = content.get("weight_map") if isinstance(content, dict) else None
+        names, about = (content.get(x) if isinstance(content, dict) else None for x in ("weight_map", "metadata"))
         if not isinstance(names, dict):
             raise untrusted.BadFile(f"{index} has no weight_map: copy or download it again")
         for tensor, name in names.items():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                 fault = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
                 raise untrusted.BadFile(f"{index}: {fault}")
+            if (file := Path(path) / name).exists():  # a missing one is named where it is read
+                untrusted.check_file(file)
+        if not isinstance(about, dict):  # which transformers needs
+            raise untrusted.BadFile(f"{index} has no metadata: copy or download it again")
 
 
 def _wrong(key: str, value: Any) -> str | None:

@@ -55,9 +55,12 @@ def stored(path: str | Path) -> dict[str, Stored]:
 
 def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
     """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
-    weights in 8-bit floats, which it would read without their scales."""
+    weights in 8-bit floats or integers, which it would read without their scales."""
     tensors = stored(Path(path) if Path(path).is_dir() else str(path))
-    if dtype := next((f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8")), ""):
+    odd = {
+        n: x.dtype for n, x in tensors.items() if x.dtype not in DTYPES and (n.endswith("weight") or "F8" in x.dtype)
+    }
+    if dtype := next((f"{name} is {dtype}" for name, dtype in odd.items()), ""):
         fix = "load the bf16 or fp32 checkpoint instead"
         raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
     num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rlkit._util.extras import optional
 from rlkit._util.retrying import BUSY, retried, retry_after_s
 from rlkit._util.text import masked
+from rlkit._util.untrusted import loads
 from rlkit.rewards.timeouts import off_the_clock, turn
 
 if TYPE_CHECKING:
     import aiohttp
 
+MAX_REPLY = 64 << 20  # bytes
 _TRANSIENT = BUSY | {409}  # besides 5xx
 
 
@@ -72,7 +73,12 @@ async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
 
     try:
         async with session.post(url, json=body) as response:
-            text = await response.text(errors="replace")
+            raw = bytearray()
+            async for part in response.content.iter_any():
+                raw += part
+                if len(raw) > MAX_REPLY:
+                    raise HttpError(f"{url}: the answer has more than {MAX_REPLY >> 20} MiB", status=response.status)
+            text = raw.decode(errors="replace")
     except TimeoutError as error:
         raise _Transient(f"{url}: no answer after {session.timeout.total:g} s", status=None) from error
     except (aiohttp.ClientError, OSError) as error:
@@ -85,6 +91,6 @@ async def _once(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
     if status >= 300:
         raise HttpError(f"{url}: HTTP {status}: {text[:300]}", status=status)
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError as error:
         raise _Transient(f"{url}: the answer is not JSON: {text[:300]!r}", status=status) from error

@@ -400,6 +400,8 @@ def pieces_of(returned: Any, place: str = "") -> Group:
     """What an environment returned, as a list of pieces; ValueError, with what to return, for anything else."""
     pieces = [returned] if isinstance(returned, Trajectory) else returned
     if isinstance(pieces, list | tuple) and pieces and all(isinstance(piece, Trajectory) for piece in pieces):
+        if any("failed" in (piece.info.get("metrics") or ()) for piece in pieces):
+            raise ValueError(f"{place}info['metrics'] has 'failed', a metric of rlkit's own: give it another name")
         return [*pieces]
     fix = "return at least one piece: a Trajectory, or a list of them"
     nothing = returned is None or (isinstance(returned, list | tuple) and not returned)

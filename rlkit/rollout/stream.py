@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlkit._util import untrusted
 from rlkit._util.files import append_file, explain_full_disk, replace_file
 from rlkit._util.text import Explained
 from rlkit.rollout.groups import (
@@ -278,6 +279,7 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         """Read the completions of a file and remove a last line that a crash cut."""
+        untrusted.check_file(path)
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):

@@ -83,6 +83,8 @@ class Run:
         """
         if self._progress is None:
             return
+        if taken := {"step", "time/unix"} & metrics.keys():
+            raise ValueError(f"{min(taken)!r} is a metric of rlkit's own: give it another name")
         line = {"step": step, **{key: _number(key, value) for key, value in metrics.items()}, "time/unix": time.time()}
         self._append(self.folder / "metrics.jsonl", [line])
         self._progress.step(step, line)
@@ -221,10 +223,10 @@ def read_args(folder: Path | str) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        flags: dict[str, Any] = json.loads(untrusted.read(path, "json_mib"))
+        flags: dict[str, Any] = untrusted.loads(untrusted.read(path, "json_mib"))
         if not isinstance(flags, dict):
             raise ValueError(f"it holds no JSON object: {str(flags)[:40]!r}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and the run uses the given flags") from None
     return {name: masked(value) for name, value in flags.items()}
 
@@ -262,7 +264,9 @@ def hold(folder: Path | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if folder.resolve() in _held:
         return
-    file = (folder / ".lock").open("w")
+    if (path := folder / ".lock").exists():
+        untrusted.check_file(path)
+    file = path.open("w")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

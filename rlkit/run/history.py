@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,10 @@ from rlkit.run.trajectories import Group, read_file
 Row = Mapping[str, Any]
 OWN = ("format", "run", "script", "resume", "output", "debug", "threads")  # arguments in which starts differ anyway
 SCORES = ("eval/greedy", "eval/sampled", "eval/accuracy", "eval/loss")
+_START: dict[str, Any] = {  # the types of what is read of a start
+    "args": dict, "machine": dict, "versions": dict, "held_out": dict, "rows": int, "ranks": int, "nodes": int,
+    "process_gib": int | float,
+}  # fmt: skip
 MAX_READ = 16 << 20  # bytes of one file of answers
 
 
@@ -31,7 +37,8 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_start(row: Row) -> bool:
-    return type(row.get("step")) is int and isinstance(row.get("args"), dict | None)
+    fits = all(isinstance(row.get(name), kind | None) for name, kind in _START.items())
+    return type(row.get("step")) is int and fits
 
 
 def seen(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> dict[str, float]:
@@ -44,7 +51,8 @@ def seen(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> dict[str, flo
         flags = next((s["args"] for s in reversed(starts) if s["step"] < row["step"] and s.get("args")), args)
         num, size = flags.get("prompts_per_step"), flags.get("group_size")
         counts = {"prompts": num, "samples": num and size and num * size, "examples": flags.get("batch_size")}
-        counts["tokens"] = round(row.get("time/tokens_per_s", 0) * row.get("time/step", 0))
+        tokens = row.get("time/tokens_per_s", 0) * row.get("time/step", 0)
+        counts["tokens"] = round(tokens) if math.isfinite(tokens) else 0
         for name, count in counts.items():
             if isinstance(count, int):
                 amounts[name] = amounts.get(name, 0) + count
@@ -120,7 +128,7 @@ def compare_answers(folder: Path, *, most: int) -> Compared | None:
     files: dict[str, dict[int, Path]] = {}
     for path in (folder / "trajectories").glob("eval_*.jsonl"):
         kind, _, step = path.stem.rpartition("_")
-        if step.isdigit():
+        if re.fullmatch("[0-9]+", step):
             files.setdefault(kind, {})[int(step)] = path
     several = sorted((kind for kind, steps in files.items() if len(steps) > 1), key=lambda x: ("greedy" not in x, x))
     if not several:

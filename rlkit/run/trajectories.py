@@ -50,7 +50,7 @@ def read_trajectories(folder: Path, *, parts: int = 1) -> Trajectories:
     by_step = [(int(match[2]), path) for path in (folder / "trajectories").glob("*.jsonl")
              if (match := _NAME.fullmatch(path.name))]  # fmt: skip
     by_step.sort(key=lambda x: (x[0], x[1].name))
-    sizes = {path: path.stat().st_size for _, path in by_step}
+    sizes = {path: untrusted.check_file(path) for _, path in by_step}
     total = sum(sizes.values())
     steps = sorted({step for step, _ in by_step})
     every = -(-total * parts // MAX_READ) or 1
@@ -89,6 +89,7 @@ def _read(path: Path, step: int, *, share: float, limit: int | None) -> Iterator
 
 def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
     """The complete lines, numbered from 1."""
+    untrusted.check_file(path)
     used = 0
     with path.open("rb") as file:
         for number, line in enumerate(untrusted.lines(file, path), 1):

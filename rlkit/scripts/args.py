@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rlkit._util.extras import lacks
+from rlkit._util.untrusted import loads
 from rlkit.rollout.envs.calls import FORMATS
 from rlkit.run.console import data_progress
 from rlkit.scripts.flags import ChatTemplate
@@ -77,7 +77,7 @@ class Model:
 def _arguments(text: str) -> Any:
     """The parsed JSON; None if it is not JSON."""
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError:
         return None
 

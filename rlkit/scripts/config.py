@@ -231,7 +231,7 @@ def _words(entry: Entry, flags: Sequence[Flag], *, explain: Explain) -> list[str
 
 def _texts(node: Any) -> list[str]:
     """The texts of a scalar, of a list of scalars, or of a mapping of scalars: its names and values in turn."""
-    if not node.tag.startswith(_YAML) or node.tag.startswith(f"{_YAML}python"):
+    if not node.tag.startswith(_YAML) or node.tag.startswith((f"{_YAML}python", f"{_YAML}binary")):
         raise ValueError(f"has the tag {node.tag}: give plain values")
     if node.id == "scalar":
         number = node.value.lstrip("+-").lower()

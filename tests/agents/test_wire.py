@@ -4,6 +4,7 @@ import http.client
 import inspect
 import json
 import logging
+import socket
 from urllib.parse import urlsplit
 
 import pytest
@@ -209,6 +210,31 @@ def test_other_paths_have_errors_of_their_form():
     error = got["text"][1]["error"]
     assert error["message"].startswith("there is no POST completions here: after /v1/ are POST chat/completions")
     assert error["type"] == "invalid_request_error"
+
+
+def test_what_is_no_http_gets_400_and_leaves_no_traceback(capfd):
+    good, got = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode(), {}
+    bodies = {
+        "length": b"Content-Length: -5\r\n\r\n", "chunk": b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        "zip": b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(good) + good,
+        "header": b"a" * 9000 + b": b\r\n\r\n",
+    }  # fmt: skip
+
+    def agent(_, url):
+        where = urlsplit(url)
+        for name, body in bodies.items():
+            with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+                start = f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: x\r\n".encode()
+                connection.sendall(start + body)
+                got[name] = connection.recv(1000)
+        got["good"] = http_ask(url, "chat/completions", json.loads(good))[0]
+
+    tokenizer = tokenizer_with("chatml")
+    run_sync(agent_env(agent, tokenizer=tokenizer)(prompt_of(tokenizer), Script(tokenizer, "yes")))
+    assert got.pop("good") == 200
+    assert {name: reply[9:12] for name, reply in got.items()} == dict.fromkeys(bodies, b"400")
+    assert b"the body cannot be read" in got["zip"]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,28 @@ def rewritten(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_text(json.dumps({k: x for k, x in manifest.items() if x is not None}))
 
 
+@pytest.mark.parametrize("damage", [
+    lambda path: (path / "manifest.json").write_text("[" * 10**5), lambda path: rewritten(path, step=-1),
+    lambda path: rewritten(path, step=10**30), lambda path: rewritten(path, files={"a\0b": {"size": 1, "crc32": 1}}),
+    lambda path: pipe(path / "manifest.json"), lambda path: (pipe(path / "z"), rewritten(path, files=PIPE)),
+])  # fmt: skip
+def test_an_edited_manifest_is_skipped_for_the_checkpoint_before(tmp_path, damage):
+    save_simple(tmp_path, 1)
+    damage(save_simple(tmp_path, 2))
+    state, skipped = checkpoint.load_latest(tmp_path, model=nn.Linear(4, 4), optimizer=None)
+    assert state["step"] == 1
+    assert len(skipped) == 1
+    assert str(tmp_path / "step_00000002") in skipped[0]
+
+
+PIPE = {"z": {"size": 0, "crc32": 0}}
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(("found", "by"), [
     ({"format": 99, "rlkit": "7.1", "order": None, "files": None}, "format 99, written by rlkit 7.1, and"),
     ({"format": None, "rlkit": None}, "format None, written by an rlkit without format numbers, and"),

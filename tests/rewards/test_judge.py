@@ -139,6 +139,39 @@ async def test_what_does_not_pass_is_an_error_with_its_status(status, tries, mes
     assert len(seen) == tries
 
 
+async def test_an_endless_or_a_deep_answer_is_an_error(monkeypatch):
+    monkeypatch.setattr("rlkit.rewards.http.MAX_REPLY", 1 << 20)
+    sent = []
+
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while len(sent) < 10_000:
+                sent.append(await response.write(b" " * (1 << 16)))
+        return response
+
+    app = web.Application()
+    app.router.add_post("/endless", endless)
+    app.router.add_post("/deep", lambda _: _deep())
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        with pytest.raises(HttpError, match="the answer has more than 1 MiB"):
+            await post_json(f"{url}/endless", {}, retries=0)
+        with pytest.raises(HttpError, match=r"the answer is not JSON: '\[\["):
+            await post_json(f"{url}/deep", {}, retries=0)
+    finally:
+        await runner.cleanup()
+    assert len(sent) < 10_000
+
+
+async def _deep():
+    return web.Response(text="[" * 100_000)
+
+
 async def test_a_refused_connection_is_an_error():
     async with serving(None) as (url, _):
         pass

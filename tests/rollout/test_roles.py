@@ -14,9 +14,12 @@ from rlkit.advantages import group_centered
 from rlkit.controllers import moving_average
 from rlkit.loops import roles
 from rlkit.loops.estimators import returns, with_estimates
+from rlkit.loops.evaluate import _parts, joined, rollout_metrics
+from rlkit.metrics import finalize, mean
 from rlkit.packing import pack, select, with_advantages
 from rlkit.rollout.envs.turns import Turns
-from rlkit.rollout.groups import Prompt, sample_group
+from rlkit.rollout.groups import Prompt, pieces_of, sample_group
+from rlkit.run.folder import open_run
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Episodes
 from rlkit.scripts.cli import run
@@ -67,6 +70,30 @@ def test_each_role_is_an_episode_with_its_own_reward_and_baseline():
     of_buyers = with_advantages(select(batch, [2, 5]), group_centered)
     assert of_buyers.advantages[of_buyers.cu_seqlens[1:] - 1].tolist() == pytest.approx([-3, 3])
     assert pack([[replace(t, role="") for t in found[:1]]]).roles is None
+
+
+def test_a_number_named_as_a_role_is_logged_beside_its_reward():
+    about = {"metrics": {"seller": 100.0, "other": 7.0}}
+    found = [replace(t, info=about) for t in group()]
+    line = finalize(rollout_metrics([found], version=0))
+    assert (line["reward/seller"], line["reward/own/seller"], line["reward/other"]) == (2.0, 100.0, 7.0)
+    assert _parts([found], "eval/") == {
+        "eval/reward/own/seller": 100.0, "eval/reward/other": 7.0, "eval/reward/seller": 2.0, "eval/reward/buyer": 3.0,
+    }  # fmt: skip
+    named = [replace(t, role={"seller": "mean"}.get(t.role, t.role)) for t in group()]
+    line = finalize(rollout_metrics([named], version=0))
+    assert (line["reward/own/mean"], line["reward/mean"]) == (2.0, 2.5)
+
+
+def test_numbers_that_rlkit_logs_itself_are_refused_from_others(tmp_path):
+    own = rollout_metrics([group()], version=0)
+    assert joined(own, {"loss": mean(1.0)}).keys() == {*own, "loss"}
+    with pytest.raises(ValueError, match=r"`update` returned 'length/mean', a metric of rlkit's own"):
+        joined(own, {"length/mean": mean(1.0)})
+    with pytest.raises(ValueError, match=r"row 1: info\['metrics'\] has 'failed', a metric of rlkit's own"):
+        pieces_of(replace(group()[0], info={"metrics": {"failed": 1.0}}), "row 1: ")
+    with open_run(tmp_path / "run", steps=1) as run, pytest.raises(ValueError, match=r"'step' is a metric of rlkit's"):
+        run.log(1, {"step": 7})
 
 
 def test_a_moving_average_is_a_baseline_of_each_role():

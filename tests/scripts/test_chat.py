@@ -220,6 +220,9 @@ def test_mistakes_end_in_one_line(model, tmp_path, capsys, monkeypatch):
     ]
     for flags, message in cases:
         assert refused(capsys, monkeypatch, *flags).startswith(f"error: {message}"), flags
+    with pytest.raises(SystemExit):
+        call(capsys, monkeypatch, model, stdin="a\udcff\n")
+    assert capsys.readouterr().err.startswith("error: the prompt is not UTF-8 text: 'a\\udcff'")
     bare = shutil.copytree(model, tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     found = refused(capsys, monkeypatch, str(bare), "--prompt", "one")

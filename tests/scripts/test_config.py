@@ -78,6 +78,7 @@ WRONG = [
     ("lr: {a: 1}", "{f}:1: lr.a is no flag"),
     ("lr: !!python/object/apply:os.system ['exit 3']", "{f}:1: lr has the tag tag:yaml.org,2002:python/object/apply:"
      "os.system: give plain values"),
+    ("stop: !!binary aGVsbG8=", "{f}:1: stop has the tag tag:yaml.org,2002:binary: give plain values"),
     ("engine_urls: http://u:***@h", "{f}:1: engine_urls has *** for a password, http://u:***@h: write the password, or "
      "give --engine-urls"),
     ("script: sft.py\nlr: 1", "{f}:1: this file is for sft.py, and this is grpo.py"),

@@ -141,7 +141,9 @@ class Chat:
         """The episode as `Turns.pieces` gives it, with the conversation in `info["messages"]`."""
         about = {"messages": readable(self.messages), **(info or {})}
         if self._compaction is not None:
-            metrics = {"compactions": len(self._summaries), **about.get("metrics", {})}
+            metrics = dict(about.get("metrics", {}))
+            if metrics.setdefault("compactions", len(self._summaries)) != len(self._summaries):
+                raise ValueError("info['metrics'] has 'compactions', a metric of rlkit's own: give it another name")
             about |= {"summaries": self._summaries, "metrics": metrics}
         return self.turns.pieces(reward=reward, turn_rewards=turn_rewards, score=score, truncated=truncated, info=about)
 

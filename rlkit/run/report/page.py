@@ -55,7 +55,8 @@ def write_report(*folders: Path | str, out: Path | str | None = None, force: boo
         raise FileNotFoundError(f"`out` {target}: there is no folder {target.parent}")
     if target.is_dir():
         raise IsADirectoryError(f"`out` {target} is a folder: give a file, such as {target / 'report.html'}")
-    if target.exists() and not force and not (in_folder and _MARK in target.read_text("utf-8", "replace")[:2000]):
+    ours = in_folder and target.is_file() and _MARK in target.read_text("utf-8", "replace")[:2000]
+    if target.exists() and not force and not ours:
         raise FileExistsError(f"`out` {target} is there already: give another file, or --force to replace it")
     replace_file(target, page(*folders).encode())
     return target
@@ -99,12 +100,15 @@ def data(*folders: Path | str, live: bool = False) -> list[str]:
     _refuse_different(names, args, metrics)
     panels = panels_of(dict(zip(names, metrics, strict=True)))
     sampled = [read_trajectories(Path(folder), parts=len(folders)) for folder in folders]
-    groups, chunks = _groups(sampled)
+    try:
+        groups, chunks = _groups(sampled)
+        every = zip(folders, names, args, metrics, sampled)
+        runs = [_run(Path(folder), name, a, m, s, panels) for folder, name, a, m, s in every]
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        where = f"{' or '.join(map(str, folders))}: its args.json, starts.jsonl or trajectories/"
+        raise ValueError(f"{where} is not as a run writes it ({type(error).__name__}: {error})") from error
     index = {
-        "runs": [
-            _run(Path(folder), name, a, m, s, panels)
-            for folder, name, a, m, s in zip(folders, names, args, metrics, sampled)
-        ],
+        "runs": runs,
         "panels": [panel._asdict() | {"curves": [curve._asdict() for curve in panel.curves]} for panel in panels],
         "meanings": {c.key: row._asdict() for p in panels for c in p.curves if (row := meaning_of(c.key))},
         "differences": _differences(args),
@@ -136,7 +140,8 @@ def _facts(
     folder: Path, args: dict[str, Any], rows: list[dict[str, Any]], starts: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """What trained, how long and on what machine: title -> text, as far as the run left it."""
-    done, seconds = max((row["step"] for row in rows), default=0), sum(row.get("time/step", 0.0) for row in rows)
+    done = max((row["step"] for row in rows), default=0)
+    seconds = sum(x for row in rows if _finite(x := row.get("time/step")))
     planned = f" of {args['steps']}" if args.get("steps") else ""
     first, last = (starts or [{}])[0], (starts or [{}])[-1]
     resumed, trained = [str(start.get("step")) for start in starts[1:]], folder / "model"

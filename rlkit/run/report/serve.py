@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlkit.run.report import page as report
@@ -15,13 +17,17 @@ class _Handler(BaseHTTPRequestHandler):
     """`/`: the page; `/state`: a text that changes when the run has written something; `/data`: the page's blocks."""
 
     server_version, sys_version = "rlkit", ""
+    timeout = 60  # seconds of a request, and of each piece of its answer
 
     def __init__(self, *request: object, folders: tuple[Path, ...], host: str) -> None:
         self._folders, self._host = folders, host
         super().__init__(*request)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:  # no address
+            name = None
         state = _state(self._folders)  # before what is read: at worst a page is behind it, and asks again
         answers = {
             "/": ("text/html", lambda: report.page(*self._folders, live=state)),
@@ -56,6 +62,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not printed."""
 
 
+class _Server(ThreadingHTTPServer):
+    """A server that is silent where a reader has gone before its answer, as browsers do."""
+
+    def handle_error(self, *where: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*where)
+
+
 def server(*folders: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
     """An HTTP server of the report of these runs, on the loopback interface unless `host` is another; not started.
 
@@ -63,7 +77,7 @@ def server(*folders: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingH
     """
     report.data(*folders, live=True)
     try:
-        return ThreadingHTTPServer((host, port), partial(_Handler, folders=folders, host=host))
+        return _Server((host, port), partial(_Handler, folders=folders, host=host))
     except OSError as error:
         raise OSError(
             f"`port` {port} of {host} cannot be served on ({error.strerror or error}): give another one"

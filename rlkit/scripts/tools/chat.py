@@ -71,7 +71,12 @@ class Args:
             text = getattr(self, name) or ""
             locale = sys.getfilesystemencoding()
             why = "" if locale == "utf-8" else f"; the locale is {locale}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
-            refuse_if(text != text.encode(errors="replace").decode(), f"`{name}` is not UTF-8 text: {text[:60]!a}{why}")
+            refuse_if(not is_text(text), f"`{name}` is not UTF-8 text: {text[:60]!a}{why}")
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: a pipe or a file may hold halves of surrogate pairs."""
+    return text == text.encode(errors="replace").decode()
 
 
 @dataclass
@@ -111,6 +116,8 @@ class Chat:
 
         self.turns.append({"role": "user", "content": prompt})
         self.printed = opened = ""
+        if not is_text(prompt):
+            raise ValueError(f"the prompt is not UTF-8 text: {prompt[:60]!a}")
         try:
             ids = self.tokens()
             opened = markup_of(self.tokenizer).opened_by(ids)
@@ -220,7 +227,7 @@ def kept_flags(folder: Path) -> dict[str, Any]:
     """The flags in the folder's args.json, {} without one; ValueError, with the file, for what no run writes."""
     path, saved = folder / "args.json", read_args(folder)
     for name, kind in TYPES.items():
-        if name in saved and not isinstance(saved[name], kind):
+        if name in saved and not (isinstance(saved[name], kind) and is_text(str(saved[name]))):
             raise ValueError(f"{path} is damaged: {name} is {str(saved[name])[:60]!r}")
     for name, kind in (("stop", str), ("stop_token_ids", int)):
         if not all(isinstance(x, kind) for x in saved.get(name, ())):
