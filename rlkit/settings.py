@@ -441,7 +441,7 @@ class Optim:
     max_norm: Limit = 1.0
     """maximum global gradient norm (inf: no clipping)"""
     max_tokens: Count = 16384
-    """packed tokens per micro-batch; lower it if memory runs out"""
+    """packed tokens per micro-batch; where memory runs out in a step of one process, the step is repeated with half"""
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
     optimizer: Annotated[str, named("adamw", "muon")] = "adamw"

@@ -275,6 +275,7 @@ NO_FLAG = {  # what needs no flag here, or has none
     "num_gpus": _RANKS,
     "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
     "assistant_only_loss": "only assistant turns are trained on, always",
+    "auto_find_batch_size": "one process halves --max-tokens where a step runs out of memory, always",
     "attn_implementation": "attention over packed sequences is chosen by the device",
     "completion_only_loss": "only responses are trained on, always",
     "deepspeed": _SHARDED,
