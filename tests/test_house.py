@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 840, "advantages": 665, "data": 4540, "kernels": 1805, "loops": 2905, "losses": 1735, "model": 4320,
-    "packing": 545, "parallel": 1300, "rewards": 2375, "rollout": 6375, "run": 1915, "run/report": 815, "scripts": 3590,
+    "_util": 840, "advantages": 665, "data": 4545, "kernels": 1805, "loops": 2905, "losses": 1735, "model": 4320,
+    "packing": 545, "parallel": 1300, "rewards": 2390, "rollout": 6375, "run": 1915, "run/report": 815, "scripts": 3635,
     "testing": 1530, "modules right below rlkit": 1185,
     "agents": 1660, "compat": 2345, "rewards/sandbox": 1120, "scripts/tools": 1205,
 }  # fmt: skip

@@ -297,6 +297,7 @@ NO_FLAG = {  # what needs no flag here, or has none
     "load": "checkpoints are in the run folder: --resume --output RUN", "megatron_to_hf_mode": "nothing is converted",
     "rollout_shuffle": _SHUFFLED, "shuffle": _SHUFFLED, "data_seed": "--seed is that of the data's order, too",
     "use_dynamic_batch_size": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_remove_padding": _PACKED,
+    "reward_fn_key": "--rename COLUMN data_source, or --reward-column COLUMN with --reward NAME=FILE.py:FUNCTION",
     "rollout_data_dir": "trajectories/ has every sample, always; --save-rollouts FOLDER has what can train again",
     "log_prob_micro_batch_size_per_gpu": "--max-tokens bounds a micro-batch, of log-probs too",
     "log_prob_use_dynamic_bsz": "--max-tokens bounds a micro-batch, of log-probs too",
