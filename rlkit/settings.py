@@ -329,6 +329,12 @@ class Rollouts:
     """groups that one step may reject before the run stops; None: 20 * prompts_per_step"""
     journal: bool = False
     """write each completion to disk, so that a killed run does not sample it again (always on with --overlap)"""
+    save_rollouts: Annotated[Path | None, Without("from_rollouts")] = None
+    """folder for what each step trains on, to look at and to train on again: a file of JSON Lines per step with the
+    token ids, masks, log-probs, versions, rewards and rows (docs/rollout.md)"""
+    from_rollouts: Annotated[Path | None, Without("journal", "overlap", why="nothing is sampled")] = None
+    """train on the steps in a folder of --save-rollouts, without sampling: the same flags give the same weights, bit
+    for bit. Data, reward and environment are then those of the held-out prompts only"""
     skip_nan: bool = False
     """drop and count samples with NaN or infinities and optimizer steps with a non-finite gradient norm.
     Off: the first one stops the run. A reward function that returns NaN counts for --reward-max-failed"""
@@ -441,7 +447,7 @@ class Optim:
     max_norm: Limit = 1.0
     """maximum global gradient norm (inf: no clipping)"""
     max_tokens: Count = 16384
-    """packed tokens per micro-batch; lower it if memory runs out"""
+    """packed tokens per micro-batch; where memory runs out in a step of one process, the step is repeated with half"""
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
     optimizer: Annotated[str, named("adamw", "muon")] = "adamw"

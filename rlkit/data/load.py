@@ -55,6 +55,20 @@ def place_of(rows: Sequence[Any], index: int, *, with_source: bool = True) -> st
     return f"{rows.source}, {rows.places[index]}" if with_source and rows.source else rows.places[index]
 
 
+def some_rows(rows: Sequence[Row], indices: Sequence[int]) -> Rows:
+    """The rows of these indices, with their places."""
+    places = [place_of(rows, i, with_source=False) for i in indices]
+    return Rows((rows[i] for i in indices), source=getattr(rows, "source", ""), places=places)
+
+
+def check_column(rows: Sequence[Row], column: str, names: Sequence[str], *, kind: str) -> None:
+    """Refuse (ValueError, with its place) a row whose `column` has none of the names, which choose one of `kind`."""
+    for index, row in enumerate(rows):
+        if (name := row.get(column)) not in names:
+            has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
+            raise ValueError(f"{place_of(rows, index)}: {has}, and the {kind} are {', '.join(names)}")
+
+
 def load_rows(
     path_or_id: str | Path | Sequence[str | Path | Source],
     *,

@@ -11,6 +11,7 @@ from rlkit.data.order import check_parts
 from rlkit.loops.task import Task
 from rlkit.model.forward import Policy, PolicyFn
 from rlkit.rollout.groups import check_sampling, single_turn
+from rlkit.rollout.saved import check_saved
 from rlkit.rollout.shared import SharedEngine
 from rlkit.settings import Critic, Optim, Penalties, Rollouts, SamplingParams, Schedule
 from rlkit.types import Batch, Engine
@@ -100,6 +101,7 @@ def check_rl(
             "rlkit.rollout.engines.process.launch or SGLang"
         )
     check_task(task, tokenizer)
+    check_saved(rollouts, policy.model, tokenizer, steps=schedule.steps, resume=schedule.resume)
 
 
 def check_support(engine: Engine, rollouts: Rollouts) -> None:

@@ -16,6 +16,7 @@ from rlkit.loops import coefficients
 from rlkit.loops.checks import check_rewarded, check_settings
 from rlkit.loops.coefficients import KlTerm
 from rlkit.loops.estimators import Advantage, gae
+from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
 from rlkit.loops.updates import PolicyLoss, check_functions, check_streams, clipped, grpo_update, per_token
@@ -103,10 +104,11 @@ def value_update(
     bins = bins_of(model.config)
     middle = batch.returns[batch.mask].mean()
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
-    for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
-        weights = per_token(mini)
+
+    def gradients(mini: Batch, max_tokens: int) -> Metrics:
+        weights, new = per_token(mini), metrics
         with pipelined(mesh) as backward:
-            for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens):
+            for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
                 of_bins = None if bins is None else classified(model, micro, dtype=values.dtype)
                 now = values_of(model, micro, dtype=values.dtype) if of_bins is None else of_bins[0]
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
@@ -121,7 +123,11 @@ def value_update(
                 }
                 if bins is not None:
                     streams["outside"] = ((micro.returns < bins["low"]) | (micro.returns > bins["high"])).float()
-                metrics = merge(metrics, {f"value/{k}": mean(x, mask=micro.mask) for k, x in streams.items()})
+                new = merge(new, {f"value/{k}": mean(x, mask=micro.mask) for k, x in streams.items()})
+        return new
+
+    for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
+        metrics = retry_smaller(partial(gradients, mini), mini, model=model, max_tokens=optim.max_tokens)
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)

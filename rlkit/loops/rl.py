@@ -26,6 +26,7 @@ from rlkit.model.forward import DTYPES, Policy, PolicyFn
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.groups import Group
 from rlkit.rollout.limits import mask_off_policy, mask_truncated
+from rlkit.rollout.saved import SavedStream
 from rlkit.rollout.shared import SharedStream, publish, reached, samplers_of, state_at
 from rlkit.run import saving
 from rlkit.run.folder import Run
@@ -91,7 +92,7 @@ async def rl(
     call = run_in_thread if rollouts.overlap or rollouts.max_age else run_inline  # pending samples are still scored
     with saving.open_training(schedule, start=start) as job:
         note_task(job.run, task, schedule, penalties, rollouts)
-        samples = Samples(job.run, tokenizer, engine=engine, print_steps=rollouts.print_samples_steps)
+        samples = Samples(job.run, tokenizer, engine=engine, rollouts=rollouts)
         watch = Watch(job.run, task.prompts, tokenizer, skip=rollouts.skip_nan)
         leg, before = resumed_order(saved, task, rollouts, engine, start=first, say=job.run.say)
         in_time = partial(saving.unless_hung, engine=engine, stop=job.stop, run=job.run)
@@ -147,8 +148,11 @@ async def rl(
 
 def stream_of(
     task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, samples: Samples, leg: Leg, **options: Any
-) -> SharedStream:
-    """The groups of the task's prompts in their order, sampled as the settings say."""
+) -> SharedStream | SavedStream:
+    """The groups of the task's prompts in their order, sampled as the settings say, or those of `from_rollouts`."""
+    if rollouts.from_rollouts is not None:
+        num = rollouts.prompts_per_step
+        return SavedStream(rollouts.from_rollouts, num_groups=num, on_group=samples.completed)
     return SharedStream(
         prompt_order(task.prompts, seed=schedule.seed, parts=task.parts, leg=leg), engine=engine,
         params=rollouts.params, group_size=rollouts.group_size, groups_per_step=rollouts.prompts_per_step,
@@ -206,6 +210,10 @@ def masked(groups: Sequence[Group], rollouts: Rollouts, *, version: int) -> Sequ
 def note_task(run: Run, task: Task, schedule: Schedule, penalties: Penalties, rollouts: Rollouts) -> None:
     """Note the numbers of rows for the report; report settings without effect."""
     run.note(rows=len(task.prompts), held_out={name: len(one.prompts) for name, one in task.held_out.items()})
+    if rollouts.from_rollouts is not None:
+        run.say(
+            f"from_rollouts: trains on the steps in {rollouts.from_rollouts}; nothing is sampled but for evaluations"
+        )
     if task.held_out and not schedule.eval_steps:
         run.say("eval_prompts are not used: eval_steps is 0")
     if penalties.ref_sync_steps > schedule.steps > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
+from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.loops.supervised import Sets, check_examples, check_fits, chosen, every, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
@@ -75,8 +77,7 @@ def sft(
     mesh = policy.mesh
     check_fits((len(e.ids) - 1 for e in every(examples, eval_examples)), max_tokens=max_tokens, kind="example")
 
-    def gradients(rows: list[int]) -> tuple[Metrics, int]:
-        batch = pack_examples(chosen(examples, rows))
+    def gradients(batch: Batch, max_tokens: int) -> Metrics:
         weights = per_token(batch)
         metrics: Metrics = {}
         with pipelined(mesh) as backward, dropping(model):
@@ -87,6 +88,11 @@ def sft(
                 logp, entropy = out.logp.detach(), out.entropy.detach()
                 new = {"loss": mean(-logp, mask=micro.mask), "entropy": mean(entropy, mask=micro.mask)}
                 metrics = merge(metrics, new)
+        return metrics
+
+    def step(rows: list[int]) -> tuple[Metrics, int]:
+        batch = pack_examples(chosen(examples, rows))
+        metrics = retry_smaller(partial(gradients, batch), batch, model=model, max_tokens=max_tokens)
         return metrics, batch.num_tokens
 
     def evaluate(some: Sequence[Example]) -> Metrics:
@@ -95,6 +101,6 @@ def sft(
         return {"loss": mean(-logp, mask=held_out.mask)}
 
     return supervised(
-        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=gradients,
+        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=step,
         evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip

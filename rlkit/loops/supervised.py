@@ -15,6 +15,7 @@ from torch import Tensor
 from rlkit.data.order import Parts, batches, resumed, to_save
 from rlkit.data.streaming import Streamed
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
+from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import default_dtype
@@ -108,24 +109,30 @@ def train_examples(
     """
     mesh = mesh_of(model)
 
-    def passes(some: Sequence[X], *, train: bool) -> tuple[Metrics, int]:
-        batch, losses = prepare(some)
+    def passes(batch: Batch, losses: Losses, num: int, max_tokens: int) -> Metrics:
         metrics: Metrics = {}
+        train = torch.is_grad_enabled()
         with pipelined(mesh) as backward, dropping(model) if train else nullcontext():
-            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=optim.max_tokens, whole_groups=True):
+            for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
                 value, new = losses(micro)
                 if train:
-                    backward(value.sum() / len(some))
+                    backward(value.sum() / num)
                 metrics = merge(metrics, new)
-        return metrics, batch.num_tokens
+        return metrics
+
+    def step(some: Sequence[X]) -> tuple[Metrics, int]:
+        batch, losses = prepare(some)
+        gradients = partial(passes, batch, losses, len(some))
+        options: dict[str, Any] = {"model": model, "max_tokens": optim.max_tokens, "whole_groups": True}
+        return retry_smaller(gradients, batch, **options), batch.num_tokens
 
     def evaluate(some: Sequence[X]) -> Metrics:
         with torch.no_grad():
-            return reduce_metrics(passes(some, train=False)[0], mesh=mesh)
+            return reduce_metrics(step(some)[0], mesh=mesh)
 
     return supervised(
         model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
-        backward=lambda rows: passes(chosen(examples, rows), train=True),
+        backward=lambda rows: step(chosen(examples, rows)),
         evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlkit._util.numbers import show
 from rlkit._util.tensors import FILLED_BY
+from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.loops.trial import lacking, log_ratio, refuse_needed, try_advantage, try_surrogate, weighs
 from rlkit.losses import (
     k3,
@@ -78,6 +79,7 @@ def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
     return ids[seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0].unique().numel()
 
 
+_UNTRAINED: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T], its micro-batch -> a loss per token
 TeacherLoss = Callable[[Batch], tuple[LogProbs, Tensor]]
 Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a weight per token
@@ -220,26 +222,24 @@ def grpo_update(
     all log-probs are renormalised over the recorded `support`: they are then those of what was sampled. A batch for one
     optimizer step needs no `old_logp`: the current log-probs take its place, without another forward. On a model cut by
     `parallelize` every rank passes the whole batch and computes its share. `time/forward` of the metrics is wall time
-    in seconds, on a GPU that of queueing the forward.
+    in seconds, on a GPU that of queueing the forward. Where memory runs out, the micro-batches become smaller
+    (`rlkit.loops.out_of_memory`).
 
     Errors: ValueError for a batch without a stream that the settings need: `advantages`, `ref_logp` for `kl_coef`,
     `kept_mass` for truncated sampling, `old_logp` for more than one optimizer step, in which every ratio would be 1.
     """
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
-    several = {"old_logp": f"{minibatches * rollouts.epochs} optimizer steps on a batch"}
-    check_streams(
-        batch, advantages="the policy loss", **(several if minibatches * rollouts.epochs > 1 else {}),
-        **({"ref_logp": f"kl_coef {kl_coef:g}"} if kl_coef else {}),
-        **({"kept_mass": "truncated sampling (top_p, top_k, min_p)"} if rollouts.params.truncates else {}),
-    )  # fmt: skip
+    _check_update(batch, rollouts, kl_coef=kl_coef, num_steps=minibatches * rollouts.epochs)
     set_lr(optimizer, lr)
     metrics: Metrics = {}
     forward_s = 0.0
     mesh, device, surrogate = policy.mesh, policy.model.device, loss.surrogate
-    for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
-        weights, num_tokens = loss.aggregate(mini), max(1, int(mini.mask.sum()))
+
+    def gradients(mini: Batch, max_tokens: int) -> tuple[Metrics, bool]:
+        nonlocal forward_s
+        weights, num_tokens, new = loss.aggregate(mini), max(1, int(mini.mask.sum())), metrics
         no_advantage = sum_per_seq(mini.advantages.abs(), cu_seqlens=mini.cu_seqlens) == 0
-        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=optim.max_tokens, isolate=no_advantage))
+        micros = list(rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens, isolate=no_advantage))
         always = bool(kl_coef or entropy_coef) or teacher is not None or has_gradient_without_advantage(surrogate, mini)
         needed = any_ranks([always or bool(micro.advantages.any()) for micro, *_ in micros])
         with pipelined(mesh) as backward:
@@ -262,16 +262,30 @@ def grpo_update(
                     total = total - entropy_coef * w * out.entropy
                 if divergence is not None:
                     total = total + teacher_coef * w * divergence
-                    metrics = merge(metrics, {"teacher/loss": mean(divergence.detach(), mask=micro.mask)})
+                    new = merge(new, {"teacher/loss": mean(divergence.detach(), mask=micro.mask)})
                 if needs_grad:
                     backward(total.sum())
                 share = micro.mask.sum().double() / num_tokens  # each optimizer step counts once
-                metrics = merge(metrics, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
-                metrics = merge(metrics, {"loss": Mean(total.detach().sum().double(), share)})
-        untrained: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}  # on every rank: `needed` is shared
-        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if any(needed) else untrained
+                new = merge(new, policy_metrics(out, old_logp, micro) | clip_shares(slope, micro))
+                new = merge(new, {"loss": Mean(total.detach().sum().double(), share)})
+        return new, any(needed)  # on every rank: `needed` is shared
+
+    for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
+        step = partial(gradients, mini)
+        metrics, trains = retry_smaller(step, mini, model=policy.model, max_tokens=optim.max_tokens)
+        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if trains else _UNTRAINED
         metrics = merge(metrics, stepped)
     return reduce_metrics(metrics | {"time/forward": mean(forward_s)}, mesh=mesh)
+
+
+def _check_update(batch: Batch, rollouts: Rollouts, *, kl_coef: float, num_steps: int) -> None:
+    """Refuse (ValueError) a batch without a stream that the settings of `grpo_update` need."""
+    several = {"old_logp": f"{num_steps} optimizer steps on a batch"}
+    check_streams(
+        batch, advantages="the policy loss", **(several if num_steps > 1 else {}),
+        **({"ref_logp": f"kl_coef {kl_coef:g}"} if kl_coef else {}),
+        **({"kept_mass": "truncated sampling (top_p, top_k, min_p)"} if rollouts.params.truncates else {}),
+    )  # fmt: skip
 
 
 def sampler_logp(batch: Batch, old_logp: Float[Tensor, "T"], rollouts: Rollouts) -> Float[Tensor, "T"]:

@@ -62,12 +62,7 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`, or one group that must stay whole.
     Differs: verl partitions single sequences (Karmarkar-Karp), so a group's prompt is computed on several ranks.
     """
-    lens = _Lens(
-        [*seq_lens(batch.cu_seqlens).tolist(), 0],
-        [*batch.prefix_ids.tolist(), -1],
-        [*seq_lens(batch.prefix_cu).tolist(), 0],
-    )
-    group_ids = batch.group_ids.tolist()
+    lens, group_ids = _lens(batch), batch.group_ids.tolist()
     check_count(max_tokens=max_tokens)
     pieces = _pieces(lens, group_ids, max_tokens)
     if not pieces:
@@ -84,9 +79,26 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
             break
     bins = bins[::-1]
     rows = [bins[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, num_bins, ranks)]
-    largest = pieces[0][0] if whole_groups else max(length + lens.prefix[p] for length, p in zip(*lens[:2]))
+    largest = largest_piece(batch, whole_groups=whole_groups)
     bound = max(largest, math.ceil((batch.num_tokens + batch.prefix_tokens.numel()) / num_bins))
     return Plan([sorted(members) for row in rows for _, members in row], bins[0][0], bound)
+
+
+def largest_piece(batch: Batch, *, whole_groups: bool = False) -> int:
+    """Tokens of the largest sequence with its prompt, or of the largest group: the least `max_tokens` that holds it."""
+    lens = _lens(batch)
+    if not whole_groups:
+        return max(length + lens.prefix[p] for length, p in zip(*lens[:2]))
+    pieces = _pieces(lens, batch.group_ids.tolist(), batch.num_tokens + batch.prefix_tokens.numel())
+    return max((cost for cost, _ in pieces), default=0)
+
+
+def _lens(batch: Batch) -> _Lens:
+    return _Lens(
+        [*seq_lens(batch.cu_seqlens).tolist(), 0],
+        [*batch.prefix_ids.tolist(), -1],
+        [*seq_lens(batch.prefix_cu).tolist(), 0],
+    )
 
 
 def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:

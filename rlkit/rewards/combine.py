@@ -66,6 +66,36 @@ def scalarized(
     )  # fmt: skip
 
 
+def for_source(
+    function: Callable[..., Any], *, column: str, source: str, timeout_s: float = 60.0
+) -> Callable[..., Any]:
+    """A reward function for the rows whose `column` is `source`; it returns None for all others, and is not called.
+
+    Of several, `weighted` makes one that judges each row by the function of its source:
+
+        reward = weighted({"math": for_source(boxed, column="data_source", source="math"), "code": ...},
+                          weights={"math": 1.0, "code": 1.0})
+
+    Each is then logged under its name, as the mean over its own rows.
+    """
+    check_ours(function)
+
+    async def reward(
+        completions: list[str], rows: list[dict[str, Any]], *, index: list[int], **extra: Any
+    ) -> list[Any]:
+        chosen = [i for i, row in enumerate(rows) if dict.get(row, column) == source]
+        samples = [Sample(completions[i], rows[i], index[i], {name: x[i] for name, x in extra.items()}) for i in chosen]
+        results: list[Any] = [None] * len(rows)
+        async with off_the_clock():
+            judged = await run_reward_each(function, samples, timeout_s=timeout_s, missing=math.nan)
+        for i, result in zip(chosen, judged):
+            absent = isinstance(result, Reward) and math.isnan(result.reward)
+            results[i] = None if absent else result
+        return results
+
+    return reward
+
+
 def combined(
     functions: Mapping[str, Callable[..., Any]], *, scalarize: Callable[[Tensor], Tensor], timeout_s: float = 60.0
 ) -> Callable[..., Any]:

@@ -22,8 +22,10 @@ from rlkit._util.text import printable
 from rlkit.data.prompts import Prompt, question_messages
 from rlkit.rewards.text import gold_answer
 from rlkit.rollout.limits import success
+from rlkit.rollout.saved import save_step
 from rlkit.run.console import line_width
 from rlkit.run.folder import Run
+from rlkit.settings import Rollouts
 
 if TYPE_CHECKING:
     from rlkit.types import Trajectory
@@ -60,12 +62,14 @@ class Known:
 class Samples:
     """Writes the samples of a run into its folder, and shows the progress of the rollout.
 
-    The numbers of running and queued requests are the engine's `progress`, if it has one. `print_steps`: steps between
-    two tables of sampled answers on the screen, the first at step 1 (0: none).
+    The numbers of running and queued requests are the engine's `progress`, if it has one. Of `rollouts` it reads the
+    steps between two tables of sampled answers on the screen, the first at step 1, and `save_rollouts`; None: neither.
     """
 
-    def __init__(self, run: Run, tokenizer: Any, *, engine: Any, print_steps: int = 0) -> None:
-        self._run, self._engine, self._print_steps = run, engine, print_steps
+    def __init__(self, run: Run, tokenizer: Any, *, engine: Any, rollouts: Rollouts | None = None) -> None:
+        self._run, self._engine = run, engine
+        self._print_steps = rollouts.print_samples_steps if rollouts else 0
+        self._save = rollouts.save_rollouts if rollouts else None
         self.tokenizer = tokenizer
         self._tallies: dict[tuple[str, int], _Tally] = {}
 
@@ -106,6 +110,8 @@ class Samples:
         """
         if not self._run.active:
             return
+        if self._save is not None:
+            save_step(self._save, step, prompts, groups)
         rows = [self._rows(*of, step=step) for of in zip(prompts, groups, strict=True)]
         advantages = dict(zip(record.places, record.advantages))
         tokens = {record.places[i]: streams for i, streams in record.tokens.items()}

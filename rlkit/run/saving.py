@@ -23,6 +23,7 @@ from rlkit.model.optim import broken_weights
 from rlkit.model.weights import export_hf
 from rlkit.parallel.data import any_rank
 from rlkit.rollout.engines import EngineError, silence
+from rlkit.rollout.saved import SavedStream
 from rlkit.rollout.shared import SharedStream
 from rlkit.run import on_save
 from rlkit.run.console import TRAINING, say, with_command
@@ -135,7 +136,7 @@ def save_if_due(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     reference: Any = None,
-    stream: SharedStream | None = None,
+    stream: SharedStream | SavedStream | None = None,
 ) -> bool:
     """Save every `schedule.save_steps` steps (0: never), after the last step, and after a stop request.
 

@@ -402,7 +402,10 @@ class Episodes:
     reward: str | tuple[str, ...] | None = None
     """FILE.py:FUNCTION or MODULE:FUNCTION that scores a completion; None: the environment's own reward.
     Several are summed with weights and logged as reward/FUNCTION, e.g. a.py:right b.py:form=0.1 (0: only logged).
-    Arguments may follow: "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)=0.5\""""
+    Arguments may follow: "rlkit.rewards.text:soft_overlong(max_tokens=512, cache_tokens=128)=0.5\".
+    NAME=FILE.py:FUNCTION judges the rows of one source, as in math=a.py:f code=b.py:g, and is logged as reward/NAME"""
+    reward_column: str = "data_source"
+    """column of the rows with the name of their source, for --reward NAME=FILE.py:FUNCTION"""
     combine: Literal["sum", "tchebycheff", "normalize_then_sum", "lexicographic"] = "sum"
     """how several rewards become one (docs/advantages.md): their weighted sum; tchebycheff: minus the largest weighted
     distance to --ideal; normalize_then_sum: z-scores in the group, summed (GDPO); lexicographic: by the first, ties by
@@ -469,6 +472,8 @@ class Episodes:
         check(self)
         self._check_combine()
         check_column_flag(self, "env", self.envs())
+        unread = not self.reward_sources() and not is_default(self, "reward_column")
+        refuse_if(unread, "`reward_column` is for sources: give `reward` as NAME=FILE.py:FUNCTION")
 
     @property
     def one_turn(self) -> bool:
@@ -484,6 +489,10 @@ class Episodes:
         """Refuse a way to combine rewards that does not suit them."""
         used = {name: weight for name, (_, weight) in self.rewards().items() if weight != 0}
         refuse_if(self.combine != "sum" and len(used) < 2, f"`combine` {self.combine} is for several `reward`s")
+        apart = self.combine != "sum" and bool(self.reward_sources())
+        refuse_if(
+            apart, f"`combine` {self.combine} compares rewards of one row, and those of `reward` NAME=... have others"
+        )
         refuse_if(
             self.combine == "tchebycheff" and len(self.ideal) != len(used),
             f"`ideal` has {len(self.ideal)} numbers: give one for each of the {len(used)} rewards of tchebycheff",
@@ -493,17 +502,12 @@ class Episodes:
 
     def rewards(self) -> dict[str, tuple[str, float | None]]:
         """(FILE.py:FUNCTION, weight or None) of each reward function, by its name: FUNCTION, or FILE.FUNCTION where
-        several functions are named FUNCTION.
+        several functions are named FUNCTION; of a source its name, or SOURCE.FUNCTION where several judge it.
         """
         from rlkit.rewards.call import RESERVED
 
-        specs = [_parsed(text) for text in ((self.reward,) if isinstance(self.reward, str) else self.reward or ())]
-        names = [spec.partition("(")[0].rpartition(":")[2] for spec, *_ in specs]
-        rewards: dict[str, tuple[str, float | None]] = {}
-        for name, (spec, weight, text) in zip(names, specs):
-            place = spec.partition("(")[0].rpartition(":")[0]
-            stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
-            name = f"{stem}.{name}" if names.count(name) > 1 else name
+        specs, rewards = self._specs(), dict[str, tuple[str, float | None]]()
+        for name, spec, weight, text in specs:
             finite, taken = math.isfinite(weight or 0.0), name in RESERVED and (len(specs) > 1 or weight is not None)
             refuse_if(not finite, f"`reward` {text}: the weight must be a finite number, as in {spec}=0.5")
             refuse_if(taken, f"`reward` {text}: reward/{name} is a metric of every run; rename the function")
@@ -514,6 +518,24 @@ class Episodes:
         nothing = rewards and all(weight == 0 for _, weight in rewards.values())
         refuse_if(nothing, "`reward` has only weights of 0, so nothing would train: give one function another weight")
         return rewards
+
+    def reward_sources(self) -> dict[str, str]:
+        """The source of each reward function that judges the rows of one only, by the function's name."""
+        return {name: source for name, *_, text in self._specs() if (source := _of_source(text)[0])}
+
+    def _specs(self) -> list[tuple[str, str, float | None, str]]:
+        """The name, FILE.py:FUNCTION, weight and text of each reward function."""
+        texts = (self.reward,) if isinstance(self.reward, str) else self.reward or ()
+        sources, rest = [_of_source(text)[0] for text in texts], [_parsed(_of_source(text)[1]) for text in texts]
+        functions = [(source, spec.partition("(")[0].rpartition(":")[2]) for source, (spec, _) in zip(sources, rest)]
+        named = []
+        for text, (source, function), (spec, weight) in zip(texts, functions, rest):
+            place = spec.partition("(")[0].rpartition(":")[0]
+            stem = os.path.basename(place)[:-3] if place.endswith(".py") else place.rpartition(".")[2]
+            name = f"{stem}.{function}" if functions.count((source, function)) > 1 else function
+            alone = source and sources.count(source) == 1
+            named.append((source if alone else f"{source}.{name}" if source else name, spec, weight, text))
+        return named
 
     def envs(self) -> dict[str, str]:
         """FILE.py:NAME of each environment by its name; that of a single one is ""."""
@@ -547,15 +569,22 @@ def check_column_flag(settings: Any, flag: str, places: Mapping[str, str]) -> No
     refuse_if(wrong, f"`{column}` chooses among several: give `{flag}` more than one")
 
 
-def _parsed(text: str) -> tuple[str, float | None, str]:
-    """FILE.py:FUNCTION, the weight after `=` (None without one, NaN for what is no number), and the text itself."""
+def _of_source(text: str) -> tuple[str, str]:
+    """The source and the rest of SOURCE=FILE.py:FUNCTION; "" and the text of a function for all rows."""
+    source, _, rest = text.partition("=")
+    is_path = os.path.exists(text.partition("(")[0].rpartition(":")[0])  # of a folder with a `=`
+    return (source, rest) if source and ":" in rest and not {*":("} & {*source} and not is_path else ("", text)
+
+
+def _parsed(text: str) -> tuple[str, float | None]:
+    """FILE.py:FUNCTION and the weight after `=` (None without one, NaN for what is no number)."""
     end = text.rfind(")") + 1 or text.rfind(":") + 1  # of the arguments, which have a `=` too
     _, equals, number = text[end:].partition("=")
     try:
         weight = float(number) if equals else None
     except ValueError:
         weight = math.nan
-    return text.removesuffix(equals + number), weight, text
+    return text.removesuffix(equals + number), weight
 
 
 OF_VALUES = ("gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace")

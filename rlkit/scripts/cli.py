@@ -427,7 +427,8 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError" or flags.get("debug") or launched():
             raise
-        fail(f"{str(error).partition('. ')[0]}: {LESS_MEMORY}", code=1)
+        lines = [f"{str(error).partition('. ')[0]}: {LESS_MEMORY}", *getattr(error, "__notes__", ())]
+        fail("\n  ".join(lines), code=1)
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime" or flags.get("debug") or launched():
             raise

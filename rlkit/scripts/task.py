@@ -84,7 +84,8 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     if args.evaluation.trial:
         ends = stop_token_ids(tokenizer, place.config.get_text_config()) if place.template else ()
         try_env(episodes, tokenizer, env, prompts, ends=ends)
-    names = tuple(name for name, (_, weight) in episodes.rewards().items() if weight != 0)
+    rewards, sources = episodes.rewards(), episodes.reward_sources()
+    names = tuple(name for name, (_, weight) in rewards.items() if weight != 0 and name not in sources)
     return Task(
         prompts, score, env=env, eval_sets=sets if args.schedule.eval_steps else {},
         parts=mixture(brought.data, map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
@@ -166,6 +167,8 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
     no chat template, and a command that does not fit the rows of the `parts` of the data. Does not import torch.
     """
     if len(envs := episodes.envs()) > 1:
+        from rlkit.data.load import check_column
+
         for rows in parts:
             check_column(rows, episodes.env_column, [*envs], kind="environments")
         each = {
@@ -267,14 +270,6 @@ def _chosen(each: dict[str, OfTokenizer], column: str, tokenizer: Any) -> Any:
         return await made[prompt.row[column]](prompt, sample)
 
     return env
-
-
-def check_column(rows: Any, column: str, names: Sequence[str], *, kind: str) -> None:
-    """Refuse (ValueError) a row whose `column` names none of several."""
-    for index, row in enumerate(rows):
-        if (name := row.get(column)) not in names:
-            has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
-            raise ValueError(f"row {index + 1}: {has}, and the {kind} are {', '.join(names)}")
 
 
 def _foreign_env(episodes: Episodes) -> Any:

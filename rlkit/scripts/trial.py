@@ -202,7 +202,7 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bo
 
     def of_tokenizer(tokenizer: Any) -> Any:
         from rlkit.agents.command import scored
-        from rlkit.rewards.combine import scalarized, weighted
+        from rlkit.rewards.combine import for_source, scalarized, weighted
         from rlkit.rewards.scoring import env_rewards, scorer
 
         done = scored if episodes.agent else lambda score: score
@@ -210,13 +210,18 @@ def read_reward(episodes: Episodes, *parts: Any, flag: str = "reward", trial: bo
         if not functions:
             return done(env_rewards(max_failed=episodes.max_failed))
         weights = {name: weight for name, (_, weight) in episodes.rewards().items()}
-        reward, *_ = functions.values()
-        if [*weights.values()] != [None]:
+        apart: dict[str, Any] = {"column": episodes.reward_column, "timeout_s": episodes.reward_timeout}
+        judges = functions | {
+            name: for_source(functions[name], source=source, **apart)
+            for name, source in episodes.reward_sources().items()
+        }
+        reward, *_ = judges.values()
+        if [*weights.values()] != [None] or judges != functions:
             each = {name: 1.0 if weight is None else weight for name, weight in weights.items()}
-            reward = weighted(functions, weights=each, timeout_s=episodes.reward_timeout)
+            reward = weighted(judges, weights=each, timeout_s=episodes.reward_timeout)
             if episodes.combine != "sum":
                 scalarize = combining(episodes)
-                reward = scalarized(functions, weights=each, scalarize=scalarize, timeout_s=episodes.reward_timeout)
+                reward = scalarized(judges, weights=each, scalarize=scalarize, timeout_s=episodes.reward_timeout)
         return done(scorer(reward, tokenizer=tokenizer, **limits))
 
     return of_tokenizer
@@ -248,12 +253,13 @@ def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, An
     from rlkit.rewards.text import gold_answer
 
     functions = {}
+    check_sources(episodes, *parts, flag=flag)
     for name, (spec, _) in episodes.rewards().items():
         function = function_of(flag, spec)
         try:
             functions[name] = function = adapted(function)
             check_signature(function, set(ONE_TURN) if episodes.one_turn else None)
-            check_rows(function, *parts)
+            check_rows(function, *rows_of(name, episodes, *parts))
         except (TypeError, ValueError) as error:
             raise ValueError(f"`{flag}` {spec}: {error}") from None
     for rows in parts if functions else ():
@@ -262,6 +268,31 @@ def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, An
             why = "have no gold answer (missing, null or empty)"
             drop(rows, golds, lambda gold: gold is None, unit="rows", why=why, keep=True)
     return functions
+
+
+def check_sources(episodes: Episodes, *parts: Any, flag: str) -> None:
+    """ValueError for a row of the `parts` that no reward judges; a source that no row has is logged."""
+    from rlkit.data.load import check_column
+
+    sources, column = episodes.reward_sources(), episodes.reward_column
+    of_all = any(weight != 0 for name, (_, weight) in episodes.rewards().items() if name not in sources)
+    for rows in parts if sources and not of_all else ():
+        check_column(rows, column, [*dict.fromkeys(sources.values())], kind=f"sources of `{flag}`")
+    here = {row.get(column) for rows in parts for row in rows} if sources else set()
+    for source in {*sources.values()} - here:
+        has = f"its {column} is {', '.join(sorted(map(repr, here)))}" if here - {None} else f"no row has {column}"
+        _log.warning("--%s %s=...: no row is of that source, %s (--reward-column)", flag.replace("_", "-"), source, has)
+
+
+def rows_of(name: str, episodes: Episodes, *parts: Any) -> list[Any]:
+    """Of each of the `parts` the rows that the reward function of this name judges."""
+    from rlkit.data.load import some_rows
+
+    source = episodes.reward_sources().get(name)
+    if source is None:
+        return [*parts]
+    column = episodes.reward_column
+    return [some_rows(rows, [i for i, row in enumerate(rows) if row.get(column) == source]) for rows in parts]
 
 
 def try_rewards(functions: Mapping[str, Any], episodes: Episodes, *parts: Any, flag: str) -> None:
@@ -324,7 +355,8 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
 
     given = episodes.rewards()
     sizes: dict[str, float] = {}
-    for (name, (spec, weight)), rows in ((one, rows) for one in given.items() for rows in filter(len, parts)):
+    asked = ((one, rows) for one in given.items() for rows in filter(len, rows_of(one[0], episodes, *parts)))
+    for (name, (spec, weight)), rows in asked:
         with _told_if_slow(spec):
             trial = run_sync(
                 try_reward(
@@ -337,6 +369,7 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
             sizes[spec] = max([sizes.get(spec, 0.0), *(abs(x) for x in trial.values if math.isfinite(x))])
     small, *_, large = sorted(filter(sizes.get, sizes), key=lambda spec: sizes[spec]) * 2 or [""] * 2
     equal = episodes.combine == "sum" and all(weight is None for _, weight in given.values())
+    equal = equal and not episodes.reward_sources()
     if equal and small != large and sizes[large] >= _FAR * sizes[small]:
         said = "%s gives up to %g and %s up to %g, at equal weight: give weights, as in --reward %s=%g"
         _log.warning(said, large, sizes[large], small, sizes[small], large, sizes[small] / sizes[large])

@@ -32,6 +32,7 @@ RUNS = {  # its smallest run, with OUT for a folder of the test, and what it pri
     "benchmarks/linear_scan_cpu.py": ("--num-tokens 64 --num-seqs 4 --repeats 1 --out OUT/x.json", "4096 tokens"),
     "benchmarks/rewards.py": ("--num 1 --repeats 1 --out OUT/x.json", "ten_asserts"),
     "benchmarks/rollout_host.py": ("--prompts 2 --group-size 2 --tokens 8", '{"tokens": 32, '),
+    "examples/demonstrations.py": ("--steps 1 --seeds 1", "luffy              mean reward: "),
     "examples/in_transformers.py": ("--steps 1 --output OUT", "'train_loss'"),
     "examples/own_dpo.py": ("--steps 1", "accuracy"),
     "examples/own_ppo.py": ("--steps 1", "reward"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
+import re
 import shutil
 import sys
 from functools import partial
@@ -14,6 +16,7 @@ import pytest
 import torch
 import warm
 from pictures import no_pictures
+from safetensors.torch import load_file
 from snippets import ROOT, blocks, run
 
 from rlkit import losses
@@ -111,7 +114,7 @@ def test_laws_of_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rollouts(world: dict[str, Any]) -> None:
-    first, stream = blocks("docs/rollout.md")
+    first, stream, _ = blocks("docs/rollout.md")
     groups = run(first, world | {"rollout": rollout})["groups"]
     assert [len(group) for group in groups] == [8] * 4
     names = {"GroupStream": GroupStream, "success_between": success_between, "stream_weights": stream_weights}
@@ -119,6 +122,32 @@ def test_rollouts(world: dict[str, Any]) -> None:
     groups = run(stream.replace("groups_per_step=32", "groups_per_step=2"), world | names)["groups"]
     assert len(groups) == 2
     assert all({0.0, 1.0} == {sample.reward for sample in group} for group in groups)
+
+
+@pytest.mark.slow
+def test_steps_that_are_saved(make_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": str(i), "answer": "7"} for i in range(4)]
+    task = make_task(train=rows, reward="def score(completion, row):\n    return len(set(completion)) / 8\n")
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def rlkit(*flags: str) -> None:
+        command = [sys.executable, "-m", "rlkit.scripts.grpo", *flags]
+        warm.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True, plots=False)
+
+    sizes = "--steps 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 6 --lr 1e-3 --output runs/a"
+    rlkit(*f"--model {task}/model --data {task}/train.jsonl --reward {task}/reward.py:score {sizes}".split())
+    page = (ROOT / "docs/rollout.md").read_text()
+    for line in re.findall(r"^    rlkit grpo (.*?) +#", page, re.MULTILINE):
+        rlkit(*line.split())
+    first, again = (load_file(f"runs/{name}/model/model.safetensors") for name in "bc")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    datasets, pandas = (pytest.importorskip(name) for name in ("datasets", "pandas"))
+    names = run(blocks("docs/rollout.md")[2], {"Path": Path, "datasets": datasets, "pandas": pandas})
+    assert len(names["rows"]) == 2 * len(names["frame"]) == 16
+    assert pack(names["groups"]).num_seqs == 8
+    assert [prompt.row["answer"] for prompt in names["prompts"]] == ["7", "7"]
 
 
 def test_preferences(world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

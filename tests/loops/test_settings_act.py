@@ -69,6 +69,7 @@ ACTS = {
 }  # fmt: skip
 ELSEWHERE = {  # field -> the test that has it
     (Rollouts, "overlap"): "test_grpo_loops.py", (Rollouts, "max_dropped"): "below",
+    (Rollouts, "save_rollouts"): "test_saved_rollouts.py", (Rollouts, "from_rollouts"): "test_saved_rollouts.py",
     (Schedule, "output"): "every test", (Schedule, "resume"): "test_resume.py",
     (Schedule, "on_save"): "tests/run/test_on_save.py", (Schedule, "dtype_export"): "tests/model/test_source.py",
     **{(Schedule, name): "tests/run/test_trackers.py" for name in ("track", "track_project", "track_model")},

@@ -20,7 +20,11 @@ from rlkit.types import Batch, Trajectory
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)\n", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True))
 IMPORTS, NAMES = (re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] for text in (PAGE, SECTIONS["The others"]))
-CODE = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0] for name, text in SECTIONS.items()}
+CODE = {
+    name: re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    for name, text in SECTIONS.items()
+    if "```python" in text
+}
 del CODE["The others"]
 TABLE = {
     cells[0]: [cell.strip("`") for cell in cells[1:3]]

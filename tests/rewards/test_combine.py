@@ -11,7 +11,7 @@ from rlkit.compat.rewards import adapted
 from rlkit.loops.evaluate import rollout_metrics
 from rlkit.objectives import tchebycheff
 from rlkit.rewards import RewardError, Sample, run_reward, run_reward_each
-from rlkit.rewards.combine import combined, weighted
+from rlkit.rewards.combine import combined, for_source, weighted
 from rlkit.types import Trajectory
 
 SAMPLES = [Sample("ab", {"answer": "ab"}, 4, {"n": 1}), Sample("cd", {"answer": "x"}, 5, {"n": 3})]
@@ -58,6 +58,29 @@ async def test_the_weighted_sum_is_that_of_its_parts_in_one_piece_and_two():
     rewards = await run_reward(nested, SAMPLES, timeout_s=60)
     assert [r.reward for r in rewards] == [2 * 0.0 - 1.0, 2 * -2.0 - 3.0]
     assert rewards[0].metrics["both/right/seen"] == 7.0
+
+
+async def test_a_reward_of_one_source_is_called_for_its_rows_only():
+    samples = [Sample(f"{i}", {"kind": kind, "answer": "1"}, i, {"n": i}) for i, kind in enumerate("abba")]
+    samples.append(Sample("4", {}, 4, {"n": 4}))
+
+    def even(completions, rows, index):
+        assert [row["kind"] for row in rows] == ["a", "a"]
+        return [{"reward": 10.0 + int(c), "seen": i} for c, i in zip(completions, index)]
+
+    async def none_at_two(completion, row, n):
+        return None if n == 2 else n + 0.5
+
+    each = {"a": for_source(even, column="kind", source="a"), "b": for_source(none_at_two, column="kind", source="b")}
+    both = weighted(each | {"first": firsts}, weights={"a": 1, "b": 2, "first": 1})
+    results = await run_reward_each(both, samples, timeout_s=60)
+    assert [r.reward for r in results] == [10.0, 3.0, 0.0, 13.0, 0.0]
+    assert results[3].metrics == {"a": 13.0, "a/seen": 3.0, "first": 0.0}
+    assert [*results[2].metrics] == [*results[4].metrics] == ["first"]
+    alone = weighted(each, weights={"a": 1, "b": 2})
+    results = await run_reward_each(alone, samples, timeout_s=60)
+    assert [isinstance(r, RewardError) for r in results] == [False, False, True, False, True]
+    assert "a and b returned None, and nothing else gives a reward" in str(results[2])
 
 
 async def test_a_failure_is_its_samples_and_names_the_function():

@@ -226,4 +226,4 @@ def test_a_row_of_no_environment_is_refused_before_a_model_is_loaded(make_task, 
             None,
             argv=["--model", "none/at-all", "--data", str(task / "train.jsonl"), "--env", *env],
         )
-    assert "row 2: 'env' is 'c', and the environments are a, b" in capsys.readouterr().err
+    assert "train.jsonl, line 2: 'env' is 'c', and the environments are a, b" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import open_run
 from rlkit.run.samples import Known, Samples, pieces, table, token_row, trajectory_row
+from rlkit.settings import Rollouts
 from rlkit.types import Trajectory
 
 ROW = {"prompt": "What is 6 * 7?", "answer": "42", "topic": "products"}
@@ -116,7 +117,7 @@ def test_the_table_shows_the_group_whose_rewards_differ_most(tmp_path, capsys):
     ]
     known = Known(places=[2, 3, 4, 5], advantages=[t.reward - 1.5 for t in mixed])
     with open_run(tmp_path / "run", steps=99) as run:
-        samples = Samples(run, tiny_tokenizer(), engine=None, print_steps=10)
+        samples = Samples(run, tiny_tokenizer(), engine=None, rollouts=Rollouts(print_samples_steps=10))
         for step in range(1, 21):
             samples.trained(prompts, [equal, mixed], known, step=step)
     lines = capsys.readouterr().out.splitlines()
@@ -161,7 +162,7 @@ def test_a_table_fits_into_its_width_and_keeps_the_end_of_an_answer(width):
 def test_a_prompt_made_in_python_is_shown_by_its_tokens(tmp_path, capsys):
     ids = tiny_tokenizer().encode("2+2", add_special_tokens=False)
     with open_run(tmp_path / "run", steps=9) as run:
-        Samples(run, tiny_tokenizer(), engine=None, print_steps=1).trained(
+        Samples(run, tiny_tokenizer(), engine=None, rollouts=Rollouts(print_samples_steps=1)).trained(
             [Prompt(ids, {}, 0)], [[sampled()]], Known(), step=4
         )
     lines = capsys.readouterr().out.splitlines()
@@ -171,7 +172,7 @@ def test_a_prompt_made_in_python_is_shown_by_its_tokens(tmp_path, capsys):
 
 def test_a_rank_that_does_not_write_decodes_nothing(tmp_path):
     with open_run(tmp_path / "run", steps=9, active=False) as run:
-        samples = Samples(run, None, engine=None, print_steps=1)
+        samples = Samples(run, None, engine=None, rollouts=Rollouts(print_samples_steps=1))
         samples.trained([], [[sampled()]], Known(), step=1)
         samples.completed(Prompt([60], {}, 0), [sampled()], step=1, kept=False)
     assert not (tmp_path / "run").exists()

@@ -97,7 +97,10 @@ NULL = [{"prompt": "1+1=", "label": gold, "reward_model": {"style": "rule"}} for
 @pytest.fixture(scope="module")
 def task(make_task):
     rows = [{"prompt": f"{i}+1=", "solution": i % 3} for i in range(8)]
-    folder = make_task(rows=rows, bare=[{"prompt": "1+1="}], null=NULL, reward=REWARDS)
+    mixed = [row | {"data_source": ("openai/gsm8k", "code")[i % 2]} for i, row in enumerate(rows)]
+    others = [*mixed, {"prompt": "x", "data_source": "other"}]
+    more = {"mixed": mixed, "others": others, "unnamed": [*mixed, {"prompt": "x"}]}
+    folder = make_task(rows=rows, bare=[{"prompt": "1+1="}], null=NULL, **more, reward=REWARDS)
     for other in (folder / "other.py", folder / "sub" / "other.py"):
         other.parent.mkdir(exist_ok=True)
         other.write_text("def score(completion, row):\n    return 1.0\n")
@@ -162,6 +165,47 @@ def test_each_of_several_functions_is_a_metric_and_their_sum_trains(lines, task)
     assert 0 < absent < 36
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_each_source_has_its_reward(task, tmp_path):
+    """Of forms of two systems, one of which would fail on the other's rows; a further one judges all rows."""
+    file = task / "reward.py"
+    given = [f"openai/gsm8k={file}:compute_score", f"code={file}:custom_rm=2", f"{file}:score=0.5"]
+    run(grpo.main, grpo.Args, None, argv=flags_of(task, tmp_path / "run", *given, data="mixed"))
+    end = AutoTokenizer.from_pretrained(task / "model").eos_token
+    for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
+        path = tmp_path / "run" / f"trajectories/train_{line['step']:06d}.jsonl"
+        parts, totals = {"openai/gsm8k": [], "code": []}, []
+        for sample in map(json.loads, path.read_text().splitlines()):
+            seen = [char for char in sample["completion"].removesuffix(end) if ord(char) < 128]
+            gold, is_code = sample["group"] % 3, sample["group"] % 2
+            value = len(set(seen)) + gold if is_code else len(seen) - gold
+            parts["code" if is_code else "openai/gsm8k"].append(value)
+            totals.append(value * (1 + is_code) + 0.5 * sample["length"] / 8)
+            assert sample["reward"] == pytest.approx(totals[-1])
+        assert line["reward/mean"] == pytest.approx(np.mean(totals), rel=1e-5)
+        for name, values in parts.items():
+            expected = pytest.approx(np.mean(values), rel=1e-5) if values else None
+            assert line.get(f"reward/{name}") == expected
+
+
+def test_a_source_without_rows_is_named(task, caplog):
+    file = task / "reward.py"
+    reward = (f"openai/gsm8k={file}:score", f"code={file}:score", f"maths={file}:score")
+    read_reward(Episodes(reward=reward), load_rows(task / "mixed.jsonl"))
+    (line,) = [record.getMessage() for record in caplog.records if "maths" in record.getMessage()]
+    assert line.endswith("no row is of that source, its data_source is 'code', 'openai/gsm8k' (--reward-column)")
+
+
+def test_rewards_of_sources_have_names():
+    given = ("math=a.py:f", "code=b.py:f=0.5", "code=b.py:g(x='a=b')", "a.py:f", "c.py:f=0")
+    episodes = Episodes(reward=given, reward_column="kind")
+    assert episodes.rewards() == {
+        "math": ("a.py:f", None), "code.f": ("b.py:f", 0.5), "code.g": ("b.py:g(x='a=b')", None),
+        "a.f": ("a.py:f", None), "c.f": ("c.py:f", 0.0),
+    }  # fmt: skip
+    assert episodes.reward_sources() == {"math": "math", "code.f": "code", "code.g": "code"}
+
+
 @pytest.mark.slow
 def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
     keys = []
@@ -179,6 +223,28 @@ def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
 
 
 WRONG = [
+    (
+        ["openai/gsm8k=reward.py:score", "code=reward.py:score", "--data", "others.jsonl"],
+        "others.jsonl, line 9: 'data_source' is 'other', and the sources of --reward are openai/gsm8k, code",
+    ),
+    (
+        ["openai/gsm8k=reward.py:score", "code=reward.py:score", "--data", "unnamed.jsonl"],
+        "unnamed.jsonl, line 9: there is no column 'data_source', and the sources of --reward are openai/gsm8k, code",
+    ),
+    (
+        ["openai/gsm8k=reward.py:score", "code=reward.py:needs_level", "--data", "mixed.jsonl"],
+        "reward.py:needs_level: mixed.jsonl, line 2: reward.py:needs_level needs the column 'level'; columns found: ",
+    ),
+    (["math=reward.py:score", "math=other.py:score", "math=sub/other.py:score"], "two functions math.other.score, "),
+    (
+        ["math=reward.py:score=much"],
+        "math=reward.py:score=much: the weight must be a finite number, as in reward.py:sc",
+    ),
+    (["reward.py:score", "--reward-column", "kind"], "--reward-column is for sources: give --reward as NAME=FILE.py:F"),
+    (
+        ["a=reward.py:score", "b=reward.py:score", "--combine", "lexicographic"],
+        "--combine lexicographic compares rewards of one row, and those of --reward NAME=... have others",
+    ),
     (["reward.py:score(x=1)=0.5"], "reward.py:score(x=1): "),
     (
         ["reward.py:score", "other.py:score", "sub/other.py:score=0.5"],
@@ -302,7 +368,10 @@ def test_an_empty_gold_answer_is_refused_with_its_line_where_a_reward_needs_it(t
             read_reward(Episodes(reward=spec), load_rows(tmp_path / "rows.csv"))
 
 
-def test_the_weights_of_the_flag():
+def test_the_weights_of_the_flag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b").mkdir()
+    (tmp_path / "a=b" / "c.py").touch()
     assert Episodes(reward="a=b/c.py:f").rewards() == {"f": ("a=b/c.py:f", None)}
     assert Episodes(reward=("a=b/c.py:f=1e-1", "m.n:g")).rewards() == {"f": ("a=b/c.py:f", 0.1), "g": ("m.n:g", None)}
     assert Episodes(reward="a.py:mean").rewards() == {"mean": ("a.py:mean", None)}

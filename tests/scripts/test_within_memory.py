@@ -62,3 +62,15 @@ def test_running_out_of_memory_names_the_flags(capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("error: CUDA out of memory: lower --max-tokens (of a micro-batch)")
     assert "--parallel.activation-checkpointing" in said
+
+
+def test_a_sequence_that_fits_no_micro_batch_is_told(capsys):
+    def script(_):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        error.add_note("the micro-batch was one sequence of 5000 tokens: no --max-tokens makes it smaller")
+        raise error
+
+    with pytest.raises(SystemExit):
+        on_ranks(script, None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith("the micro-batch was one sequence of 5000 tokens: no --max-tokens makes it smaller")

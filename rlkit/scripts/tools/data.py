@@ -25,6 +25,7 @@ import tyro
 
 from rlkit._util.files import check_model_path
 from rlkit._util.text import printable
+from rlkit.data.load import some_rows
 from rlkit.run.console import data_progress, say
 from rlkit.scripts.args import Data, Episodes
 from rlkit.scripts.cli import run
@@ -58,6 +59,8 @@ class Args:
     reward: str | tuple[str, ...] | None = None
     """FILE.py:FUNCTION of reward functions, as for grpo: prints what each gives the first row's gold answer, an empty
     completion and another row's answer"""
+    reward_column: str = "data_source"
+    """column with the name of a row's source, for --reward NAME=FILE.py:FUNCTION"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name"""
     prompt: str | None = None
@@ -123,7 +126,7 @@ def _main(args: Args) -> None:
     for record in chosen.said:
         logging.getLogger("rlkit.data").handle(record)
     good, faults = ([*range(len(rows))], {}) if chosen.lengths is not None else checked(rows, chosen.read)
-    failed = bool(args.reward and good) and show_rewards(args, data, _some(rows, good))
+    failed = bool(args.reward and good) and show_rewards(args, data, some_rows(rows, good))
     if args.model and good:
         show_rendered(args, command, chosen, rows, good, tokenizer)
     if faults:
@@ -138,7 +141,7 @@ def _main(args: Args) -> None:
 
 def show_rewards(args: Args, data: Data, rows: Any) -> bool:
     """Print what each reward function gives; returns whether one failed."""
-    episodes, failed = Episodes(reward=args.reward), False
+    episodes, failed = Episodes(reward=args.reward, reward_column=args.reward_column), False
     read = data.read(rows, *forms_for("grpo"))
     functions = reward_functions(episodes, read, flag="reward")
     for spec, _, trial in reward_trials(functions, episodes, read):
@@ -156,11 +159,13 @@ def show_rendered(args: Args, command: str, view: Reading, rows: Any, good: Sequ
     for index in [*[i for i in good if i == args.row - 1], *good]:
         with suppress(NothingLeft):
             with muted():  # what is said of this row is said of the file
-                items, _ = view.read(_some(rows, [index]), sure=True)  # alone it does not show whether all begin alike
+                items, _ = view.read(
+                    some_rows(rows, [index]), sure=True
+                )  # alone it does not show whether all begin alike
             say(f"{rows.places[index]}, as rlkit {command} reads it:")
             sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in items))
             break
-    lengths = view.lengths or [len(ids) for ids, _ in view.read(_some(rows, good), sure=True)[0]]
+    lengths = view.lengths or [len(ids) for ids, _ in view.read(some_rows(rows, good), sure=True)[0]]
     for line in histogram(lengths, limit=args.max_tokens):
         say(line)
 
@@ -242,7 +247,7 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
         verdict = "; ".join([form_of(data, rows, 0, command), *(note for note in notes if note.startswith("dropped "))])
         return Reading(verdict, 1.0, [len(ids) for ids, _ in items], said, read)
     except ValueError as error:
-        few = _some(rows, range(min(len(rows), _SEEN)))
+        few = some_rows(rows, range(min(len(rows), _SEEN)))
         good = [] if isinstance(error, NothingLeft) else checked(few, read)[0]
         why = " ".join(str(error).split()).partition("; columns found")[0]
         form = f"{form_of(data, few, good[0], command)}, but not all rows" if good else "no"
@@ -263,7 +268,7 @@ def form_of(data: Data, rows: Any, index: int, command: str) -> str:
     """The name of a row's form, and of the form of another system that it is in."""
     from rlkit.compat.rows import source_of
 
-    ((form, _),) = with_forms(data, _some(rows, [index]), command)[1]
+    ((form, _),) = with_forms(data, some_rows(rows, [index]), command)[1]
     foreign = source_of(rows[index], rows.places[index])
     return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
 
@@ -273,12 +278,6 @@ def _is_answered(row: Any) -> bool:
     messages = row.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
-
-
-def _some(rows: Any, indices: Sequence[int]) -> Any:
-    from rlkit.data.load import Rows
-
-    return Rows((rows[i] for i in indices), source=rows.source, places=[rows.places[i] for i in indices])
 
 
 def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str, str]]:
@@ -297,7 +296,7 @@ def checked(rows: Any, read: Callable[[Any], Any]) -> tuple[list[int], dict[str,
         for index in range(len(rows)):
             try:
                 with suppress(NothingLeft):
-                    read(_some(rows, [0, index] if index and 0 in good else [index]))
+                    read(some_rows(rows, [0, index] if index and 0 in good else [index]))
                 good.append(index)
             except ValueError as error:
                 faults[rows.places[index]] = " ".join(str(error).split())
