@@ -666,11 +666,13 @@ class Engines:
     engine_pause: Annotated[Literal["retract", "in_place", "abort"], _SERVED] = "retract"
     """requests in flight on servers when new weights come: retract computes their keys and values again; in_place keeps
     those of the old weights (faster, less exact); abort ends them"""
-    weight_sync: Annotated[Literal["auto", "ipc", "group", "disk"], _SERVED] = "auto"
-    """how weights go to servers: ipc (memory of this machine), group (NCCL or gloo), disk. auto: ipc where all servers
+    weight_sync: Annotated[Literal["auto", "ipc", "group", "disk", "changes"], _SERVED] = "auto"
+    """how weights go to servers: ipc (memory of this machine), group (NCCL or gloo), disk, changes (the
+    values that a step changes, to machines that run `rlkit patch`). auto: ipc where all servers
     are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
-    weight_sync_folder: Annotated[Path | None, _SERVED, For("weight_sync", "auto", "disk")] = None
-    """folder for --weight-sync disk, which trainer and servers see under the same name; none: OUTPUT/weights"""
+    weight_sync_folder: Annotated[Path | None, _SERVED, For("weight_sync", "auto", "disk", "changes")] = None
+    """folder for --weight-sync disk, which trainer and servers see under the same name (none: OUTPUT/weights), or for
+    changes"""
     weight_sync_lora: Annotated[
         Literal["auto", "adapter", "merged"],
         _SERVED,
@@ -694,6 +696,10 @@ class Engines:
         refuse_if(
             len(self.engine_gpus) % self.engine_tp,
             f"`engine_gpus` are {len(self.engine_gpus)}: give a multiple of `engine_tp` {self.engine_tp}",
+        )
+        refuse_if(
+            self.weight_sync == "changes" and not (self.engine_urls and self.weight_sync_folder),
+            "`weight_sync` changes is for servers on other machines: give `engine_urls` and `weight_sync_folder`",
         )
 
     @property

@@ -72,7 +72,8 @@ def load_policy(
     if mesh is not None:
         if min_rows:
             raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
-        whole = lambda folder: load_model(folder, train_vision=train_vision)  # noqa: E731
+        read = lambda *folder, **options: load_model(*folder, train_vision=train_vision, **options)  # noqa: E731
+        whole = partial(_as_stored, read) if lora.get("lora_base") else read
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
     return _with_lora(partial(load_model, path, train_vision=train_vision, min_rows=min_rows), device, **lora)
 
@@ -95,13 +96,17 @@ def _with_lora(
     if adapter is None and not lora_rank:
         return load(device=device)
     options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
-    model = load(device="cpu", dtype="auto") if lora_base else load(device=device)
-    if lora_base and any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()):
-        model = load(device="cpu")  # constants such as Gemma's scale, which fp32 does not round
+    model = _as_stored(load, device="cpu") if lora_base else load(device=device)
     if adapter is not None:
         return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base).to(device)
     assert lora_rank is not None
     return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options).to(device)
+
+
+def _as_stored(load: Callable[..., Any], *path: Any, **options: Any) -> Any:
+    """A model in the dtypes of its files, or in fp32 where these round its constants, such as Gemma's scale."""
+    model = load(*path, dtype="auto", **options)
+    return load(*path, **options) if any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()) else model
 
 
 def _with_base(path: str | os.PathLike[str], lora: dict[str, Any]) -> str | os.PathLike[str]:

@@ -101,9 +101,8 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
     """Muon over the matrices of hidden layers, AdamW over embeddings, the head, vectors and stacked experts.
 
     Muon's update is the orthogonalized momentum, scaled by 0.2 sqrt(max(rows, columns)): its root mean square is that
-    of AdamW's, so both take one learning rate.
-
-    Errors: ValueError where a rank holds a part of a matrix only (`replicate` keeps it whole).
+    of AdamW's, so both take one learning rate. On several ranks each keeps the momentum of its shards, and
+    orthogonalizes a share of the whole matrices.
     Reference: torch.optim.Muon; arXiv:2502.16982, eq. 4
     """
     of_ends = {id(p) for m in model.modules() for p in m.parameters(recurse=False) if isinstance(m, nn.Embedding)}
@@ -115,21 +114,53 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
         rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
         hidden += [{**group, "params": inside}] if inside else []
         others += [{**group, "params": rest}] if rest else []
-    if cut := [p for group in hidden for p in group["params"] if _is_cut(p)]:
-        fix = "keep it whole (`parallel.replicate`), or use adamw"
-        raise ValueError(f"`optimizer` muon: a rank holds a part of a matrix of shape {list(cut[0].shape)}: {fix}")
     parts: list[torch.optim.Optimizer] = []
     if hidden:
-        parts.append(torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw"))
+        cut = any(hasattr(p, "placements") for group in hidden for p in group["params"])
+        parts.append((_CutMuon if cut else torch.optim.Muon)(hidden, lr=lr, adjust_lr_fn="match_rms_adamw"))
     if others:
         parts.append(torch.optim.AdamW(others, lr=lr, fused=True))
     return _Joined(parts)
 
 
-def _is_cut(p: Any) -> bool:
-    """Whether this rank holds a part of the parameter."""
-    sizes = p.device_mesh.shape if hasattr(p, "device_mesh") else ()
-    return any(x.is_shard() and size > 1 for x, size in zip(getattr(p, "placements", ()), sizes, strict=True))
+class _CutMuon(torch.optim.Muon):
+    """torch's Muon over DTensors: the same update, and the same state, sharded as the parameters."""
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> None:  # type: ignore[override]
+        """All matrices of one shape and sharding are orthogonalized together."""
+        for group in self.param_groups:
+            lr, alike = float(group["lr"]), dict[Any, list[tuple[Any, Tensor]]]()
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                update = _local(p.grad).lerp(_local(momentum), group["momentum"])
+                alike.setdefault((p.shape, p.device_mesh, p.placements), []).append((p, update.bfloat16()))
+            for (shape, *_), members in alike.items():
+                params, updates = zip(*members, strict=True)
+                for p, update in zip(params, _orthogonal(updates, like=params[0], group=group), strict=True):
+                    _local(p).mul_(1 - lr * group["weight_decay"])
+                    _local(p).add_(update.to(p.device), alpha=-0.2 * math.sqrt(max(shape)) * lr)
+
+
+def _orthogonal(shards: Sequence[Tensor], *, like: Any, group: dict[str, Any]) -> Sequence[Tensor]:
+    """This rank's shards of N matrices, each placed as `like` -> its shards of the orthogonalized matrices.
+
+    All ranks of the mesh call it together. They exchange the stack [rows, columns, N] in bf16, which is cut along N in
+    between: each holds and multiplies its share of the whole matrices.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    mesh, size = like.device_mesh, torch.Size((*like.shape, len(shards)))
+    form: dict[str, Any] = {"run_check": False, "shape": size, "stride": torch.empty(size, device="meta").stride()}
+    stack = torch.stack([*shards], dim=2).to(mesh.device_type)
+    whole = DTensor.from_local(stack, mesh, like.placements, **form).redistribute(placements=[Shard(2)] * mesh.ndim)
+    share, constants = whole.to_local(), (group["ns_coefficients"], group["ns_steps"], group["eps"])
+    for x in share.unbind(2):
+        x.copy_(_zeropower_via_newtonschulz(x.clone(memory_format=torch.contiguous_format), *constants))
+    back = DTensor.from_local(share, mesh, whole.placements, **form).redistribute(placements=like.placements)
+    return back.to_local().unbind(2)
 
 
 class _Joined(torch.optim.Optimizer):

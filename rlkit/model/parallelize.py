@@ -41,6 +41,7 @@ from rlkit.model.lora import (
     reset_adapters,
 )
 from rlkit.model.pretrained import NO_CODE, building, explained, load_config
+from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
 from rlkit.model.working_copy import WorkingCopy
@@ -211,7 +212,8 @@ def shard(
 ) -> None:
     """FSDP2 with a unit per layer, one for an untied embedding, and the root for the rest (final norm, head).
 
-    The root's parameters are kept from forward to backward in any case: its backward is the first.
+    The root's parameters are kept from forward to backward in any case: its backward is the first. Quantized weights
+    stay whole on each rank: they are an eighth to a quarter of fp32, and a forward then has none to gather.
     """
     from torch.distributed import fsdp
 
@@ -219,6 +221,8 @@ def shard(
     memory = fsdp.CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else fsdp.OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": memory}
     options["reshard_after_forward"] = None if reshard_after_forward else False  # None: all but the root
+    held = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Quantized)]
+    options["ignored_params"] = {module.to(mesh.device).weight for module in held}
     if mesh.sizes.ep > 1 or (mesh.sizes.tp > 1 and hasattr(model.config, "num_experts")):
         split_experts(model, mesh, **options)
     unit = partial(fsdp.fully_shard, mesh=mesh.fsdp, **options)
@@ -270,20 +274,19 @@ def load_parallel(
     whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
     downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
     `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank), or the one in the folder `adapter`,
-    which with `lora_rank` 0 is merged, before the model is cut.
+    which with `lora_rank` 0 is merged, before the model is cut. With `lora_base` each rank reads the whole model, too,
+    and keeps all quantized weights of its layers.
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.
 
     Errors: those of `parallelize`; FileNotFoundError for a folder without config or weights; ValueError naming weights
-    that the files lack or hold in another shape, and for a `lora_base`: quantized weights are not cut.
+    that the files lack or hold in another shape.
     """
-    if lora_base is not None:
-        raise ValueError(f"`lora_base` {lora_base} is for one process: drop it, or torchrun and the `parallel` flags")
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    folder = local_folder(path)
+    folder, device = local_folder(path), "cpu" if options.get("offload") else mesh.device
     config = load_config(folder)
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
@@ -291,16 +294,18 @@ def load_parallel(
     if merging := adapter is not None and lora_rank == 0:
         adapt = partial(merge_adapter, folder=adapter)
     elif adapter is not None:
-        adapt = partial(load_adapter, folder=adapter, dropout=lora_dropout, fill=False)
+        adapt = partial(load_adapter, folder=adapter, dropout=lora_dropout, base=lora_base, fill=False)
     elif lora_rank:
         lora: dict[str, Any] = {"rank": lora_rank, "alpha": lora_alpha or 2 * lora_rank, "dropout": lora_dropout}
-        adapt = partial(add_lora, targets=[*lora_targets] or "all-linear", **lora)
-    if config.model_type not in COVERED or merging:
+        adapt = partial(add_lora, targets=[*lora_targets] or "all-linear", base=lora_base, **lora)
+    if config.model_type not in COVERED or merging or lora_base is not None:
         if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
             check_model(config)
         model = whole(folder)
         model.config.name_or_path = str(path)
         adapt(model)
+        if mesh.parameters.size() == 1:  # which FSDP does not move
+            model.to(device)
         return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
     untie(config, equal=same_tensors(folder, "lm_head.weight", "model.embed_tokens.weight"), path=path)
     with building(path), torch.device("meta"):
@@ -311,7 +316,7 @@ def load_parallel(
             model.generation_config = GenerationConfig.from_pretrained(folder)
     adapt(model)
     sharded = parallelize(model, mesh, **options)
-    read_weights(sharded, folder, device="cpu" if options.get("offload") else mesh.device, new=new)
+    read_weights(sharded, folder, device=device, new=new)
     reset_adapters(sharded)
     return sharded if adapter is None else fill_adapter(sharded, adapter)
 

@@ -370,7 +370,7 @@ class Lora:
     lora_dropout: Annotated[Below1, Needs("lora_rank")] = 0.0
     """share of the adapters' inputs that are dropped in training on fixed data"""
     lora_base: Annotated[Literal["int8", "nf4"] | None, Needs("lora_rank")] = None
-    """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA), in one process; None: fp32"""
+    """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA); None: fp32"""
 
     def __post_init__(self) -> None:
         check(self)

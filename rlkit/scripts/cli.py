@@ -70,6 +70,7 @@ TOOLS = {
     "chat": "talk to the model of a run in the terminal",
     "plot": "draw or compare the curves of run folders",
     "report": "write or serve the report page of a run, or of several",
+    "patch": "keep the weights of a server on another machine, by the changes of each step",
     "track": "send a run to Weights & Biases, MLflow, TensorBoard or Trackio",
 }
 COMMANDS = TRAINERS | TOOLS | {"copy": "copy a script to a file of your own"}

@@ -47,7 +47,7 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
     refuse_if(not find_spec("aiohttp"), lacks("aiohttp", "http", f"`engine` {engines.engine} needs"))
     kind, traits = _sync_kind(engines, device), SERVERS[engines.engine]
     refuse_if(
-        traits.cpu_from_disk and device == "cpu" and kind != "disk",
+        traits.cpu_from_disk and device == "cpu" and kind not in ("disk", "changes"),
         f"`weight_sync` {kind}: {traits.name} on a CPU takes weights from files only: drop it, or use disk",
     )
     refuse_if(
@@ -303,7 +303,7 @@ async def _own_engine(spec: EngineSpec, urls: Sequence[str], tokenizer: Any) -> 
 
 def _transport(spec: EngineSpec) -> Any:
     """How weights go to the servers."""
-    from rlkit.rollout.engines.servers.tensors import FromDisk
+    from rlkit.rollout.engines.servers.tensors import FromChanges, FromDisk
 
     engines, sync = spec.engines, _sync_kind(spec.engines, spec.model.device)
     if sync == "ipc":
@@ -311,7 +311,8 @@ def _transport(spec: EngineSpec) -> Any:
     if sync == "group":
         return server_kind(engines).group(_node_urls(engines), spec.model.device == "cpu")
     folder = engines.weight_sync_folder or spec.output / "weights"
-    return FromDisk(folder / f"machine_{node()}" if len(_samplers(engines)) > 1 else folder)
+    folder = folder / f"machine_{node()}" if len(_samplers(engines)) > 1 else folder
+    return FromChanges(folder) if sync == "changes" else FromDisk(folder)
 
 
 @asynccontextmanager

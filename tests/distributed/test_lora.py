@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
@@ -18,6 +19,7 @@ from rlkit.model.forward import Policy, compute_log_probs, forward, load_model, 
 from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, snapshot, without_adapter
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
+from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
@@ -221,6 +223,47 @@ def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").get_vocab() == tiny_tokenizer().get_vocab()
     torch.testing.assert_close(logp(prepare_model(loaded)), logp(alone), atol=1e-4, rtol=1e-4)
+
+
+def quantized_on_rank(rank, world, folder, sizes, lora):
+    model = launch.load_policy(folder / "model", ParallelArgs(**sizes), **lora)
+    assert all(isinstance(x, DTensor) for adapter in adapters(model).values() for x in (adapter.a, adapter.b))
+    held = {name: p.codes.nbytes + p.scales.nbytes for name, p in model.named_parameters() if isinstance(p, Quantized)}
+    optimizer, _ = train(model, mesh_of(model))
+    path = save_checkpoint(folder / "c", step=3, model=model, optimizer=optimizer, state={}, keep=1)
+    save_adapter(model, folder / "adapter")
+    weights = {name: x.clone() for name, x in stream_weights(model)}
+    other = launch.load_policy(folder / "model", ParallelArgs(**sizes), **lora)
+    load_checkpoint(path, model=other, optimizer=adamw(other, lr=1e-2))
+    again = launch.load_policy(folder / "model", ParallelArgs(**sizes), **lora, adapter=folder / "adapter")
+    for restored in (other, again):
+        assert all(torch.equal(x, weights[name]) for name, x in stream_weights(restored))
+    return weights, held
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "world", "sizes"),
+    [
+        (base, "nf4", 2, {"activation_checkpointing": True}),
+        (base, "int8", 4, {"pp": 2, "cp": 2, "offload": True}),
+        pytest.param(moe, "nf4", 4, {"replicate": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_a_quantized_base_are_those_of_one_process(pool, tmp_path, kind, bits, world, sizes):
+    """Each rank holds the codes of its layers whole, and a shard of their adapters."""
+    kind().bfloat16().save_pretrained(tmp_path / "model")
+    lora = {"lora_rank": 4, "lora_base": bits}
+    alone = launch.load_policy(tmp_path / "model", ParallelArgs(), **lora)
+    codes = {name: p.codes.nbytes + p.scales.nbytes for name, p in alone.named_parameters() if isinstance(p, Quantized)}
+    train(alone)
+    truth = dict(stream_weights(alone))
+    results = pool(world).run(quantized_on_rank, tmp_path, sizes, lora)
+    assert {name: size for _, held in results for name, size in held.items()} == codes
+    for weights, held in results:
+        assert len(held) == len(codes) // sizes.get("pp", 1)
+        assert weights.keys() == truth.keys()
+        for name, x in weights.items():
+            torch.testing.assert_close(x, truth[name], atol=3e-6, rtol=1e-5)
 
 
 def experts_over_ep(rank, world):

@@ -40,7 +40,7 @@ def test_every_file_of_results_is_named_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     named = {path.stem for path in RESULTS.glob("*.json") if path.name in pages}
     others = {path.stem for path in RESULTS.glob("*.json")} - named
-    assert others <= {"changed_weights"}  # its figures: negative-results.md
+    assert others <= {"changed_weights"}  # its figures: sglang.md
 
 
 def test_the_memory_of_the_readme_and_the_bars_are_those_of_the_files(make: Any) -> None:

@@ -117,24 +117,6 @@ def test_muon_and_a_function_exclude_each_other():
         replace(Optim(optimizer="muon"), make_optimizer=sgd)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_muon_refuses_a_part_of_a_matrix(size):
-    """A mesh of one rank along the cut leaves it whole."""
-
-    class Sharded(torch.nn.Parameter):
-        placements = (SimpleNamespace(is_shard=lambda: True),)
-        device_mesh = SimpleNamespace(shape=(size,))
-
-    net = tiny_model(tiny_tokenizer(), **SIZES)
-    inner = net.model.layers[0].mlp
-    inner.down_proj.weight = Sharded(inner.down_proj.weight.detach())
-    if size == 1:
-        assert len(muon(net, lr=0.1).param_groups) == 3
-        return
-    with pytest.raises(ValueError, match=r"muon: a rank holds a part of a matrix of shape \[32, 48\]"):
-        muon(net, lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -19,7 +19,6 @@ from rlkit.model.forward import Policy, load_model, prepare_model
 from rlkit.model.launch import load_judge, report_model
 from rlkit.model.lora import adapter_off, adapters, add_lora, merged, only_adapter_trains
 from rlkit.model.optim import adamw
-from rlkit.model.parallelize import load_parallel
 from rlkit.model.quantized import NF4, Quantized, dequantized, quantized
 from rlkit.model.weights import export_hf, stream_weights
 from rlkit.packing import pack
@@ -198,10 +197,3 @@ def test_what_is_held_in_few_bits_is_printed(capsys):
     transposed = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
     with pytest.raises(ValueError, match="`lora_base` quantizes linear layers, and GPT2LMHeadModel has none: drop it"):
         add_lora(transposed, rank=2, base="int8")
-
-
-def test_quantized_weights_are_not_cut_over_ranks(tmp_path):
-    with pytest.raises(
-        ValueError, match="`lora_base` int8 is for one process: drop it, or torchrun and the `parallel`"
-    ):
-        load_parallel(tmp_path, None, lora_rank=2, lora_base="int8")

@@ -37,7 +37,7 @@ from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Critic, Engines, Penalties, Rollouts, check, collected
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
+SCRIPTS = [name for name in COMMANDS if name not in ("copy", "patch", "plot", "track")]
 EXAMPLES = ["demo", "tool_use"]
 
 
@@ -157,6 +157,7 @@ URL = ("http://127.0.0.1:30000",)
         ),
         ({"engine_memory": 1.0}, "`engine_memory` must be above 0 and below 1"),
         ({"engine_gpus": (0, 1, 2), "engine_tp": 2}, "`engine_gpus` are 3: give a multiple of `engine_tp` 2"),
+        ({"weight_sync": "changes", "engine_urls": URL}, "`weight_sync` changes is for servers on other machines"),
         (
             {"weight_sync_lora": "adapter", "engine_release": True},
             "`weight_sync_lora` adapter excludes `engine_release`: use merged",

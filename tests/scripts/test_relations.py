@@ -13,7 +13,7 @@ from rlkit.scripts.cli import COMMANDS, module_of
 from rlkit.scripts.flags import help_of, list_flags
 from rlkit.settings import OWN, check, check_relations, collected, relations
 
-SCRIPTS = [name for name in COMMANDS if name not in ("copy", "plot", "track")]
+SCRIPTS = [name for name in COMMANDS if name not in ("copy", "patch", "plot", "track")]
 CPU = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 VALUES = (
     "none",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.http import Http
+from rlkit.rollout.engines.servers.tensors import FromChanges
 from rlkit.rollout.engines.sglang import FromDisk, FromGroup, FromTensors, Probe, Server, SGLang, WeightMismatch
 from rlkit.types import SamplingParams
 
@@ -80,6 +83,29 @@ async def test_every_transport_gives_the_trainer_s_log_probs(
         for version, model in [(1, models[1]), (2, models[2]), (3, models[0])]:
             await ours.update_weights(stream_weights(model), version=version)
             await assert_equal_forward(ours, model, forward_logp, version)
+
+
+async def test_a_server_loads_the_copy_that_the_command_keeps(
+    engine: SGLang, server: Server, models: Models, forward_logp: Forward, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "rlkit", "patch", str(tmp_path / "shared"), str(tmp_path / "copy")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as patcher:
+        try:
+            transport = FromChanges(tmp_path / "shared", file_bytes=100_000)
+            async with SGLang(server.url, transport=transport) as ours:
+                for version, model in [(1, models[1]), (2, models[1]), (3, models[2]), (4, models[0])]:
+                    with torch.no_grad():
+                        model.model.layers[0].self_attn.q_proj.weight[version] *= -1
+                    await ours.update_weights(stream_weights(model), version=version)
+                    await assert_equal_forward(ours, model, forward_logp, version)
+                    with torch.no_grad():
+                        model.model.layers[0].self_attn.q_proj.weight[version] *= -1
+        finally:
+            patcher.terminate()
+        told = (patcher.stdout.read() if patcher.stdout else "").splitlines()
+        sizes = [[int(word.replace(",", "")) for word in line.split() if word[0].isdigit()] for line in told]
+        assert len(sizes) == 4
+        assert sizes[1][0] < sizes[1][1] / 50, "version 2 differs in two rows of a matrix"
 
 
 async def test_retract_recomputes_the_cache_and_stamps_each_token(

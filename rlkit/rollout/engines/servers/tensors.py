@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import save
 from torch import Tensor
 
-from rlkit._util.files import share
+from rlkit._util.changes import ANSWER, CHANGES, MANIFEST, changes
+from rlkit._util.files import replace_file, share
+from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines.hosts import host_of
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
 from rlkit.rollout.engines.servers.replicas import Replica
 
 Named = list[tuple[str, Tensor]]
+_log = logging.getLogger("rlkit.rollout")
 NO_TENSORS = "update_weights was given no tensors; pass (name, tensor) pairs, e.g. stream_weights(model)"
 
 
@@ -111,6 +120,88 @@ class FromDisk:
         self._written.clear()
         with suppress(OSError):  # not empty, or gone
             self.folder.rmdir()
+
+
+class FromChanges:
+    """As `FromDisk`, to servers that see only a slow folder: it carries the values that changed since the last update.
+
+    Each server's machine runs `rlkit patch FOLDER COPY`, and the server loads COPY, which the trainer need not see. The
+    first update carries whole files, and so does one after which a copy has other checksums than it should.
+
+    Args:
+        folder: that of the updates; the last two are kept until `close`.
+        file_bytes: size of a file of the copies.
+        wait_s: seconds in which each machine's copy must answer.
+
+    Memory: the weights of the last update, on the CPU.
+    """
+
+    sessions = here = False
+
+    def __init__(self, folder: str | Path, *, file_bytes: int = 1 << 30, wait_s: float = 1800.0) -> None:
+        self._place, self._file_bytes, self._wait_s = Path(folder).absolute(), file_bytes, wait_s
+        self._sent: list[bytes] = []
+        self._written: list[Path] = []
+
+    async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
+        """Load `named_tensors` into every server and stamp the version."""
+        hosts, before, self._sent = {host_of(server.url) for server in servers}, self._sent, []
+        update = self._new_folder()
+        for named, _ in groups(named_tensors, max_bytes=self._file_bytes):
+            new = await asyncio.to_thread(save, {name: tensor.cpu().contiguous() for name, tensor in named})
+            await asyncio.to_thread(_put, update / _name(len(self._sent)), new, before.pop(0) if before else b"")
+            self._sent.append(new)
+        copies = await self._copies(update, hosts)
+        if copies is None:
+            update = self._new_folder()
+            for number, new in enumerate(self._sent):
+                await asyncio.to_thread(_put, update / _name(number), new, b"")
+            copies = await self._copies(update, hosts)
+        if copies is None or len(copies) > 1:
+            fault = f"are in several folders ({', '.join(sorted(copies))})" if copies else "cannot be written"
+            raise EngineError(
+                f"the copies of the weights {fault}: start `rlkit patch {self._place} COPY` with one COPY"
+            )
+        await all_done(server.api.load(server, Path(*copies), version) for server in servers)
+
+    def _new_folder(self) -> Path:
+        """The folder of the next update, beside the last one; older ones are deleted."""
+        for old in {file.parent for file in self._place.glob(f"*/{MANIFEST}")} - {*self._written[-1:]}:
+            shutil.rmtree(old, ignore_errors=True)
+        self._written.append(self._place / str(time.time_ns()))
+        self._written[-1].mkdir(parents=True)
+        return self._written[-1]
+
+    async def _copies(self, update: Path, hosts: set[str]) -> set[str] | None:
+        """Publish the update: the paths of all copies once they hold it, or None where one needs whole files."""
+        sums = {_name(number): await asyncio.to_thread(crc32, new) for number, new in enumerate(self._sent)}
+        replace_file(update / MANIFEST, json.dumps(sums).encode())
+        end = time.monotonic() + self._wait_s
+        while len(answers := [*update.glob(f"*{ANSWER}")]) < len(hosts):
+            if time.monotonic() > end:
+                fault = f"{len(answers)} of {len(hosts)} machines ({', '.join(sorted(hosts))}) answer for their copy"
+                raise EngineError(f"{fault} of the weights: run `rlkit patch {self._place} COPY` on each")
+            await asyncio.sleep(0.05)
+        told = [json.loads(answer.read_text()) for answer in answers]
+        for fault in {x["fault"] for x in told} - {""}:
+            _log.warning("weights: %s; whole files are sent", fault)
+        return None if any(x["fault"] for x in told) else {x["copy"] for x in told}
+
+    async def close(self) -> None:
+        """Delete the updates."""
+        for path in self._written:
+            shutil.rmtree(path, ignore_errors=True)
+        self._written, self._sent = [], []
+
+
+def _name(number: int) -> str:
+    return f"{number:05d}.safetensors"
+
+
+def _put(path: Path, new: bytes, old: bytes) -> None:
+    """Write a file's changes since `old` where they are less than the file, else the file."""
+    small = changes(old, new) if len(old) == len(new) else new
+    path.with_name(path.name + CHANGES * (len(small) < len(new))).write_bytes(min(small, new, key=len))
 
 
 @contextmanager
