@@ -400,6 +400,8 @@ class Schedule:
     ] = None
     """metric, such as eval/greedy, by which the model of the best evaluation is also exported, to `best/` (of a loss
     the lowest is best). None: only the last model, to `model/`"""
+    keep_best_checkpoints: Annotated[CountOr0, Needs("keep_best"), Needs("save_steps")] = 0
+    """checkpoints to keep beside the newest: those whose evaluations had the best `keep_best`; 0: none"""
     seed: Seed = 0
     """random seed of data order and sampling"""
     track: tuple[Tracker, ...] = ()
