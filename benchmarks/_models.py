@@ -1,4 +1,4 @@
-"""Models of the CPU benchmarks: SmolLM2-135M-Instruct (`make smollm`), and random ones of Qwen3.
+"""Models of the CPU benchmarks: SmolLM2-135M-Instruct (`make smollm`), Gemma 3 270M (`make gemma`), random Qwen3s.
 
 Those have 1.0 M (nano), 9.5 M (micro) and 44 M parameters (mid), or four layers as wide as Qwen2.5-0.5B's (wide: 196 M,
 of which 136 M are its embedding).
@@ -12,6 +12,7 @@ import torch
 
 from rlkit._util.files import cache_folder
 
+PRETRAINED = {"smollm": "SmolLM2-135M-Instruct", "gemma": "gemma-3-270m"}
 SHAPES = {  # hidden size, layers, heads, head size, MLP size, vocabulary
     "nano": (128, 4, 4, 32, 512, 263),
     "micro": (384, 6, 6, 64, 1024, 263),
@@ -24,10 +25,10 @@ def build(name: str) -> Any:
     """The model of this name, with the same weights in every call."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    if name == "smollm":
-        folder = cache_folder() / "SmolLM2-135M-Instruct"
+    if name in PRETRAINED:
+        folder = cache_folder() / PRETRAINED[name]
         if not folder.exists():
-            raise SystemExit(f"error: {folder} is missing; `make smollm` makes it")
+            raise SystemExit(f"error: {folder} is missing; `make {name}` makes it")
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     hidden, layers, heads, head_dim, mlp, vocab = SHAPES[name]
     config = Qwen3Config(

@@ -45,14 +45,14 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import SamplingParams
 
 VOCAB = 256  # of the prompts
-ROUNDS = {"smollm": 3, "wide": 3, "nano": 7, "micro": 5, "mid": 3}
+ROUNDS = {"smollm": 3, "gemma": 3, "wide": 3, "nano": 7, "micro": 5, "mid": 3}
 RATIOS = [("engine", other) for other in ("generate", "batching", "sglang", "vllm")]
 
 
 @dataclass
 class Args:
     models: tuple[str, ...] = ("smollm", "nano", "micro", "mid")
-    """which of smollm (135 M parameters), wide (196 M), nano (1.0 M), micro (9.5 M) and mid (44 M)"""
+    """which of smollm (135 M parameters), gemma (268 M), wide (196 M), nano (1.0 M), micro (9.5 M) and mid (44 M)"""
     prompts: tuple[int, ...] = (16, 512)
     """tokens of a prompt"""
     lengths: tuple[str, ...] = ("equal", "log-normal")

@@ -31,6 +31,9 @@ from rlkit.parallel.attention import as_inference
 from rlkit.segments import seq_lens
 from rlkit.types import Batch, Trajectory
 
+ATTENTION = 3.6e-5  # `rlkit.model.flops.attention_share` of Qwen3-8B
+LONG = ((8, 256, 2048), (8, 256, 6144), (16, 512, 6144), (32, 256, 6144))  # ranks, sequences, median
+
 
 @dataclass
 class Args:
@@ -93,15 +96,43 @@ def padded_step(model: Any, rows: list[list[int]], *, max_tokens: int) -> float:
     return total
 
 
+def grouped(*, sequences: int, median: int, group_size: int, seed: int) -> Batch:
+    """Groups of log-normal lengths, each with a prompt as long as the median."""
+    lens = lengths(sequences, median=median, seed=seed)
+    return pack(
+        [
+            [sequence(n, prompt=median, seed=g) for n in lens[i : i + group_size]]
+            for g, i in enumerate(range(0, sequences, group_size))
+        ]
+    )
+
+
+def long_contexts(*, ranks: int, sequences: int, median: int, max_tokens: int, seed: int) -> dict[str, Any]:
+    """Work of the rank that works longest in each micro-batch, over an even share of the work or its largest part: bins
+    ordered by tokens, and by work, with the attention of a model of 8 B parameters."""
+    batch = grouped(sequences=sequences, median=median, group_size=8, seed=seed)
+    before, own = median - 1, seq_lens(batch.cu_seqlens).tolist()
+
+    def work(members: list[int]) -> float:
+        prompts = len({int(batch.prefix_ids[i]) for i in members})
+        seen = sum(own[i] * (1 + ATTENTION * (before + own[i] / 2)) for i in members)
+        return seen + prompts * before * (1 + ATTENTION * before / 2)
+
+    waits = {}
+    for name, attention in (("tokens", 0.0), ("work", ATTENTION)):
+        plan = plan_microbatches(batch, max_tokens=max_tokens, ranks=ranks, attention=attention)
+        works = [work(members) for members in plan.bins]
+        waits[name] = sum(max(works[i : i + ranks]) for i in range(0, len(works), ranks))
+    ideal = max(work([*range(len(own))]) / ranks, max(work([i]) for i in range(len(own))))
+    sizes = {"ranks": ranks, "sequences": sequences, "median": median, "longest": max(own) + before}
+    return {**sizes, "max tokens": max_tokens, **{f"by {name} / bound": x / ideal for name, x in waits.items()}}
+
+
 def balance(*, ranks: int, sequences: int, median: int, group_size: int, max_tokens: int, seed: int) -> dict[str, Any]:
     """Over an even share of the batch with every prompt once: tokens of the fullest rank, and with what ranks wait for
     the fullest of each micro-batch."""
     lens = lengths(sequences, median=median, seed=seed)
-    groups = [
-        [sequence(n, prompt=median, seed=g) for n in lens[i : i + group_size]]
-        for g, i in enumerate(range(0, sequences, group_size))
-    ]
-    batch = pack(groups)
+    batch = grouped(sequences=sequences, median=median, group_size=group_size, seed=seed)
     begin = time.process_time()
     plan = plan_microbatches(batch, max_tokens=max_tokens, ranks=ranks)
     seconds = time.process_time() - begin
@@ -146,8 +177,14 @@ def main(args: Args) -> None:
         sizes_ = {"median": 512, "group_size": 8, "max_tokens": 16384, "seed": args.seed}
         rows_.append(balance(ranks=ranks, sequences=sequences, **sizes_))
         print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows_[-1].items()))
+    long = [
+        long_contexts(ranks=ranks, sequences=sequences, median=median, max_tokens=20 * median, seed=args.seed)
+        for ranks, sequences, median in LONG
+    ]
+    for row in long:
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     found = json.loads(args.out.read_text())
-    args.out.write_text(json.dumps({**found, "balance": rows_}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**found, "balance": rows_, "long contexts": long}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

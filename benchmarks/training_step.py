@@ -39,14 +39,19 @@ from rlkit.model.forward import make_policy, prepare_model
 from rlkit.model.optim import adamw
 from rlkit.settings import Optim, Rollouts
 
-LONGEST = {"mid": 256, "smollm": 256, "wide": 256}  # prompt; with 1,024 tokens one padded step takes a minute
+LONGEST = {
+    "mid": 256,
+    "smollm": 256,
+    "gemma": 256,
+    "wide": 256,
+}  # prompt; with 1,024 tokens one padded step takes a minute
 GROUPS, GROUP = 8, 8
 
 
 @dataclass
 class Args:
     models: tuple[str, ...] = ("smollm", "nano", "micro", "mid")
-    """which of smollm, wide, mid (prompts up to 256), nano, micro"""
+    """which of smollm, gemma, wide, mid (prompts up to 256), nano, micro"""
     prompts: tuple[int, ...] = (16, 256, 1024)
     """tokens of a prompt"""
     answer: int = 32

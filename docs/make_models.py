@@ -77,6 +77,15 @@ times the original context, as vLLM derives it, also where `max_position_embeddi
 for
 ALiBi and Mamba. `sft`, `dpo`, `kto` and `reward_model` count longer examples as too long.
 
+`--yarn 4` extends it four times, in every training command: YaRN (arXiv:2309.00071) over the config's
+`max_position_embeddings`, for training, the reference, the embedded engine, servers that are started and exports, whose
+config.json transformers, vLLM and SGLang read. The run trains on the folder `extended/` in its run folder
+(`rlkit.model.yarn.yarn_folder`), which has that config.json and links to the weights; servers of `--engine-urls` must
+serve it, and the adapters of a LoRA run name it as their base. Where a card names another original context (32,768 of
+Qwen3's 40,960), write its `rope_parameters` into the config.json instead. Models without rotary positions, with several
+kinds of them (Gemma 3) or with another scaling (Llama 3.1, gpt-oss, longrope) are refused.
+`rlkit plan --yarn 4 --max-tokens 131072` counts the memory.
+
 Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
 checkpoint of the same model. [LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
 are one fused weight (Mixtral, Qwen3-MoE, gpt-oss, ...).

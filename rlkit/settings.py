@@ -51,6 +51,7 @@ CountOr0 = Annotated[int, NOT_NEGATIVE]
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Finite = Annotated[float, Range("a finite number", lambda x: -inf < x < inf)]
+Above1 = Annotated[float, Range("above 1", lambda x: 1 < x < inf)]
 Limit = Annotated[float, Range("above 0 (inf: no limit)", lambda x: x > 0)]
 LimitOr0 = Annotated[float, Range("at least 0 (inf: no limit)", lambda x: x >= 0)]
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
@@ -405,6 +406,8 @@ class Schedule:
     ] = None
     """metric, such as eval/greedy, by which the model of the best evaluation is also exported, to `best/` (of a loss
     the lowest is best). None: only the last model, to `model/`"""
+    keep_best_checkpoints: Annotated[CountOr0, Needs("keep_best"), Needs("save_steps")] = 0
+    """checkpoints to keep beside the newest: those whose evaluations had the best `keep_best`; 0: none"""
     seed: Seed = 0
     """random seed of data order and sampling"""
     track: tuple[Tracker, ...] = ()

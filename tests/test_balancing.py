@@ -38,6 +38,45 @@ def test_splitting_groups_balances_ranks_where_whole_groups_cannot():
         assert waits < 1.12 * alone / ranks, (ranks, waits / (alone / ranks))
 
 
+def work(whole, members, attention) -> float:
+    """Each token with the keys that it sees, prompts once."""
+    part = select(whole, members)
+    total = sum(1 + attention * (i + 0.5) for n in part.prefix_cu.diff().tolist() for i in range(n))
+    for n, prefix in zip(part.cu_seqlens.diff().tolist(), part.prefix_ids.tolist(), strict=True):
+        before = int(part.prefix_cu.diff()[prefix]) if prefix >= 0 else 0
+        total += sum(1 + attention * (before + i + 0.5) for i in range(n))
+    return total
+
+
+def pairings(items):
+    """All ways to run an even number of bins two at a time."""
+    if not items:
+        yield []
+    for i in range(1, len(items)):
+        for rest in pairings(items[1:i] + items[i + 1 :]):
+            yield [(items[0], items[i]), *rest]
+
+
+def test_bins_of_similar_work_run_at_the_same_time():
+    """No other pairing of the bins has less work one after the other; that by tokens has more."""
+    attention, gains = 0.02, []
+    for seed in range(4):
+        whole = batch(16, 4, prompt=20, seed=seed)
+        plan = plan_microbatches(whole, max_tokens=700, ranks=2, attention=attention)
+        plain = plan_microbatches(whole, max_tokens=700, ranks=2)
+        assert sorted(plan.bins) == sorted(plain.bins)
+        assert plan[1:] == plain[1:]
+        waits = {}
+        for bins in (plan.bins, plain.bins):
+            works = [work(whole, b, attention) for b in bins]
+            waits[id(bins)] = sum(max(works[i : i + 2]) for i in range(0, len(works), 2))
+        assert len(works) >= 6
+        best = min(sum(map(max, pairs)) for pairs in pairings(works))
+        assert waits[id(plan.bins)] == pytest.approx(best)
+        gains.append(waits[id(plain.bins)] / best)
+    assert max(gains) > 1.02
+
+
 def test_a_group_that_ranks_can_share_is_cut():
     whole = batch(1, 8, prompt=1, seed=0)
     plan = plan_microbatches(whole, max_tokens=4096, ranks=4)

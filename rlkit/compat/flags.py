@@ -233,7 +233,7 @@ COLOSSALAI = {
 SYSTEMS = {"TRL": TRL, "verl": VERL, "OpenRLHF": OPENRLHF, "slime": SLIME, "RL2": RL2, "ColossalAI": COLOSSALAI}
 OTHERS = {  # what several others call them, and rlkit chat and plot
     "checkpoint_every": "save_steps", "eval_every": "eval_steps", "eval_freq": "eval_steps",
-    "load_best_model_at_end": "keep_best METRIC (in RUN/best)", "log_every": "print_steps",
+    "load_best_model_at_end": "keep_best METRIC (in RUN/best; keep_best_checkpoints)", "log_every": "print_steps",
     "log_interval": "print_steps", "loggers": "track", "metric_for_best_model": "keep_best eval/...",
     "optimizer_name": "optimizer", "print_every": "print_steps", "project": "track_project",
     "quantization_bit": "lora_base nf4 (4) or int8 (8)", "save_every": "save_steps",

@@ -374,7 +374,8 @@ def load_latest(
 
 
 class Job(NamedTuple):
-    """A checkpoint to write, serialized except for its tensors. `size`: bytes of the tensors of all stages."""
+    """A checkpoint to write, serialized except for its tensors. `size`: bytes of the tensors of all stages; `spared`:
+    steps of older checkpoints that are kept."""
 
     folder: Path
     step: int
@@ -382,6 +383,7 @@ class Job(NamedTuple):
     tensors: dict[str, Tensor]
     size: int
     files: dict[str, bytes]
+    spared: tuple[int, ...] = ()
 
 
 def make_job(
@@ -420,7 +422,7 @@ def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
         write_tensors(job.tensors, temp, group=group)
         files = on_all_ranks(lambda: _write_files(job.files, temp), group=group)
         on_rank0(lambda: _publish(job.step, files, temp, final), group=group)
-    on_rank0(lambda: _prune(job.folder, job.keep), group=group)
+    on_rank0(lambda: _prune(job.folder, job.keep, job.spared), group=group)
     return final
 
 
@@ -462,9 +464,11 @@ def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, fina
     _files.replace_folder(temp, final)
 
 
-def _prune(folder: Path, keep: int) -> None:
+def _prune(folder: Path, keep: int, spared: tuple[int, ...]) -> None:
+    names = [f"step_{step:08d}" for step in spared]
     for path in _complete(folder)[:-keep]:
-        _files.remove_folder(path)
+        if path.name not in names:
+            _files.remove_folder(path)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -615,13 +619,16 @@ class BackgroundSaver:
         optimizer: Optimizer | None,
         state: dict[str, Any],
         then: Callable[[], object] | None = None,
+        spared: tuple[int, ...] = (),
     ) -> None:
         """Start to write a checkpoint of the current state; see `save_checkpoint` for the arguments.
 
-        `then` is called by the next `wait`, once the checkpoint is on the disk.
+        `then` is called by the next `wait`, once the checkpoint is on the disk. Checkpoints of the steps `spared` are
+        not deleted; of many ranks those of the first count.
         """
         self.wait()
         job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
+        job = job._replace(spared=spared)
         if room := bool(self._buffers) or _has_room(job.tensors):
             job = job._replace(tensors=copied(job.tensors, self._buffers))
         future: Future[Path] = Future()

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlkit._util.ranks import local_rank
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
+from rlkit.model.flops import attention_share
 from rlkit.model.forward import forward, load_model
 from rlkit.model.lora import (
     adapters,
@@ -156,7 +157,7 @@ def parallelize(
     (Zamba's), for heads that the sizes do not divide, for `compile` with tensor parallelism, and for adapters of
     experts with `ep`.
     """
-    sizes = mesh.sizes
+    mesh, sizes = mesh.weighing(attention_share(model)), mesh.sizes
     if _layers(model) is None:
         raise ValueError(f"model type {model.config.model_type!r} has no list of layers to cut over ranks")
     in_layers = Counter(p for layer in _layers(model) for p in layer.parameters())

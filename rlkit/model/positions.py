@@ -35,7 +35,7 @@ def positions(config: Any, *, packed: bool = False) -> int | None:
     num = next((n for name in _NAMES if isinstance(n := getattr(text, name, None), int) and n > 0), None)
     if num is None or _has_no_limit(text):
         return None
-    return min((_of_rope(rope, num, packed=packed) for rope in _ropes(text)), default=num)
+    return min((_of_rope(rope, num, packed=packed) for rope in ropes(text)), default=num)
 
 
 def check_positions(num: int, config: Any, *, setting: str, fix: str = "lower it", packed: bool = True) -> None:
@@ -50,19 +50,20 @@ def check_positions(num: int, config: Any, *, setting: str, fix: str = "lower it
 def _raise(config: Any, num: int, limit: int) -> str:
     """What raises the limit of a model to `num` tokens."""
     text = getattr(config, "get_text_config", lambda: config)()
-    ropes = [*_ropes(text)]
-    if not ropes:
+    rotary = [*ropes(text)]
+    if not rotary:
         return "take a model with more: no setting adds rows to its table of positions"
     if positions(config) != limit:
-        kind = next(x["rope_type"] for x in ropes if x.get("rope_type") not in (None, "default"))
+        kind = next(x["rope_type"] for x in rotary if x.get("rope_type") not in (None, "default"))
         return f"replace {kind} in config.json: its frequencies depend on the longest sequence of a batch"
-    before: int = ropes[0].get("original_max_position_embeddings") or text.max_position_embeddings
-    yarn = f'"rope_type": "yarn", "factor": {float(math.ceil(num / before))}, '
-    yarn += f'"original_max_position_embeddings": {before}'
-    return f"extend it in the model's config.json: rope_parameters {{{yarn}, ...}}"
+    before: int = rotary[0].get("original_max_position_embeddings") or text.max_position_embeddings
+    factor, plain = float(math.ceil(num / before)), len(rotary) == 1 and rotary[0].get("rope_type") in (None, "default")
+    yarn = f'"rope_type": "yarn", "factor": {factor}, "original_max_position_embeddings": {before}'
+    flag = f"by --yarn {factor:g} of a training, or " * plain
+    return f"extend it {flag}in the model's config.json: rope_parameters {{{yarn}, ...}}"
 
 
-def _ropes(text: Any) -> Iterator[dict[str, Any]]:
+def ropes(text: Any) -> Iterator[dict[str, Any]]:
     """The rotary parameters of a config: one, or one per layer type."""
     rope = getattr(text, "rope_parameters", None) or {}
     several = [x for x in rope.values() if isinstance(x, dict)]

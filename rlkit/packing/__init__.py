@@ -376,13 +376,15 @@ def microbatches(
     whole_groups: bool = False,
     rank: int = 0,
     ranks: int = 1,
+    attention: float = 0.0,
 ) -> Iterator[tuple[Batch, *tuple[Tensor, ...]]]:
     """Split a batch, and any `[T]` tensors with it, e.g. `(batch, weights)`, into balanced micro-batches.
 
     Every token of the batch is in exactly one micro-batch of at most `max_tokens` tokens (see `plan_microbatches`).
     Sequences where `isolate` is True never share a micro-batch with the others, e.g. sequences that need no gradient.
     `whole_groups` keeps groups intact, e.g. preference pairs, whose loss couples the samples. Data parallel rank `rank`
-    of `ranks` gets its share; all ranks get the same number of micro-batches, some possibly empty.
+    of `ranks` gets its share; all ranks get the same number of micro-batches, some possibly empty. `attention` is that
+    of `plan_microbatches`.
     """
     if not isinstance(streams, tuple | list) or not isinstance(streams[0], Batch):
         raise TypeError(
@@ -395,7 +397,8 @@ def microbatches(
     seqs = torch.arange(batch.num_seqs)
     for part in [seqs] if isolate is None else [seqs[~isolate], seqs[isolate]]:
         subset = batch if part.numel() == batch.num_seqs else select(batch, part)
-        plan = plan_microbatches(subset, max_tokens=max_tokens, ranks=ranks, whole_groups=whole_groups)
+        weighing: Any = {"whole_groups": whole_groups, "attention": attention}
+        plan = plan_microbatches(subset, max_tokens=max_tokens, ranks=ranks, **weighing)
         for members in plan.bins[rank::ranks]:
             if len(members) == batch.num_seqs:
                 yield streams

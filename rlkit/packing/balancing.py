@@ -46,7 +46,9 @@ class _Bin:
     prefixes: Counter[int]
 
 
-def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_groups: bool = False) -> Plan:
+def plan_microbatches(
+    batch: Batch, *, max_tokens: int, ranks: int = 1, whole_groups: bool = False, attention: float = 0.0
+) -> Plan:
     """Balanced micro-batches of at most `max_tokens` tokens; a shared prefix is counted once in each.
 
     A group stays whole if it fits, else it is split into the fewest pieces that fit. Each piece, longest first, goes
@@ -58,6 +60,15 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
     although splitting a group costs one more prompt. Rank r gets `bins[r::ranks]`: bins of similar load run at the same
     time, and the rank with the fullest bin alternates. With `whole_groups` no group is split, for a loss that couples
     the samples of a group.
+
+    The budget is of tokens, which take the memory. What takes the time is the work, of a sequence of n tokens after a
+    prompt of p, and of the prompt:
+
+        n + attention n (p + n / 2)         p + attention p^2 / 2
+
+    with `attention` of `rlkit.model.flops.attention_share`. Bins of similar work run at the same time: at 0 those of
+    similar tokens. Of log-normal lengths up to 35,000 and 104,000 tokens on 8 and 16 ranks, a model of 8 B parameters
+    then does 12 to 21% less work one after the other (counted by `benchmarks/packing.py`).
 
     Errors: ValueError when one sequence with its prompt exceeds `max_tokens`, or one group that must stay whole.
     Differs: verl partitions single sequences (Karmarkar-Karp), so a group's prompt is computed on several ranks.
@@ -77,11 +88,13 @@ def plan_microbatches(batch: Batch, *, max_tokens: int, ranks: int = 1, whole_gr
             bins = _evened(bins, lens, max_tokens, ranks)
         if bins[-1][0] <= max_tokens:
             break
-    bins = bins[::-1]
+    makespan, bins = bins[-1][0], bins[::-1]
+    if attention and ranks > 1:
+        bins.sort(key=lambda held: _work(held[1], lens, attention), reverse=True)
     rows = [bins[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, num_bins, ranks)]
     largest = largest_piece(batch, whole_groups=whole_groups)
     bound = max(largest, math.ceil((batch.num_tokens + batch.prefix_tokens.numel()) / num_bins))
-    return Plan([sorted(members) for row in rows for _, members in row], bins[0][0], bound)
+    return Plan([sorted(members) for row in rows for _, members in row], makespan, bound)
 
 
 def largest_piece(batch: Batch, *, whole_groups: bool = False) -> int:
@@ -119,6 +132,14 @@ def _pieces(lens: _Lens, group_ids: list[int], max_tokens: int) -> list[Piece]:
         prefixes.add(lens.prefix_ids[i])
         cost, members = cost + extra, [*members, i]
     return sorted([*pieces, (cost, members)] if members else pieces, key=lambda piece: (-piece[0], piece[1]))
+
+
+def _work(members: list[int], lens: _Lens, attention: float) -> float:
+    """The work of a bin, in tokens without attention."""
+    prefixes = {i: lens.prefix[lens.prefix_ids[i]] for i in members}
+    keys = sum(lens.seqs[i] * (p + lens.seqs[i] / 2) for i, p in prefixes.items())
+    once = [lens.prefix[p] for p in {lens.prefix_ids[i] for i in members}]
+    return sum(lens.seqs[i] for i in members) + sum(once) + attention * (keys + sum(p * p for p in once) / 2)
 
 
 def _longest_first(pieces: list[Piece], num_bins: int) -> list[Piece]:

@@ -36,10 +36,9 @@ def rank_microbatches(
 
     Ranks without work get empty batches, because all ranks must take part in the forward of a sharded model.
     """
-    rank, ranks = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp)
-    return packing.microbatches(
-        streams, max_tokens=max_tokens, isolate=isolate, whole_groups=whole_groups, rank=rank, ranks=ranks
-    )
+    rank, ranks, attention = (0, 1, 0.0) if mesh is None else (mesh.dp_rank, mesh.dp, mesh.attention)
+    options: dict[str, Any] = {"isolate": isolate, "whole_groups": whole_groups, "attention": attention}
+    return packing.microbatches(streams, max_tokens=max_tokens, rank=rank, ranks=ranks, **options)
 
 
 def summed(x: Tensor, *, mesh: Mesh | None) -> Tensor:

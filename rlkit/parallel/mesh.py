@@ -12,6 +12,7 @@ cp, tp): all ranks with the same `dp` coordinate work on the same sequences.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -30,7 +31,12 @@ __all__ = ["Mesh", "Parallel", "grid", "make_mesh", "resolve", "start"]
 
 
 class Mesh:
-    """The sizes of the grid, and this rank's coordinates and process groups. Made by `make_mesh`."""
+    """The sizes of the grid, and this rank's coordinates and process groups. Made by `make_mesh`.
+
+    `attention` is `rlkit.model.flops.attention_share` of the model that was cut over it, which weighs its batches.
+    """
+
+    attention = 0.0
 
     def __init__(self, sizes: Parallel, parameters: DeviceMesh, data: DeviceMesh) -> None:
         self.sizes = sizes
@@ -42,6 +48,14 @@ class Mesh:
         self.cp_rank: int = data.get_local_rank("cp")
         self.tp_rank: int = data.get_local_rank("tp")
         self.pp_rank: int = data.get_local_rank("pp")
+
+    def weighing(self, attention: float) -> Mesh:
+        """The same mesh with another `attention`; itself where no ranks share the data."""
+        if self.dp == 1:
+            return self
+        mesh = copy(self)
+        mesh.attention = attention
+        return mesh
 
     def group(self, name: str) -> dist.ProcessGroup:
         """The ranks that differ from this one only in their `dp`, `cp`, `tp` or `pp` coordinate."""

@@ -172,6 +172,7 @@ def save_if_due(
             state |= {name: args[name] for name in ("script", "run") if args.get(name)}
             saver.save(
                 step=step, model=both, optimizer=optimizer, state=state, then=partial(_saved, job, step, then),
+                spared=_best_steps(job, step),
             )  # fmt: skip
             if must:
                 saver.wait()
@@ -278,9 +279,24 @@ def _is_best(folder: Path, step: int, metric: str) -> bool:
     if last.get("step") == step and metric not in last:
         there = ", ".join(name for name in last if name.startswith("eval/") and not name.endswith("_se"))
         raise Explained(f"`keep_best` {metric} is not measured: the evaluation has {there}")
-    sign = -1 if metric.endswith("loss") else 1
-    values = [sign * row[metric] for row in rows if row["step"] <= step and metric in row]
+    values = [*_values(folder, metric, step=step).values()]
     return step > 0 and last.get("step") == step and values[-1] > max(values[:-1], default=-math.inf)
+
+
+def _values(folder: Path, metric: str, *, step: int) -> dict[int, float]:
+    """The metric of each evaluation up to a step, so that the highest is best: of a loss its negative."""
+    sign = -1 if metric.endswith("loss") else 1
+    return {row["step"]: sign * row[metric] for row in read_metrics(folder) if row["step"] <= step and metric in row}
+
+
+def _best_steps(job: Job, step: int) -> tuple[int, ...]:
+    """The steps of the `keep_best_checkpoints` best checkpoints, of those that are there and that of `step`."""
+    num, metric = job.schedule.keep_best_checkpoints, job.schedule.keep_best
+    if not num or metric is None or not job.run.active:
+        return ()
+    values = _values(job.run.folder, metric, step=step)
+    there = [s for s in values if s == step or (job.run.checkpoints / f"step_{s:08d}").exists()]
+    return tuple(sorted(there, key=lambda s: (values[s], s))[-num:])
 
 
 def _write_card(run: Run, folder: Path, *, step: int | None = None) -> None:

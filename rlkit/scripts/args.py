@@ -18,6 +18,7 @@ from rlkit.rollout.envs.calls import FORMATS
 from rlkit.run.console import data_progress
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import (
+    Above1,
     Below1,
     Count,
     CountOr0,
@@ -58,6 +59,9 @@ class Model:
     ] = False
     """add a row to the embedding (and the head) for each token that was added to the tokenizer: the mean of the others.
     In one process with --engine local, without --lora-rank, which would not train them"""
+    yarn: Above1 | None = None
+    """extend the context of `model` to this many times its positions by YaRN, in training, engines and exports; None:
+    as its config.json says (docs/models.md)"""
     train_vision: bool = False
     """train the tower of a vision model too; by default it is frozen"""
     deterministic: bool = False

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from rlkit._util.files import is_adapter
 from rlkit._util.ranks import is_first, on_all_ranks
 from rlkit.data.prompt_columns import columns_in
 from rlkit.scripts.args import (
@@ -262,7 +263,9 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
         served = ServedTeacher(path.rstrip("/"))
         on_all_ranks(lambda: served.check(tokenizer, k=args.loss.teacher_top_k or 1) if is_first() else None)
         return lambda _model: served
-    live, path = path == "self" and not args.loss.teacher_ema, args.model.model if path == "self" else path
+    mine = path == "self"
+    live, path = mine and not args.loss.teacher_ema, place.model.model if mine else path
+    more: dict[str, Any] = {"adapter": args.model.model} if mine and is_adapter(args.model.model) else {}
     config = load_config(path)
     fault = f"`teacher` {path} reads text only, and the prompts show images"
     refuse_if(has_images and not reads_images(config), f"{fault}: take one that reads them (docs/models.md)")
@@ -280,7 +283,7 @@ def checked_teacher(args: Args, place: Place, path: str, *, has_images: bool) ->
         from rlkit.model.teachers import LocalTeacher
 
         if not live:  # one that follows has weights as exact as the model's
-            model = load_policy(path, frozen=not args.loss.teacher_ema, **place.loading())
+            model = load_policy(path, frozen=not args.loss.teacher_ema, **place.loading(), **more)
             report_model(model, dtype=str(place.optim.dtype), name="teacher")
         policy = Policy(model, args.rollouts.temperature, str(place.optim.dtype))
         return LocalTeacher(policy, place.optim.max_tokens, tokenizers)

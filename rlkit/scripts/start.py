@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -105,9 +105,8 @@ def open_place(args: Flags, brought: Brought) -> Place:
     warn_of_steps(args)
     path, schedule = brought.model.model, args.schedule
     others = {name: x for name in ("reference", "critic") if (x := getattr(args, name, None)) is not None}
-    check_model_path(path)  # and the folder: before torch is loaded
-    for name, other in others.items():
-        check_model_path(other, of=f"`{name}`")
+    for name, other in (("model", path), *((f"`{name}`", x) for name, x in others.items())):
+        check_model_path(other, of=name)  # and the folder: before torch is loaded
     if Path(path).is_dir() and Path(path).resolve() == Path(schedule.output).resolve():
         raise ValueError(f"`output` {schedule.output} is the folder of the model: give another one for the run")
     check_folder(schedule.output, resume=schedule.resume)
@@ -132,14 +131,35 @@ def open_place(args: Flags, brought: Brought) -> Place:
     torch.manual_seed(schedule.seed)
     if model.deterministic:
         make_deterministic(schedule.seed)
+    model = extended(model, schedule.output, urls=getattr(getattr(args, "engine", None), "engine_urls", ()))
     tokenizer = load_tokenizer(model.tokenizer, *others.values(), chat_template=file)
-    configs = {x: load_config(x) for x in (path, *others.values())}
-    place = Place(model, brought.lora, optim, file or bool(brought.data.chat_template), tokenizer, configs)
-    place = _checked(args, place)
+    configs = {x: load_config(x) for x in (model.model, *others.values())}
+    template_used = file or bool(brought.data.chat_template)
+    place = _checked(args, Place(model, brought.lora, optim, template_used, tokenizer, configs))
     if device.startswith("cuda") and not launched() and dtype == "bf16" and not brought.lora.lora_rank:
         engine, total = getattr(args, "engine", None), torch.cuda.get_device_properties(device).total_memory
         return within_memory(place, total, samples=engine is not None and engine.engine == "local")
     return place
+
+
+def extended(model: Model, output: Path, *, urls: Sequence[str]) -> Model:
+    """The model in a folder of the run that has its `yarn`; ValueError for one that YaRN does not fit.
+
+    Servers at `urls` have the config that they were started with, so they must serve that folder.
+    """
+    if model.yarn is None:
+        return model
+    from rlkit.model.positions import positions
+    from rlkit.model.pretrained import load_config
+    from rlkit.model.yarn import EXTENDED, yarn_folder
+    from rlkit.run.console import say
+
+    before, folder = positions(load_config(model.model)), yarn_folder(model.model, model.yarn, output / EXTENDED)
+    if is_first():
+        if urls:
+            log.warning("--yarn: the servers of --engine-urls must have been started with %s (or its config)", folder)
+        say(f"model: YaRN of factor {model.yarn:g} over {before:,} positions: {positions(load_config(folder)):,}")
+    return replace(model, model=str(folder))
 
 
 def _checked(args: Flags, place: Place) -> Place:

@@ -50,7 +50,8 @@ def left_on_a_cut_model(rank, world):
     row, mesh = model.lm_head.weight[3].clone(), make_mesh(Parallel())
     before = set(vars(model))
     cut = parallelize(model, mesh)
-    assert mesh_of(cut) is mesh
+    assert mesh_of(cut).data is mesh.data
+    assert (mesh_of(cut).attention > 0) == (mesh.dp > 1)
     assert [*cut.state_dict()] == [*model.state_dict()]
     with pytest.raises(RuntimeError, match="work fails"):
         inside(cut, lambda model: (_ for _ in ()).throw(RuntimeError("work fails")))

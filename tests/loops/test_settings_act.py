@@ -71,6 +71,7 @@ ELSEWHERE = {  # field -> the test that has it
     (Rollouts, "overlap"): "test_grpo_loops.py", (Rollouts, "max_dropped"): "below",
     (Rollouts, "save_rollouts"): "test_saved_rollouts.py", (Rollouts, "from_rollouts"): "test_saved_rollouts.py",
     (Schedule, "output"): "every test", (Schedule, "resume"): "test_resume.py",
+    (Schedule, "keep_best_checkpoints"): "tests/run/test_best_checkpoints.py",
     (Schedule, "on_save"): "tests/run/test_on_save.py", (Schedule, "dtype_export"): "tests/model/test_source.py",
     **{(Schedule, name): "tests/run/test_trackers.py" for name in ("track", "track_project", "track_model")},
     (Optim, "max_tokens"): "memory only: gradients are equal, see test_updates.py",

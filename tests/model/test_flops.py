@@ -32,6 +32,18 @@ def test_flops_are_those_that_torch_counts(tied):
     assert counted(model) == flops.train_flops(model)
 
 
+def test_the_share_of_attention_is_that_of_the_products_that_torch_counts():
+    model = tiny_model(tiny_tokenizer(), hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48)
+    model.set_attn_implementation("eager")  # all pairs: twice those of causal attention
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.randint(0, 50, (1, NUM)))
+    products = counter.get_flop_counts()["Global"]
+    pairs, matrices = products[torch.ops.aten.bmm], products[torch.ops.aten.mm]
+    assert flops.attention_share(model) == pytest.approx(pairs / NUM**2 / (matrices / NUM))
+    model.config.layer_types = ["full_attention", "sliding_attention", "linear_attention"]
+    assert flops.attention_share(model) == pytest.approx(pairs / 3 / NUM**2 / (matrices / NUM))
+
+
 def test_experts_count_where_a_token_goes():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

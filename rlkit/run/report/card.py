@@ -28,7 +28,7 @@ _MOST_READ, _MOST_SHOWN, _ANSWERS = 100_000, 400, 2  # characters of a card and 
 _SETTINGS = (
     "lr", "lr_schedule", "warmup_steps", "prompts_per_step", "group_size", "minibatches", "epochs", "batch_size",
     "temperature", "max_new_tokens", "kl_coef", "entropy_coef", "beta", "adapter", "lora_rank", "max_norm", "dtype",
-    "seed",
+    "yarn", "seed",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ TYPES: dict[str, Any] = {  # the flags of a run that are used here, and their ty
     "model": str, "system_prompt": str | None, "template_args": str, "chat_template": bool | str,
     "temperature": int | float, "max_new_tokens": int, "top_p": int | float, "top_k": int, "min_p": int | float,
     "stop": list, "stop_token_ids": list, "lora_rank": int | None, "ref_sync_steps": int, "adapter": str | None,
-    "resize_embeddings": bool,
+    "resize_embeddings": bool, "yarn": int | float | None,
 }  # fmt: skip
 
 
@@ -235,6 +235,13 @@ def kept_flags(folder: Path) -> dict[str, Any]:
     return saved
 
 
+def base_in(folder: Path, saved: Mapping[str, Any]) -> str:
+    """The model that the run in the folder trains: that of its flags, or with `yarn` the one in the folder."""
+    from rlkit.model.yarn import EXTENDED
+
+    return str(folder / EXTENDED if saved.get("yarn") else saved["model"])
+
+
 def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer: of the run folder with the flags `saved`, or of another folder or hub id."""
     import torch
@@ -259,10 +266,11 @@ def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[An
         raise FileNotFoundError(errno.ENOENT, fault, str(folder))
     of_lora = ("lora_rank", "lora_targets", "lora_alpha", "lora_base", "adapter")
     lora: dict[str, Any] = {name: saved[name] for name in of_lora if name in saved}
-    tokenizer = load_tokenizer(Model(saved["model"], adapter=saved.get("adapter")).tokenizer)
+    path = base_in(folder, saved)
+    tokenizer = load_tokenizer(Model(path, adapter=saved.get("adapter")).tokenizer)
     if saved.get("resize_embeddings"):
         lora["min_rows"] = vocabulary_size(tokenizer)
-    model = load_policy(saved["model"], ParallelArgs(), device=device, **lora)
+    model = load_policy(path, ParallelArgs(), device=device, **lora)
     load_checkpoint(newest, model=model, optimizer=None)
     sys.stderr.write(printable(f"{folder} has no model/ yet: this is its checkpoint {newest.name}\n"))
     if isinstance(saved.get("chat_template"), str):

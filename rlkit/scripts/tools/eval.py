@@ -32,7 +32,7 @@ from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read_env
-from rlkit.scripts.tools.chat import SAMPLING, kept_flags, load
+from rlkit.scripts.tools.chat import SAMPLING, base_in, kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import Count, CountOr0, Engines, Positive, Range, Rollouts, Schedule, Seed, Share, check, refuse_if
@@ -147,7 +147,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
     others = (part for name, part in rows.items() if name not in rewards)
     score = read_reward(episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not saved
-    config = load_config(flags.model.model if exported else saved["model"])
+    config = load_config(flags.model.model if exported else base_in(Path(args.model), saved))
     check_context(args.episodes, flags.rollouts, config, packed=False)
     return Asked(rows, rewards, env, score, config)
 

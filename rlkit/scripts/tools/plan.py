@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.run.console import wrapped
 from rlkit.scripts.cli import run
-from rlkit.settings import Count, Positive, check
+from rlkit.settings import Above1, Count, Positive, check
 
 if TYPE_CHECKING:
     from rlkit.model.memory import Layout, Shape
@@ -38,6 +38,9 @@ class Args:
     """GiB of each GPU"""
     max_tokens: Count = 16384
     """tokens of a micro-batch over one data parallel place, at least those of the longest sequence"""
+
+    yarn: Above1 | None = None
+    """times by which YaRN extends the model's context, as --yarn of the run"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,8 +94,10 @@ def main(args: Args) -> None:
     from rlkit.model.parallelize import check_model
     from rlkit.model.positions import positions
     from rlkit.model.pretrained import load_config
+    from rlkit.model.yarn import yarn_config
 
     config = load_config(args.model)
+    config = config if args.yarn is None else yarn_config(config, args.yarn)
     check_model(config)
     shape, out = shape_of(config), sys.stdout
     rows = [row_of(shape, layout, args) for layout in layouts(shape, args)]
@@ -168,7 +173,7 @@ def command(row: Row, args: Args) -> str:
     nodes = f"--nnodes {args.nodes} ... " if args.nodes > 1 else ""
     lines = [
         f"torchrun {nodes}--nproc-per-node {args.gpus} -m rlkit.scripts.grpo \\",
-        f"    --model {args.model} --data ... --reward ... \\",
+        f"    --model {args.model}{f' --yarn {args.yarn:g}' if args.yarn else ''} --data ... --reward ... \\",
         f"    --device cuda --dtype bf16 --max-tokens {args.max_tokens} \\",
         *[f"    {flag} \\" for flag in flags],
         f"    --engine sglang --engine-memory {max(0.05, min(0.95, taken / free)):.2f}",
