@@ -77,8 +77,9 @@ times the original context, as vLLM derives it, also where `max_position_embeddi
 for
 ALiBi and Mamba. `sft`, `dpo`, `kto` and `reward_model` count longer examples as too long.
 
-Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
-checkpoint of the same model. [LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
+FP8 checkpoints are trained, by LoRA as they are ([optimizers.md](optimizers.md#an-fp8-checkpoint)); other quantized
+ones (GPTQ, AWQ, bitsandbytes, MXFP4) are refused: load the bf16 or fp32 checkpoint of the same model.
+[LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
 are one fused weight (Mixtral, Qwen3-MoE, gpt-oss, ...).
 
 Fewer model types support `tp`, `cp`, `pp` and `ep` ([table](#all-model-types)), and only those are read by shards: of

@@ -57,7 +57,8 @@ def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
     """ValueError where a config asks for far more numbers than its weights have (transformers draws the rest), and for
     weights in 8-bit floats, which it would read without their scales."""
     tensors = stored(Path(path) if Path(path).is_dir() else str(path))
-    if dtype := next((f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8")), ""):
+    fp8 = (f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype.startswith("F8"))
+    if getattr(config, "quantization_config", None) is None and (dtype := next(fp8, "")):
         fix = "load the bf16 or fp32 checkpoint instead"
         raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
     num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits
@@ -126,6 +127,11 @@ class Source(NamedTuple):
     left: tuple[str, ...] = ()
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether some of its weights are 8-bit floats, with scales beside them (`rlkit.model.fp8`)."""
+        return any(x.dtype.startswith("F8") for x in self.tensors.values())
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of most of its numbers."""
         sizes: dict[str, int] = {}
@@ -155,7 +161,7 @@ class Source(NamedTuple):
 
 def source_of(model: Any) -> Source:
     """The checkpoint of a model, by its config. A model with one number per token (`score`) carries nothing on: its
-    other weights are those of the policy's head.
+    other weights are those of the policy's head. Nor does an FP8 checkpoint, of which an export has no codes.
 
     Cost: where the names of the checkpoint are not all the model's own, its class is built on the meta device.
     """
@@ -163,7 +169,7 @@ def source_of(model: Any) -> Source:
     tensors = stored(path) if path else {}
     if Path(path).is_absolute() and not tensors and is_first() and not Path(path).exists():
         log.warning("%s is gone: exports are in fp32, without tensors there that had no place in the model", path)
-    if not tensors or hasattr(model, "score"):
+    if not tensors or hasattr(model, "score") or Source(path, tensors).in_fp8:  # as are its layers of prediction
         return Source(path, tensors)
     left = _left(class_of(model), model.config, tensors)
     if model.config.get_text_config().vocab_size != (rows := _rows(tensors)) and rows:  # copies of a smaller embedding
