@@ -86,8 +86,9 @@ Qwen3's 40,960), write its `rope_parameters` into the config.json instead. Model
 kinds of them (Gemma 3) or with another scaling (Llama 3.1, gpt-oss, longrope) are refused.
 `rlkit plan --yarn 4 --max-tokens 131072` counts the memory.
 
-Quantized checkpoints (fp8, GPTQ, AWQ, bitsandbytes, compressed-tensors, MXFP4) are refused: load the bf16 or fp32
-checkpoint of the same model. [LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
+FP8 checkpoints are trained, by LoRA as they are ([optimizers.md](optimizers.md#an-fp8-checkpoint)); other quantized
+ones (GPTQ, AWQ, bitsandbytes, MXFP4) are refused: load the bf16 or fp32 checkpoint of the same model.
+[LoRA](optimizers.md#lora) adapts linear layers, GPT-2's transposed ones, and experts that
 are one fused weight (Mixtral, Qwen3-MoE, gpt-oss, ...).
 
 Fewer model types support `tp`, `cp`, `pp` and `ep` ([table](#all-model-types)), and only those are read by shards: of

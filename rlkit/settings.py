@@ -666,6 +666,9 @@ class Engines:
     """free the servers' GPU memory, weights and KV cache, during updates (SGLang's memory saver, vLLM's sleep mode)"""
     engine_args: Annotated[str, _SERVED, _STARTED_HERE] = ""
     """further arguments of servers started here, in one string: --engine-args="--kv-cache-dtype fp8_e5m2\""""
+    engine_quantization: Annotated[Literal["fp8"] | None, _SERVED, _STARTED_HERE] = None
+    """servers started here compute their layers in 8-bit floats, and quantize them anew at every update, with a scale a
+    row (SGLang: Qwen2 and Qwen3). The trainer does not: see `mismatch`, for which --correction weighs"""
     engine_pause: Annotated[Literal["retract", "in_place", "abort"], _SERVED] = "retract"
     """requests in flight on servers when new weights come: retract computes their keys and values again; in_place keeps
     those of the old weights (faster, less exact); abort ends them"""

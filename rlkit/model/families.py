@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import rlkit
 from rlkit._util.files import cache_folder, replace_file
 from rlkit._util.tensors import readable
+from rlkit.model.fp8 import unquantized
 from rlkit.model.pretrained import NO_CODE
 from rlkit.model.recurrent import TOLL, recurrent_layers, unwrap, wrap
 from rlkit.model.routing import unwrap_routers, wrap_routers
@@ -80,12 +81,13 @@ class Verdict(NamedTuple):
 
 def check_causal_lm(config: Any) -> None:
     """Refuse a model type by its config, before anything is built: one without a class in `AutoModelForCausalLM`, one
-    whose export it cannot read, and quantized weights.
+    whose export it cannot read, and quantized weights but those of `rlkit.model.fp8`.
 
     Errors: ValueError naming the model type and the reason.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    config = unquantized(config)
     if reads_images(config):
         check_unquantized(config)
         return

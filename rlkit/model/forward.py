@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from rlkit.kernels.logits_logp import logits_logp
 from rlkit.losses.corrections import log_support_mass
 from rlkit.losses.distillation import CHUNK_SIZE, by_rows
 from rlkit.model import families, vision
+from rlkit.model.fp8 import blocks_of, rescaled, unquantized
 from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, building, explained, load_config
@@ -88,7 +91,8 @@ def load_model(
     """A causal LM from a local folder or a hub id, ready for `forward` (see `prepare_model`).
 
     A vision tower is frozen, unless `train_vision`. The parameters are fp32, whatever the checkpoint holds: under bf16
-    compute they are the master weights. `dtype` "auto" leaves them in the checkpoint's, for `add_lora(base=...)`.
+    compute they are the master weights. `dtype` "auto" leaves them in the checkpoint's, for `add_lora(base=...)`; the
+    linear layers of an FP8 one (`rlkit.model.fp8`) then stay as they are, frozen, for `add_lora`, and all else is fp32.
     `min_rows` is that of `resized`.
 
     Errors: FileNotFoundError; ValueError for a model type that is not causal, and for a checkpoint that is
@@ -96,8 +100,11 @@ def load_model(
     """
     config = load_config(path)
     families.check_causal_lm(config)
-    families.check_architecture(config, forward)
-    model, missing = read_pretrained(vision.auto_class(config), path, config, dtype=dtype)
+    families.check_architecture(unquantized(config), forward)
+    model, missing = read_pretrained(vision.auto_class(config), path, config, dtype=dtype, hold=dtype == "auto")
+    if dtype == "auto" and any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()):
+        # constants such as Gemma's scale, which fp32 does not round
+        model, _ = read_pretrained(vision.auto_class(config), path, config, dtype=torch.float32, hold=True)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
@@ -126,10 +133,11 @@ def resized(model: Any, min_rows: int) -> Any:
 
 
 def read_pretrained(
-    kind: Any, path: str | os.PathLike[str], config: Any, *, dtype: Any, **options: Any
+    kind: Any, path: str | os.PathLike[str], config: Any, *, dtype: Any, hold: bool = False, **options: Any
 ) -> tuple[Any, list[str]]:
     """`kind.from_pretrained` in `dtype`, and the names of weights that the checkpoint of this `config` lacks.
 
+    Those of an FP8 checkpoint become fp32; with `hold` its linear layers stay as they are (`rlkit.model.fp8.rescaled`).
     The progress bar of transformers is shown only for checkpoints that take seconds: above 1 GB, or from the hub.
 
     Errors: ValueError, with the path, for weights that cannot be read, have another shape or are quantized; OSError
@@ -146,9 +154,12 @@ def read_pretrained(
     had_bar = logging.is_progress_bar_enabled()
     if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
         logging.disable_progress_bar()
+    if (block := blocks_of(config)) is not None:
+        options = {"config": unquantized(config, **options)}
+        dtype = torch.bfloat16 if dtype == "auto" else dtype
     try:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-        with building(path):
+        with building(path), no_report() if block is not None else nullcontext():
             model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
     except SafetensorError as error:
         fault = f"its safetensors are damaged ({error}): copy or download it again"
@@ -160,12 +171,21 @@ def read_pretrained(
     finally:
         if had_bar:
             logging.enable_progress_bar()
-    families.check_leftover(path, info["unexpected_keys"])
+    if block is None:
+        families.check_leftover(path, info["unexpected_keys"])
     check_names(path, info["missing_keys"], info["unexpected_keys"])
     if mismatched := sorted(info["mismatched_keys"]):
         name, there, here = mismatched[0]
         fault = f"{name} is {[*there]} there and {[*here]} in the model of its config"
         raise ValueError(f"model {str(path)!r}: {fault} ({len(mismatched)} differences in all)")
+    if block is not None:
+        families.check_leftover(path, rescaled(model, path, block, hold=hold, unexpected=info["unexpected_keys"]))
+    _check_ends(model, path)
+    return model, info["missing_keys"]
+
+
+def _check_ends(model: Any, path: Any) -> None:
+    """Refuse an embedding or a head of zeros, and let the config say whether both are one matrix."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
     for name, weight in (("embedding", embedding), ("head", getattr(head, "weight", embedding))):
@@ -173,7 +193,21 @@ def read_pretrained(
             raise ValueError(f"model {str(path)!r}: its {name} is 0 everywhere: copy or download its weights again")
     if head is not None and hasattr(head, "weight"):
         untie(model.config, equal=head.weight is embedding, path=path)
-    return model, info["missing_keys"]
+
+
+@contextmanager
+def no_report() -> Iterator[None]:
+    """Inside the block transformers lists no weights that a file lacks, or that it does not read."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def prepare_model(model: PreTrainedModel) -> PreTrainedModel:

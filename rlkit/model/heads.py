@@ -13,10 +13,8 @@ label for each bin, whose logits make the value; its config has `value_range`.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -28,7 +26,8 @@ from torch import Tensor, nn
 
 from rlkit.losses import hl_gauss, hl_gauss_value
 from rlkit.model import families
-from rlkit.model.forward import DTYPES, compute_tokens, forward, read_pretrained, resized, token_outputs
+from rlkit.model.forward import DTYPES, compute_tokens, forward, no_report, read_pretrained, resized, token_outputs
+from rlkit.model.fp8 import unquantized
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.routing import own_routing
@@ -154,9 +153,9 @@ def _load(task: str, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     config = load_config(path)
     families.check_causal_lm(config)
     kind = _class_of(task, config)
-    checked = families.check_architecture(config, forward)
+    checked = families.check_architecture(unquantized(config), forward)
     num, value_range = head_of(config, bins)
-    with _no_report():
+    with no_report():  # the head is initialised on purpose
         model, missing = read_pretrained(kind, path, config, dtype=torch.float32, num_labels=num)
     if value_range is not None:
         model.config.value_range = value_range
@@ -239,21 +238,6 @@ def _build(task: str, config: Any, *, bins: Bins = Bins(), **options: Any) -> An
 def _check_head(model: Any) -> None:
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear `score` head; only decoder models have one")
-
-
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Inside the block transformers lists no weights that a file lacks: the head is initialised on purpose."""
-    log = logging.getLogger("transformers.modeling_utils")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from rlkit._util.files import base_of, is_adapter
 from rlkit._util.ranks import launched, rank, world_size
 from rlkit._util.text import printable
 from rlkit.model.forward import DTYPES, load_model
+from rlkit.model.fp8 import blocks_of
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
 from rlkit.model.parallelize import COVERED, load_parallel, parallelize
@@ -67,21 +68,25 @@ def load_policy(
     `min_rows`, in a plain process, is that of `rlkit.model.forward.resized`.
     """
     path = _with_base(path, lora)
-    mesh = open_mesh(args, device=device, alone=min_rows > 0 or _stays_plain(path, **lora))
+    fp8 = blocks_of(load_config(path)) is not None
+    alone = min_rows > 0 or _stays_plain(path, **lora) or (fp8 and bool(lora.get("lora_rank")))
+    mesh = open_mesh(args, device=device, alone=alone)
     _report_loading(path)
     if mesh is not None:
         if min_rows:
             raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
         read = lambda *folder, **options: load_model(*folder, train_vision=train_vision, **options)  # noqa: E731
-        whole = partial(_as_stored, read) if lora.get("lora_base") else read
+        whole = partial(read, dtype="auto") if lora.get("lora_base") else read
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
-    return _with_lora(partial(load_model, path, train_vision=train_vision, min_rows=min_rows), device, **lora)
+    load = partial(load_model, path, train_vision=train_vision, min_rows=min_rows)
+    return _with_lora(load, device, fp8=fp8, **lora)
 
 
 def _with_lora(
     load: Callable[..., Any],
     device: str,
     *,
+    fp8: bool = False,
     lora_rank: int | None = None,
     lora_targets: Sequence[str] = (),
     lora_alpha: float | None = None,
@@ -90,23 +95,17 @@ def _with_lora(
     adapter: str | os.PathLike[str] | None = None,
 ) -> Any:
     """`load(device=...)` with its adapters. A policy's quantized weights are made on the CPU from those of the files,
-    so that they are never all held in fp32."""
+    so that they are never all held in fp32; those of an `fp8` checkpoint are the files' own."""
     if adapter is not None and lora_rank == 0:
         return merge_adapter(load(device=device), adapter)
     if adapter is None and not lora_rank:
         return load(device=device)
     options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
-    model = _as_stored(load, device="cpu") if lora_base else load(device=device)
+    model = load(device="cpu", dtype="auto") if lora_base or fp8 else load(device=device)
     if adapter is not None:
         return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base).to(device)
     assert lora_rank is not None
     return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options).to(device)
-
-
-def _as_stored(load: Callable[..., Any], *path: Any, **options: Any) -> Any:
-    """A model in the dtypes of its files, or in fp32 where these round its constants, such as Gemma's scale."""
-    model = load(*path, dtype="auto", **options)
-    return load(*path, **options) if any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()) else model
 
 
 def _with_base(path: str | os.PathLike[str], lora: dict[str, Any]) -> str | os.PathLike[str]:
@@ -217,13 +216,15 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     chosen = f"LoRA of rank {lora_config(model).r} on {len(modules)} modules" if lora else "all weights"
     held = [p for p in model.parameters() if isinstance(p, Quantized)]
     kinds += f"; {sum(p.numel() for p in held):,} parameters are held in {held[0].kind}" if held else ""
+    source = source_of(model)
+    kinds += "; its FP8 weights are dequantized" * (source.in_fp8 and not held)
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:
         size = sum(num for num, _ in params.values()) - lora
         count = "" if trained == size else f" ({trained:,} parameters)"
         text = f"{name}: {size:,} parameters on {where}, {dtype}; trains {chosen}{count}{kinds}\n"
-        said = said_of(source_of(model), model.config)
+        said = said_of(source, model.config)
         sys.stdout.write(printable(text + f"{name}: {said}\n" * bool(said)))
         sys.stdout.flush()
 

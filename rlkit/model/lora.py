@@ -88,7 +88,8 @@ def add_lora(
     every layer and expert that can have an adapter; the head and the tower of a vision model have none. The head of a
     critic or a reward model trains whole. `dropout` is the share of an adapter's inputs that are 0 inside `dropping`,
     and nowhere else; fused experts take none. `base` "int8" or "nf4" quantizes the linear layers that can have an
-    adapter (`rlkit.model.quantized`); embeddings, fused experts and the head stay in fp32.
+    adapter (`rlkit.model.quantized`); embeddings, fused experts and the head stay in fp32. A model that holds an FP8
+    checkpoint's codes, `load_model(path, dtype="auto")`, needs no `base`; its experts have no adapter.
 
     Errors: ValueError for a target that the model lacks or that can have no adapter, with the names of those that can,
     and for `dropout` on fused experts.
@@ -253,7 +254,8 @@ def _adaptable(model: Any) -> tuple[list[str], list[str], dict[str, str]]:
         else:
             layers.append(name)
         if "Experts" in type(module).__name__:
-            weights = (key for key, p in module.named_parameters(recurse=False) if p.ndim == 3)
+            parts = module.named_parameters(recurse=False)
+            weights = (key for key, p in parts if p.ndim == 3 and not isinstance(p, Quantized))
             experts += [f"{name}.{key}" for key in weights if not _reads_weight(parent, f"{last}.{key}")]
     return layers, experts, others
 
@@ -450,14 +452,14 @@ def only_adapter_trains(model: Any) -> bool:
     """Whether the frozen base weights and one `scale * B A` a layer, of one rank and scale, are all of the model.
 
     Then the adapter alone is the update that an engine with the base weights needs. False without an adapter, and with
-    a trained embedding, DoRA, a bias, other ranks or scales of some layers, and of a quantized base, which servers do
-    not have. Collective over pipeline stages.
+    a trained embedding, DoRA, a bias, other ranks or scales of some layers, and of a base that was quantized here:
+    servers do not have it, but that of an FP8 checkpoint they do. Collective over pipeline stages.
     """
     layers = [layer for layer in model.modules() if adapter_of(layer) is not None]
     ranks_and_scales = {(layer.lora_A.default.weight.shape[0], layer.scaling["default"]) for layer in layers}
     fine = all(map(is_low_rank, layers))
     fine = fine and not any(x.requires_grad and ".lora_" not in name for name, x in model.named_parameters())
-    fine = fine and not any(isinstance(x, Quantized) for x in model.parameters())
+    fine = fine and not any(isinstance(x, Quantized) and x.kind != "fp8" for x in model.parameters())
     stages = each_stage((fine, ranks_and_scales), mesh=mesh_of(model))
     kinds = set().union(*(kinds for _, kinds in stages))
     config = lora_config(model) if layers else None

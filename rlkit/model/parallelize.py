@@ -32,6 +32,7 @@ from rlkit._util.ranks import local_rank
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.flops import attention_share
 from rlkit.model.forward import forward, load_model
+from rlkit.model.fp8 import blocks_of
 from rlkit.model.lora import (
     adapters,
     add_lora,
@@ -272,11 +273,11 @@ def load_parallel(
 
     It is built on the meta device and cut; then each rank reads its shards from the safetensors files. A model type
     outside `COVERED`, whose files may have other names than its weights, is read by transformers: each rank holds the
-    whole model on its CPU (by `whole(path)`) until it is cut. `options` are those of `parallelize`. A hub id is
-    downloaded once per node. With `lora_rank` only adapters of that rank train, on the modules `lora_targets` (see
-    `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank), or the one in the folder `adapter`,
-    which with `lora_rank` 0 is merged, before the model is cut. With `lora_base` each rank reads the whole model, too,
-    and keeps all quantized weights of its layers.
+    whole model on its CPU (by `whole(path)`) until it is cut; so is an FP8 checkpoint, dequantized. `options` are those
+    of `parallelize`. A hub id is downloaded once per node. With `lora_rank` only adapters of that rank train, on the
+    modules `lora_targets` (see `rlkit.model.lora`; none: all; `lora_alpha` None: twice the rank), or the one in the
+    folder `adapter`, which with `lora_rank` 0 is merged, before the model is cut. With `lora_base` each rank reads the
+    whole model, too, and keeps all quantized weights of its layers.
 
     `build(config, dtype=...)` makes another model (`rlkit.model.heads`), in which weights
     whose names begin with `new` are 0 where the files lack them.
@@ -299,7 +300,7 @@ def load_parallel(
     elif lora_rank:
         lora: dict[str, Any] = {"rank": lora_rank, "alpha": lora_alpha or 2 * lora_rank, "dropout": lora_dropout}
         adapt = partial(add_lora, targets=[*lora_targets] or "all-linear", base=lora_base, **lora)
-    if config.model_type not in COVERED or merging or lora_base is not None:
+    if config.model_type not in COVERED or merging or lora_base is not None or blocks_of(config) is not None:
         if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
             check_model(config)
         model = whole(folder)

@@ -8,8 +8,9 @@ weights hold `W' + (alpha / rank) B A`, the function that was trained. The weigh
 
     int8   a / 127 round(127 W / a), a = max |W| of the row                                        1 byte a weight
     nf4    the nearest of a times 16 quantiles of a normal distribution, a = max |W| of 64 weights 0.56 bytes
+    fp8    E4M3 times a scale of a block, as a checkpoint has them (`rlkit.model.fp8`)             1 byte
 
-Both have the bits of bitsandbytes (`int8_vectorwise_quant`, `quantize_4bit` with blocks of 64 and no double
+The first two have the bits of bitsandbytes (`int8_vectorwise_quant`, `quantize_4bit` with blocks of 64 and no double
 quantization), whose layers are not used: on some CPUs their NF4 layer takes another kernel where no gradient is needed,
 and their int8 layer also rounds its input, all but columns that the batch decides. A sampled token would then have
 another log-prob in training.
@@ -37,6 +38,8 @@ class Quantized(Tensor):
     """A matrix [out, in] of the dtype fp32, held as `codes` and `scales` (fp32).
 
     int8: codes [out, in], scales [out, 1]. nf4: codes [blocks, 32], two 4-bit indices a byte, scales [blocks, 1].
+    fp8: codes [out, blocks, block], the last block of a row with padding, scales [out, blocks, 1].
+    Of experts, [experts, out, in] in fp8, codes and scales are those of all rows, and an index gives one expert's.
     `F.linear` dequantizes it for one product; any other function gets a dequantized copy, and none may write to it.
     """
 
@@ -61,14 +64,17 @@ class Quantized(Tensor):
 
     @property
     def kind(self) -> str:
-        """int8 or nf4."""
-        return "int8" if self.codes.dtype == torch.int8 else "nf4"
+        """int8, nf4 or fp8."""
+        return {torch.int8: "int8", torch.uint8: "nf4"}.get(self.codes.dtype, "fp8")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and isinstance(args[1], Quantized) and len(args) + len(kwargs or {}) <= 3:
             bias = (kwargs or {}).get("bias", args[2] if len(args) > 2 else None)
             return _linear(args[0], args[1], bias)
+        if func is Tensor.__getitem__ and args[0].ndim == 3 and (isinstance(args[1], int) or args[1].ndim == 0):
+            codes, scales = (x.unflatten(0, args[0].shape[:2])[int(args[1])] for x in (args[0].codes, args[0].scales))
+            return Quantized(codes, scales, args[0].shape[1:])
         with torch._C.DisableTorchFunctionSubclass():  # a result is a plain tensor
             return func(*args, **(kwargs or {}))
 
@@ -116,6 +122,8 @@ def dequantized(x: Tensor) -> Tensor:
     with torch.no_grad():
         if x.kind == "int8":
             return x.codes * (x.scales / 127)
+        if x.kind == "fp8":
+            return (x.codes.float() * x.scales).flatten(1)[:, : x.shape[-1]].reshape(x.shape)
         pairs = torch.tensor([(a, b) for a in NF4 for b in NF4], device=x.codes.device)
         blocks = pairs.index_select(0, x.codes.flatten().int()).view(-1, BLOCK) * x.scales
         return blocks.flatten()[: x.numel()].view(x.shape)
@@ -124,7 +132,7 @@ def dequantized(x: Tensor) -> Tensor:
 @torch.no_grad()
 def quantized(weight: Tensor, kind: str) -> Quantized:
     """A matrix in `kind`, "int8" or "nf4"; ValueError for another kind."""
-    weight = weight.detach().float()
+    weight = dequantized(weight.detach()).float()
     if kind == "int8":
         scales = weight.abs().amax(1, keepdim=True)
         codes = torch.round(weight * (127 / scales.where(scales > 0, 1))).to(torch.int8)

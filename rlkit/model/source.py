@@ -60,7 +60,8 @@ def check_sizes(path: str | os.PathLike[str], config: Any) -> None:
     odd = {
         n: x.dtype for n, x in tensors.items() if x.dtype not in DTYPES and (n.endswith("weight") or "F8" in x.dtype)
     }
-    if dtype := next((f"{name} is {dtype}" for name, dtype in odd.items()), ""):
+    dtype = next((f"{name} is {dtype}" for name, dtype in odd.items()), "")
+    if dtype and getattr(config, "quantization_config", None) is None:
         fix = "load the bf16 or fp32 checkpoint instead"
         raise ValueError(f"model {str(path)!r}: {dtype}, quantized, and config.json has no quantization_config: {fix}")
     num = 2 * sum(x.nbytes for x in tensors.values())  # of 4 bits
@@ -125,6 +126,11 @@ class Source(NamedTuple):
     left: tuple[str, ...] = ()
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether some of its weights are 8-bit floats, with scales beside them (`rlkit.model.fp8`)."""
+        return any(x.dtype.startswith("F8") for x in self.tensors.values())
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of most of its numbers."""
         sizes: dict[str, int] = {}
@@ -154,7 +160,7 @@ class Source(NamedTuple):
 
 def source_of(model: Any) -> Source:
     """The checkpoint of a model, by its config. A model with one number per token (`score`) carries nothing on: its
-    other weights are those of the policy's head.
+    other weights are those of the policy's head. Nor does an FP8 checkpoint, of which an export has no codes.
 
     Cost: where the names of the checkpoint are not all the model's own, its class is built on the meta device.
     """
@@ -162,7 +168,7 @@ def source_of(model: Any) -> Source:
     tensors = stored(path) if path else {}
     if Path(path).is_absolute() and not tensors and is_first() and not Path(path).exists():
         log.warning("%s is gone: exports are in fp32, without tensors there that had no place in the model", path)
-    if not tensors or hasattr(model, "score"):
+    if not tensors or hasattr(model, "score") or Source(path, tensors).in_fp8:  # as are its layers of prediction
         return Source(path, tensors)
     left = _left(class_of(model), model.config, tensors)
     if model.config.get_text_config().vocab_size != (rows := _rows(tensors)) and rows:  # copies of a smaller embedding

@@ -199,12 +199,18 @@ def _servers(spec: EngineSpec, model: Any) -> Iterator[Sequence[str]]:
 
     All ranks call it together. It returns when every server is healthy.
     """
+    from rlkit.model.source import source_of
+
     engines = spec.engines
     if not engines.serves or engines.engine_urls:
         yield _node_urls(engines)
         return
     with ExitStack() as stack:
         lora = _lora_of(engines, model)
+        double = engines.engine_quantization is not None and source_of(model).in_fp8
+        refuse_if(double, f"`engine_quantization` {engines.engine_quantization}: `model` is in FP8; drop the flag")
+        fix = "`lora_rank`, on linear layers, without `weight_sync_lora` merged and `engine_release`; or `engine` local"
+        refuse_if(lora is None and source_of(model).in_fp8, f"servers of a `model` in FP8 take adapters alone: {fix}")
         yield on_all_ranks(lambda: _start(spec, lora, stack) if rank() in _samplers(engines) else [])[rank()]
 
 

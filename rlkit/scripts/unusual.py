@@ -17,7 +17,7 @@ class Unusual(NamedTuple):
     them and `uniform`."""
 
     flag: str
-    where: Callable[[float, Mapping[str, Any]], bool]
+    where: Callable[[Any, Mapping[str, Any]], bool]
     says: str
 
 
@@ -43,6 +43,8 @@ UNUSUAL = (
     Unusual("entropy_coef", lambda x, _: x < 0, "a negative bonus lowers the entropy; a positive one raises it"),
     Unusual("lr", lambda x, f: x > 0.01 and f.get("optimizer") == "adamw" and not (f.get("lora_rank") or f["adapter"]),
             "a step of AdamW changes each weight by about that much; 1e-6 to 1e-4 is usual for all weights"),
+    Unusual("engine_quantization", lambda _, f: f.get("correction") == "none",
+            "nothing weighs tokens for what their log-probs differ by (`mismatch`); --correction tis does"),
     Unusual("staleness", lambda x, _: x > 16,
             "groups train up to that many steps late, or each step starts as many times its prompts; 1 is usual"),
 )  # fmt: skip
@@ -55,8 +57,10 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
         given = values.get(flag)
         x, *more = given if isinstance(given, tuple) else (given,)
         if x is not None and where(x, values):
-            said = says.format(above=1 + x, off=abs(1 - x), **values)
-            _log.warning("--%s %s: %s", flag.replace("_", "-"), " ".join(f"{part:g}" for part in (x, *more)), said)
+            number = 0 if isinstance(x, str) else x
+            said = says.format(above=1 + number, off=abs(1 - number), **values)
+            text = " ".join(format(part, "" if isinstance(part, str) else "g") for part in (x, *more))
+            _log.warning("--%s %s: %s", flag.replace("_", "-"), text, said)
 
 
 def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:

@@ -6,6 +6,7 @@ import nightly
 import pytest
 import torch
 import transformers
+from fp8_files import written
 
 from rlkit.model.forward import forward, load_model, prepare_model
 from rlkit.model.parallelize import load_parallel, parallelize
@@ -121,6 +122,14 @@ def test_other_types_train_sharded(ranks, tmp_path, model_type):
     config = shrunk(transformers.CONFIG_MAPPING[model_type](initializer_range=0.2))
     config.vocab_size = COMMON["vocab_size"]
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for worst, same in ranks.run(sharded_on_rank, tmp_path):
+        assert same
+        assert worst < 1e-4
+
+
+@pytest.mark.slow
+def test_an_fp8_checkpoint_trains_sharded(ranks, tmp_path):
+    written(tmp_path, model=transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)))
     for worst, same in ranks.run(sharded_on_rank, tmp_path):
         assert same
         assert worst < 1e-4

@@ -14,7 +14,7 @@ from rlkit.model.heads import load_reward_model, load_value_model
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
 METHODS = {  # as published checkpoints have them
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from transformers import LlamaConfig
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines.servers.kinds import Lora, Start, kind_of
@@ -46,3 +49,24 @@ def test_the_servers_of_a_vision_tower_keep_no_features(start):
     for name in SERVERS:
         kind = kind_of(name)
         assert kind.api().vision_env.items() <= kind.options(vision)[1].items()
+
+
+def test_servers_quantize_at_every_update_where_they_can(start):
+    """The names are those of vLLM 0.32 and SGLang 0.5.23, whose loader `flash_rl` has two families."""
+    start = start._replace(flags=replace(start.flags, engine_quantization="fp8"))
+    args = kind_of("vllm").options(start)[0]
+    assert args[args.index("--quantization") + 1] == "fp8_per_channel"
+    sglang = kind_of("sglang").options
+    args = sglang(start)[0]
+    assert args[args.index("--quantization") + 1] == "fp8"
+    assert args[args.index("--load-format") + 1] == "flash_rl"
+    for other, why in (({"sync": "disk"}, "it takes no files"), ({"on_cpu": True}, "its kernels for it need a GPU")):
+        with pytest.raises(ValueError, match=f"`engine_quantization` fp8 with SGLang: {why}"):
+            sglang(start._replace(**other))
+
+
+def test_sglang_quantizes_two_families(start, tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    flags = replace(start.flags, engine_quantization="fp8")
+    with pytest.raises(ValueError, match="it quantizes qwen2 and qwen3 only, not llama; try `engine` vllm"):
+        kind_of("sglang").options(start._replace(model=str(tmp_path), flags=flags))

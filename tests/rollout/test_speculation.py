@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +158,16 @@ def test_the_line_of_the_page_is_one_argument_with_the_servers_flags(page: str, 
     args = shlex.split(given.removeprefix("--engine-args="))
     value = args[args.index(flag) + 1]
     assert value == "NGRAM" if page == "sglang" else json.loads(value)["method"] == "ngram"
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+@pytest.mark.parametrize(
+    ("told", "refused"), [({"quantization": "fp8"}, True), ({"quantization": "fp8", "load_format": "flash_rl"}, False)]
+)
+async def test_weights_are_not_sent_to_a_server_that_would_not_quantize_them(told, refused, tmp_path):
+    """SGLang quantizes at the start, and copies what comes later into the codes."""
+    tiny_model(tiny_tokenizer()).save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    async with server(told) as url, SGLang(url, transport=FromDisk(tmp_path / "weights")) as engine:
+        with pytest.raises(ValueError, match="was started with --quantization") if refused else nullcontext():
+            await engine.update_weights(stream_weights(model), version=1)

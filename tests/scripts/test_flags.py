@@ -810,6 +810,8 @@ UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "lr=0.1 lora_rank=8": "",
     "staleness=50.0 overlap=True": "--staleness 50: groups train up to that many steps late",
     "staleness=8.0 overlap=True": "",
+    "engine='vllm' engine_quantization='fp8' correction='none'": "--engine-quantization fp8: nothing weighs",
+    "engine='vllm' engine_quantization='fp8'": "",
 }
 
 

@@ -45,3 +45,13 @@ def test_a_quantised_cache_shows_as_mismatch(tmp_path, checkpoints, vllm_python)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(1e-3 < line["mismatch/abs_mean"] < 0.5 for line in lines)
+
+
+@pytest.mark.slow
+def test_layers_are_quantized_anew_at_every_update(tmp_path, checkpoints, vllm_python):
+    """The mismatch is that of 8 bits after large steps, too; weights of the start would be off by far more."""
+    done = train(tmp_path, checkpoints[0], vllm_python, "--engine-quantization", "fp8", "--lr", "0.05")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "quantization=fp8_per_channel" in (tmp_path / "run" / "vllm_0_0.log").read_text()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(1e-3 < line["mismatch/abs_mean"] < 0.5 for line in lines)

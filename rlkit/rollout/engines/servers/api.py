@@ -30,7 +30,8 @@ class ServerLimits(NamedTuple):
 
 class Facts(NamedTuple):
     """What a server reports of itself: tensor, pipeline and data parallel sizes, context, checkpoint, adapters, whether
-    it reports the experts of each token, and whether it drafts tokens by weights of their own (EAGLE, MTP, a model)."""
+    it reports the experts of each token, whether it drafts tokens by weights of their own (EAGLE, MTP, a model), and
+    whether it has quantized its weights at the start and would not quantize new ones."""
 
     num_ranks: int = 1
     num_stages: int = 1
@@ -40,6 +41,7 @@ class Facts(NamedTuple):
     max_lora_rank: int = 0  # 0: it takes no adapter
     experts: bool = False
     has_draft: bool = False
+    quantized: bool = False
 
 
 LogProbs = list[tuple[list[int], list[float]]]  # at each token: ids, and log-probs of them

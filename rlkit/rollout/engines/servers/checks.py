@@ -85,8 +85,11 @@ def checked(
     missing, unless its name begins with one of `unsent` or `model` was read without it (multi-token prediction).
 
     SGLang silently skips an unknown name and keeps the old values of a missing tensor; an unexpected shape kills it.
-    A sharded tensor is always refused.
+    A sharded tensor is always refused. ValueError for a served checkpoint in FP8: these weights are no codes.
     """
+    if scale := next((name for name in served if name.endswith((".weight_scale", ".weight_scale_inv"))), None):
+        fix = "train an adapter on linear layers, which is sent alone, or serve the bf16 checkpoint of the same model"
+        raise ValueError(f"the served model has FP8 weights ({scale}), which plain ones cannot replace: {fix}")
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         missing = dict.fromkeys(name for name in served if not name.startswith(unsent))

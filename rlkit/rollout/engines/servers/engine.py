@@ -521,6 +521,9 @@ class ServerEngine:
         for server in servers:
             if self._transport.here:
                 refuse_elsewhere(server.url, self._api.name, instead="give `transport` FromGroup(...) or FromDisk(...)")
+            if server.facts.quantized:
+                fault = f"{masked(server.url)} was started with --quantization and would read new weights as its codes"
+                raise ValueError(f"{fault}: start it without, by --engine-quantization, or train an adapter alone")
             stages, copies = server.facts.num_stages, server.facts.num_copies
             if self._transport.sessions and (stages > 1 or copies > 1):
                 raise ValueError(

@@ -174,9 +174,10 @@ class SGLangApi:
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
             experts = bool(info.get("enable_return_routed_experts"))
+            quantized = bool(info.get("quantization")) and info.get("load_format") != "flash_rl"
         method = _speculation(info, server.url)
         self._speculates |= bool(method)
-        return Facts(tp, pp, dp, max_len, path, rank, experts, method not in ("", "NGRAM"))
+        return Facts(tp, pp, dp, max_len, path, rank, experts, method not in ("", "NGRAM"), quantized)
 
     async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
         await server.post("/pause_generation", {"mode": mode})

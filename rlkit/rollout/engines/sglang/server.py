@@ -15,6 +15,7 @@ LAYERS = {  # values of --lora-target-modules
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "down_proj", "gate_up_proj",
 }  # fmt: skip
+REQUANTIZED = ("qwen2", "qwen3")  # model types whose loader "flash_rl" takes
 # else features of images outlive an update of the tower that made them
 VISION_ENV: Mapping[str, str] = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 CPU_ARGS = (
@@ -74,6 +75,18 @@ def launch(
     return start_server("SGLang", options, model_path, dtype=dtype, args=args, env=ours, **where)
 
 
+def _quantizing(model_type: str, start: Start) -> list[str]:
+    """The arguments of a server that quantizes at every update. ValueError where SGLang 0.5 would not."""
+    why = f"it quantizes {' and '.join(REQUANTIZED)} only, not {model_type}" if model_type not in REQUANTIZED else ""
+    why = "its kernels for it need a GPU" if start.on_cpu else why
+    why = why or ("it takes no files (`weight_sync` disk)" if start.sync == "disk" else "")
+    if why:
+        raise ValueError(
+            f"`engine_quantization` {start.flags.engine_quantization} with SGLang: {why}; try `engine` vllm"
+        )
+    return ["--quantization", "fp8", "--load-format", "flash_rl"]
+
+
 def options(start: Start) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a server for a run."""
     args, lora = ["--tp", str(start.flags.engine_tp)] if start.flags.engine_tp > 1 else [], start.lora
@@ -82,6 +95,8 @@ def options(start: Start) -> tuple[list[str], dict[str, str]]:
         args += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *layers]
         args += ["--max-loras-per-batch", "2", "--lora-strict-loading"]  # the adapter, and requests without one
     config, longest = load_config(start.model), start.max_len
+    if start.flags.engine_quantization:
+        args += _quantizing(config.model_type, start)
     if replays(config):  # the trainer replays them
         args += ["--enable-return-routed-experts"]
     env = {**VISION_ENV} if start.train_vision else {}

@@ -78,6 +78,8 @@ def options(start: Start) -> tuple[list[str], dict[str, str]]:
         args += ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", "1", "--max-cpu-loras", "1"]
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     args += ["--max-model-len", str(start.max_len)]
+    if start.flags.engine_quantization:  # by rows; it takes no fp32
+        args += ["--quantization", "fp8_per_channel", "--dtype", "bfloat16"]
     if not start.on_cpu:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         gpus = (seen[i] if i < len(seen) and seen[i] else str(i) for i in start.gpus)
