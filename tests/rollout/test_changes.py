@@ -17,10 +17,14 @@ from fake_server import running
 from safetensors.torch import load_file
 
 from rlkit._util.changes import changes, follow, patch
+from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.servers.tensors import FromChanges
 from rlkit.rollout.engines.sglang import SGLang
 from rlkit.rollout.engines.vllm import VLLM
+from rlkit.scripts.args import Model
+from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
+from rlkit.settings import SERVERS, Engines
 
 pytestmark = pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 
@@ -107,6 +111,22 @@ async def test_five_steps_carry_the_changed_values_and_the_server_loads_the_copy
         assert loaded == [str(copy)] * 6
         assert len([*folder.iterdir()]) == 2
     assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_the_flags_open_an_engine_that_sends_changes(kind: str, tmp_path: Path) -> None:
+    tiny_model(tiny_tokenizer()).save_pretrained(tmp_path / "model")
+    folder, copy = tmp_path / "shared", tmp_path / "copy"
+    async with server() as (url, loaded):
+        engines = Engines(kind, engine_urls=(url,), weight_sync="changes", weight_sync_folder=folder)
+        check_engine(engines, device="cpu")
+        spec = EngineSpec(engines, Model(str(tmp_path / "model"), device="cpu"), tmp_path / "run", max_len=128)
+        async with open_engine(spec, None, None) as engine:
+            for version in range(2):
+                await update(engine, folder, copy, version)
+                assert_equal(copy, version)
+            assert [file.suffix for file in max(folder.iterdir()).glob("0*")] == [".changes"] * len([*copy.iterdir()])
+        assert loaded == [str(copy)] * 2
 
 
 async def test_a_lost_step_and_every_other_wrong_copy_gets_whole_files(tmp_path: Path, caplog: Any) -> None:
