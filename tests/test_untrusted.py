@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import socket
 import struct
 import subprocess
@@ -361,6 +362,19 @@ def test_models(name, model, tmp_path, monkeypatch):
         load_model(folder)
 
     refused(load, folder, said)
+
+
+def test_a_tokenizer_that_panics_in_rust_ends_in_one_line(model, tmp_path, capsys):
+    folder = shutil.copytree(model, tmp_path / "model")
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(SystemExit) as ended:
+        cli.on_ranks(lambda: tokenizer("a" * 60 + "!"))
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith("error: a library in Rust failed on a text: Onig: Regex search error")
 
 
 BIG = "more than 256 MiB of memory"
