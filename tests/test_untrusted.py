@@ -252,6 +252,14 @@ def integers(folder):
     save_file(tensors, path, {"format": "pt"})
 
 
+def index_alone(content):
+    def write(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / INDEX).write_text(content)
+
+    return write
+
+
 def shard_of_a_pipe(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "a.safetensors")
@@ -295,8 +303,8 @@ MODELS = {  # what is done to a folder, and what the line says
     ),
     "index of a pickle": (file(INDEX, '{"weight_map": {"w": "x.bin"}}'), f"{INDEX}: weight_map: w is in 'x.bin'"),
     "index outside": (file(INDEX, '{"weight_map": {"w": "../x.safetensors"}}'), f"{INDEX}: weight_map: w is in"),
-    "index without metadata": (file(INDEX, '{"weight_map": {}}'), f"{INDEX} has no metadata"),
-    "index with a number": (file(INDEX, '{"metadata": 3, "weight_map": {}}'), f"{INDEX} has no metadata"),
+    "index without metadata": (index_alone('{"weight_map": {}}'), f"{INDEX} has no metadata"),
+    "index with a number": (index_alone('{"metadata": 3, "weight_map": {}}'), f"{INDEX} has no metadata"),
     "shard from a pipe": (shard_of_a_pipe, "a.safetensors: it is a pipe"),
     "weights from a pipe": (special("model.safetensors", os.mkfifo), "no file named model.safetensors"),
     "weights of integers": (integers, "mlp.up_proj.weight is I8, quantized"),
