@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import socket
 import struct
 import subprocess
@@ -251,6 +252,14 @@ def integers(folder):
     save_file(tensors, path, {"format": "pt"})
 
 
+def index_alone(content):
+    def write(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / INDEX).write_text(content)
+
+    return write
+
+
 def shard_of_a_pipe(folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "a.safetensors")
@@ -294,8 +303,8 @@ MODELS = {  # what is done to a folder, and what the line says
     ),
     "index of a pickle": (file(INDEX, '{"weight_map": {"w": "x.bin"}}'), f"{INDEX}: weight_map: w is in 'x.bin'"),
     "index outside": (file(INDEX, '{"weight_map": {"w": "../x.safetensors"}}'), f"{INDEX}: weight_map: w is in"),
-    "index without metadata": (file(INDEX, '{"weight_map": {}}'), f"{INDEX} has no metadata"),
-    "index with a number": (file(INDEX, '{"metadata": 3, "weight_map": {}}'), f"{INDEX} has no metadata"),
+    "index without metadata": (index_alone('{"weight_map": {}}'), f"{INDEX} has no metadata"),
+    "index with a number": (index_alone('{"metadata": 3, "weight_map": {}}'), f"{INDEX} has no metadata"),
     "shard from a pipe": (shard_of_a_pipe, "a.safetensors: it is a pipe"),
     "weights from a pipe": (special("model.safetensors", os.mkfifo), "no file named model.safetensors"),
     "weights of integers": (integers, "mlp.up_proj.weight is I8, quantized"),
@@ -361,6 +370,19 @@ def test_models(name, model, tmp_path, monkeypatch):
         load_model(folder)
 
     refused(load, folder, said)
+
+
+def test_a_tokenizer_that_panics_in_rust_ends_in_one_line(model, tmp_path, capsys):
+    folder = shutil.copytree(model, tmp_path / "model")
+    found = json.loads((folder / "tokenizer.json").read_text())
+    found["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    (folder / "tokenizer.json").write_text(json.dumps(found))
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(SystemExit) as ended:
+        cli.on_ranks(lambda: tokenizer("a" * 60 + "!"))
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith("error: a library in Rust failed on a text: Onig: Regex search error")
 
 
 BIG = "more than 256 MiB of memory"

@@ -268,7 +268,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
                 raise untrusted.BadFile(f"{index}: {fault}")
             if (file := Path(path) / name).exists():  # a missing one is named where it is read
                 untrusted.check_file(file)
-        if not isinstance(about, dict):  # which transformers needs
+        if not isinstance(about, dict) and not (Path(path) / SINGLE).is_file():  # transformers needs it
             raise untrusted.BadFile(f"{index} has no metadata: copy or download it again")
 
 

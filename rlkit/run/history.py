@@ -37,8 +37,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_start(row: Row) -> bool:
-    fits = all(isinstance(row.get(name), kind | None) for name, kind in _START.items())
-    return type(row.get("step")) is int and fits
+    return type(row.get("step")) is int and all(isinstance(row.get(x), kind | None) for x, kind in _START.items())
 
 
 def seen(args: Row, rows: Sequence[Row], starts: Sequence[Row]) -> dict[str, float]:

@@ -434,7 +434,7 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
         if type(error).__module__ != "pyo3_runtime" or flags.get("debug") or launched():
             raise
         fault = f"a library in Rust failed on a text: {' '.join(str(error).split())[:300]}"
-        fail(spelled(f"{fault}: copy or download the tokenizer.json of `model` again", args[0]), code=1)
+        fail(f"{fault}: copy or download the model's tokenizer.json again", code=1)
 
 
 LESS_MEMORY = (

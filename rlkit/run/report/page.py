@@ -141,7 +141,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What trained, how long and on what machine: title -> text, as far as the run left it."""
     done = max((row["step"] for row in rows), default=0)
-    seconds = sum(x for row in rows if _finite(x := row.get("time/step")))
+    seconds = sum(x for x in (row.get("time/step", 0.0) for row in rows) if _finite(x))
     planned = f" of {args['steps']}" if args.get("steps") else ""
     first, last = (starts or [{}])[0], (starts or [{}])[-1]
     resumed, trained = [str(start.get("step")) for start in starts[1:]], folder / "model"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rlkit.run.report import page as report
 
@@ -24,10 +24,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*request)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        try:
-            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        except ValueError:  # no address
-            name = None
+        name = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]").lower()
         state = _state(self._folders)  # before what is read: at worst a page is behind it, and asks again
         answers = {
             "/": ("text/html", lambda: report.page(*self._folders, live=state)),
