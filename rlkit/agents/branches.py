@@ -157,10 +157,8 @@ class Branches:
         name = _hash(before + self._key(whole, tools).encode() + str(number).encode())
         shown_as = (text, with_stop, *(message_of(text, calls=calls)["content"] for calls in (True, False)))
         texts = {begun + form for form in shown_as}
-        for key in {
-            self._key(whole, tools),
-            self._key(whole | {"content": begun + with_stop}, tools),
-        }:  # some clients add it again
+        again = self._key(whole | {"content": begun + with_stop}, tools)  # some clients add it
+        for key in {self._key(whole, tools), again}:
             same = self._nodes.setdefault(_hash(before + key.encode()), [])
             same.append(_Node(turns, len(turns.context), out.ids, pictures, name, texts))
             self._keys.add(key)

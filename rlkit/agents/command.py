@@ -134,8 +134,7 @@ def scored(score: Score) -> Score:
 
 def _words(line: str) -> list[str]:
     """The words of the command, files among them by their absolute path."""
-    words = shlex.split(line)
-    if not words:
+    if not (words := shlex.split(line)):
         raise ValueError("the command is empty")
     return [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
 

@@ -6,18 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkit.agents import request as shared
 from rlkit.agents.demands import need
-from rlkit.agents.request import (
-    Answer,
-    Event,
-    Request,
-    call_of,
-    identity,
-    log_probs,
-    objects,
-    options,
-    text_of,
-)
+from rlkit.agents.request import Answer, Event, Request
 from rlkit.data.messages import ARGUMENTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -37,19 +28,19 @@ def read(body: Mapping[str, Any]) -> Request:
     usage = isinstance(streaming, dict) and bool(streaming.get("include_usage"))
     asked = body.get("logprobs")
     need(isinstance(asked, bool | None), "`logprobs` must be true or false")
-    shared = options(body, tools, limit=("max_completion_tokens", "max_tokens"))
-    return Request(told, tools or None, stream_usage=usage, images=images, logprobs=bool(asked), **shared)
+    fields = shared.options(body, tools, limit=("max_completion_tokens", "max_tokens"))
+    return Request(told, tools or None, stream_usage=usage, images=images, logprobs=bool(asked), **fields)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
     """The body of the answer."""
-    told = [{"content": log_probs(answer), "refusal": None} if request.logprobs else None for answer in answers]
+    told = [{"content": shared.log_probs(answer), "refusal": None} if request.logprobs else None for answer in answers]
     choices = [
         {"index": i, "message": _said(answer), "finish_reason": answer.reason, "logprobs": told[i]}
         for i, answer in enumerate(answers)
     ]
     return {
-        "id": identity("chatcmpl-"), "object": "chat.completion", "created": 0, "model": request.model,
+        "id": shared.identity("chatcmpl-"), "object": "chat.completion", "created": 0, "model": request.model,
         "choices": choices, "usage": _usage(answers),
     }  # fmt: skip
 
@@ -106,8 +97,10 @@ def _message(source: Any, place: str, images: dict[str, bytes]) -> dict[str, Any
     for key in _TEXTS:
         need(isinstance(message.get(key, ""), str), f"{place}: `{key}` must be a string")
     collected = images if source["role"] in SHOWING else None
-    message["content"] = text_of(source.get("content"), f"{place}: `content` of the {source['role']}", images=collected)
-    if calls := objects(source.get("tool_calls"), f"{place}: `tool_calls`"):
+    message["content"] = shared.text_of(
+        source.get("content"), f"{place}: `content` of the {source['role']}", images=collected
+    )
+    if calls := shared.objects(source.get("tool_calls"), f"{place}: `tool_calls`"):
         message["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in enumerate(calls)]
     return message
 
@@ -117,7 +110,7 @@ def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     need(isinstance(function, dict), f"{place} must have a function's name")
     assert isinstance(function, dict)
     arguments = next((function[key] for key in ARGUMENTS if function.get(key) is not None), None)
-    return call_of(function.get("name"), arguments, call.get("id"), place)
+    return shared.call_of(function.get("name"), arguments, call.get("id"), place)
 
 
 def _is_tool(tool: Any) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,7 @@ def agent_env(
                     raise
                 return episode.failed(AgentError(str(error)), end)
         report_once("an agent", "asked for no turn", f" (row {prompt.index + 1}): such episodes train nothing")
-        return [_without_turns(prompt, **end)]
+        return [_without_turns(prompt, end)]
 
     return env
 
@@ -145,18 +146,11 @@ def _parser(tokenizer: Any, parse: Callable[..., Any] | None, template_args: Map
     return refuse
 
 
-def _without_turns(
-    prompt: Prompt,
-    *,
-    reward: float | None = 0.0,
-    score: float | None = None,
-    info: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> Trajectory:
-    """The episode of a program that asked for no turn, with its reward and no token."""
-    about = {"messages": [], "finish_reason": "abort", "num_turns": 0, **(info or {})}
-    untyped: Any = reward
-    return Trajectory(list(prompt.ids), [], [], [], [], untyped, truncated=True, score=score, info=about)
+def _without_turns(prompt: Prompt, end: Mapping[str, Any]) -> Trajectory:
+    """The episode of a program that asked for no turn, with the reward of its `end` and no token."""
+    about = {"messages": [], "finish_reason": "abort", "num_turns": 0, **(end.get("info") or {})}
+    empty = Trajectory(list(prompt.ids), [], [], [], [], end.get("reward", 0.0), truncated=True)
+    return replace(empty, score=end.get("score"), info=about)
 
 
 class _Episode:
@@ -201,10 +195,10 @@ class _Episode:
         info = {**end.get("info", {}), "error": f"the agent failed: {' '.join(reason.split())[:500]}"}
         if self.branches.num_turns:
             return self.branches.end(truncated=True, info=info)
-        return [_without_turns(self._prompt, reward=None, info=info)]
+        return [_without_turns(self._prompt, {"reward": None, "info": info})]
 
     async def answers(self, request: Request) -> list[Answer]:
-        """See `Session`."""
+        """The policy's turns, for the server; `BadRequest` refuses the request."""
         if names := ", ".join(f"`{name}`" for name in others(request, self._params)):
             if self._refuse_sampling:
                 raise BadRequest(f"{names}: the run sets how turns are sampled")
@@ -214,8 +208,7 @@ class _Episode:
             report_once("an agent", f"asks for the model {request.model[:80]!r}", ", and gets the policy, which trains")
         images = await self._images(request)
         turns = [self._answer(request, images) for _ in range(request.num)]
-        answers = [said for said in await all_or_cancel(turns) if said]
-        if not answers:
+        if not (answers := [said for said in await all_or_cancel(turns) if said]):
             self._full = True
             full = "maximum context length: there is no room for another turn"
             raise BadRequest(full, "context_length_exceeded")
@@ -252,7 +245,7 @@ class _Episode:
             raise BadRequest(f"an image cannot be read: {short(error)}") from None
 
     async def count(self, request: Request) -> int:
-        """See `Session`."""
+        """The number of tokens of a request, for the server."""
         images = await self._images(request)
         try:
             return await self.branches.count(request.messages, tools=request.tools, images=images)
@@ -260,7 +253,7 @@ class _Episode:
             raise _of_template(error) from error
 
     def refused(self) -> None:
-        """See `Session`."""
+        """Note that the server has refused a request of the episode."""
         self._num_refused += 1
         if self._num_refused > MAX_REFUSED and not self._over.done():
             self._over.set_result(None)

@@ -7,20 +7,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
+from rlkit.agents import request as shared
 from rlkit.agents.demands import need
-from rlkit.agents.request import (
-    Answer,
-    Event,
-    Request,
-    call_of,
-    identity,
-    joined_turns,
-    objects,
-    options,
-    reasoned,
-    text_of,
-    tools_of,
-)
+from rlkit.agents.request import Answer, Event, Request
 
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
@@ -28,32 +17,32 @@ _ERRORS = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_er
 
 def read(body: Mapping[str, Any], *, counting: bool = False) -> Request:
     """The request of a body; `counting`: one that only asks for the number of its tokens."""
-    raw = objects(body.get("messages"), "`messages`")
+    raw = shared.objects(body.get("messages"), "`messages`")
     need(raw, "`messages` must be a list of at least one message")
     need(counting or body.get("max_tokens") is not None, "`max_tokens` is required")
-    system = text_of(body.get("system"), "`system`")
+    system = shared.text_of(body.get("system"), "`system`")
     images: dict[str, bytes] = {}
     messages = [m for i, message in enumerate(raw) for m in _messages(message, f"messages[{i}]", images)]
-    tools = tools_of(body, (None, "custom"), "input_schema")
+    tools = shared.tools_of(body, (None, "custom"), "input_schema")
     chat = {**body, "n": None, **_asked(body)}
-    shared = options(chat, tools, limit=("max_tokens",), stop="stop_sequences")
+    fields = shared.options(chat, tools, limit=("max_tokens",), stop="stop_sequences")
     thinking = body.get("thinking")
     need(isinstance(thinking, dict | None), "`thinking` must be an object")
-    shared["thinking"] = (thinking or {}).get("type") in ("enabled", "adaptive")
+    fields["thinking"] = (thinking or {}).get("type") in ("enabled", "adaptive")
     first = [{"role": "system", "content": system}] if system else []
-    return Request([*first, *joined_turns(messages)], tools, images=images, **shared)
+    return Request([*first, *shared.joined_turns(messages)], tools, images=images, **fields)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
     """The body of the answer."""
     (answer,) = answers
-    thought, text = reasoned(answer.text) if request.thinking else ("", answer.text)
+    thought, text = shared.reasoned(answer.text) if request.thinking else ("", answer.text)
     signed = {"type": "thinking", "thinking": thought, "signature": sha256(thought.encode()).hexdigest()}
     texts = [{"type": "text", "text": text}] if text or not (answer.calls or thought) else []
     reason = _REASONS[answer.reason] if answer.stop is None else "stop_sequence"
     uses = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.calls]
     return {
-        "id": identity("msg_"), "type": "message", "role": "assistant", "model": request.model,
+        "id": shared.identity("msg_"), "type": "message", "role": "assistant", "model": request.model,
         "content": [*([signed] if thought else []), *texts, *uses], "stop_reason": reason, "stop_sequence": answer.stop,
         "usage": {
             "input_tokens": answer.num_prompt, "output_tokens": answer.num_sampled,
@@ -122,8 +111,8 @@ def _messages(message: Mapping[str, Any], place: str, images: dict[str, bytes]) 
     role, content = message.get("role"), message.get("content")
     need(role in ("user", "assistant", "system"), f"{place}: `role` must be user or assistant")
     if not isinstance(content, list):
-        return [{"role": role, "content": text_of(content, f"{place}: `content`")}]
-    blocks = objects(content, f"{place}: blocks of `content`")
+        return [{"role": role, "content": shared.text_of(content, f"{place}: `content`")}]
+    blocks = shared.objects(content, f"{place}: blocks of `content`")
     of_policy = ("text", "tool_use", "thinking", "redacted_thinking")
     kinds = of_policy if role == "assistant" else ("text", "image", "tool_result") if role == "user" else ("text",)
     for block in blocks:
@@ -132,10 +121,10 @@ def _messages(message: Mapping[str, Any], place: str, images: dict[str, bytes]) 
     visible = [block for block in blocks if block["type"] in ("text", "image")]
     thoughts = [b.get("thinking") for b in blocks if b["type"] == "thinking"]
     need(all(isinstance(x, str) for x in thoughts), f"{place}: `thinking` must be a string")
-    text = text_of(visible, f"{place}: `content`", images=images)
+    text = shared.text_of(visible, f"{place}: `content`", images=images)
     if role == "assistant":
         uses = [block for block in blocks if block["type"] == "tool_use"]
-        calls = [call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in uses]
+        calls = [shared.call_of(b.get("name"), b.get("input"), b.get("id"), place) for b in uses]
         thought = "".join(map(str, thoughts))
         text = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         return [{"role": role, "content": text, **({"tool_calls": calls} if calls else {})}]
@@ -145,5 +134,5 @@ def _messages(message: Mapping[str, Any], place: str, images: dict[str, bytes]) 
 
 def _result(block: Mapping[str, Any], place: str, images: dict[str, bytes]) -> dict[str, Any]:
     need(isinstance(block.get("tool_use_id"), str), f"{place}: `tool_use_id` must be a string")
-    text = text_of(block.get("content"), f"{place}: `content` of a result", images=images)
+    text = shared.text_of(block.get("content"), f"{place}: `content` of a result", images=images)
     return {"role": "tool", "content": text, "tool_call_id": block["tool_use_id"]}

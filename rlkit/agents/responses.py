@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlkit.agents import request as shared
 from rlkit.agents.completions import ROLES, SHOWING, failure
 from rlkit.agents.demands import BadRequest, need
-from rlkit.agents.request import (
-    Answer,
-    Event,
-    Request,
-    call_of,
-    identity,
-    joined_turns,
-    log_probs,
-    objects,
-    options,
-    text_of,
-    tools_of,
-)
+from rlkit.agents.request import Answer, Event, Request
 
 __all__ = ["events", "failure", "read", "write"]
 _TEXT = ("input_text", "output_text", "text")
@@ -32,19 +21,22 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
     need(isinstance(instructions, str | None), "`instructions` must be a string")
     if before is not None and (not isinstance(before, str) or before not in stored):
         raise BadRequest(f"there is no response {str(before)[:80]!r} in this episode", "previous_response_not_found")
-    items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else objects(inputs, "items of `input`")
+    items = (
+        [{"role": "user", "content": inputs}] if isinstance(inputs, str) else shared.objects(inputs, "items of `input`")
+    )
     images: dict[str, bytes] = {}
     messages = [m for i, item in enumerate(items) for m in _messages(item, f"input[{i}]", images)]
-    messages = joined_turns([*(stored[before] if before else ()), *messages])
+    messages = shared.joined_turns([*(stored[before] if before else ()), *messages])
     need(messages, "`input` must have at least one message")
     if instructions:
         messages = [{"role": "system", "content": instructions}, *messages]
-    tools = tools_of(body, ("function",), "parameters")
-    chat = {**body, "n": None, "response_format": (body.get("text") or {}).get("format") if _has_text(body) else None}
+    tools = shared.tools_of(body, ("function",), "parameters")
+    need(isinstance(body.get("text"), dict | None), "`text` must be an object")
+    chat = {**body, "n": None, "response_format": (body.get("text") or {}).get("format")}
     include = body.get("include") or []
     need(isinstance(include, list), "`include` must be a list")
-    shared = options(chat, tools, limit=("max_output_tokens",), stop=None)
-    return Request(messages, tools, images=images, logprobs="message.output_text.logprobs" in include, **shared)
+    fields = shared.options(chat, tools, limit=("max_output_tokens",), stop=None)
+    return Request(messages, tools, images=images, logprobs="message.output_text.logprobs" in include, **fields)
 
 
 def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -57,7 +49,7 @@ def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
         "total_tokens": answer.num_prompt + answer.num_sampled,
     }  # fmt: skip
     return {
-        "id": identity("resp_"), "object": "response", "created_at": 0, "model": request.model,
+        "id": shared.identity("resp_"), "object": "response", "created_at": 0, "model": request.model,
         "status": "incomplete" if cut else "completed", "error": None, "instructions": None, "metadata": {},
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": _items(answer),
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": None, "top_p": None,
@@ -98,11 +90,11 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     status = "incomplete" if answer.reason == "length" else "completed"
     items: list[dict[str, Any]] = []
     if answer.text or not answer.calls:
-        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": log_probs(answer)}
-        items.append({"type": "message", "id": identity("msg_"), "role": "assistant", "content": [part]})
+        part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": shared.log_probs(answer)}
+        items.append({"type": "message", "id": shared.identity("msg_"), "role": "assistant", "content": [part]})
     for call in answer.calls:
         made = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        items.append({"type": "function_call", "id": identity("fc_"), **made})
+        items.append({"type": "function_call", "id": shared.identity("fc_"), **made})
     return [{**item, "status": status} for item in items]
 
 
@@ -112,19 +104,14 @@ def _messages(item: Mapping[str, Any], place: str, images: dict[str, bytes]) -> 
     if kind == "reasoning":
         return []
     if kind == "function_call":
-        call = call_of(item.get("name"), item.get("arguments"), item.get("call_id"), place)
+        call = shared.call_of(item.get("name"), item.get("arguments"), item.get("call_id"), place)
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind == "function_call_output":
         need(isinstance(item.get("call_id"), str), f"{place}: `call_id` must be a string")
-        text = text_of(item.get("output"), f"{place}: `output`", kinds=_TEXT, images=images)
+        text = shared.text_of(item.get("output"), f"{place}: `output`", kinds=_TEXT, images=images)
         return [{"role": "tool", "content": text, "tool_call_id": item["call_id"]}]
     need(kind == "message", f"{place}: items of type {str(kind)[:80]!r} are not supported")
     need(role in ROLES, f"{place}: `role` must be one of {', '.join(ROLES)}")
     collected = images if role in SHOWING else None
-    text = text_of(item.get("content"), f"{place}: `content` of the {role}", kinds=_TEXT, images=collected)
+    text = shared.text_of(item.get("content"), f"{place}: `content` of the {role}", kinds=_TEXT, images=collected)
     return [{"role": role, "content": text}]
-
-
-def _has_text(body: Mapping[str, Any]) -> bool:
-    need(isinstance(body.get("text"), dict | None), "`text` must be an object")
-    return body.get("text") is not None

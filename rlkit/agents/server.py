@@ -13,13 +13,14 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlkit.agents import completions, messages, responses
 from rlkit.agents.demands import BadRequest
-from rlkit.agents.request import Answer, Request, event_stream, parsed
+from rlkit.agents.request import Request, event_stream, parsed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -38,27 +39,11 @@ _FORMATS: Mapping[str, ModuleType] = {
 }  # fmt: skip
 
 
-class Session(Protocol):
-    """What the server asks of an episode."""
-
-    async def answers(self, request: Request) -> list[Answer]:
-        """The policy's turns; `BadRequest` refuses the request."""
-        ...
-
-    async def count(self, request: Request) -> int:
-        """The number of tokens of a request."""
-        ...
-
-    def refused(self) -> None:
-        """A request of the episode was refused."""
-        ...
-
-
 @dataclass(eq=False)
 class _Episode:
     """An open episode, its requests in flight, and the conversations of its Responses."""
 
-    session: Session
+    session: Any  # see `rlkit.agents.endpoint._Episode`
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     stored: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -76,8 +61,11 @@ class _Listening:
     most: int = _MOST_CONNECTIONS
 
 
-class _Connection(asyncio.Protocol):
-    """A connection of aiohttp's (`inner`), closed if it names no open episode in time, or where there are too many."""
+class _Connection:
+    """A connection of aiohttp's (`inner`), closed if it names no open episode in time, or where there are too many.
+
+    asyncio's other events go to `inner` as they are.
+    """
 
     def __init__(self, now: _Listening, inner: asyncio.Protocol) -> None:
         self._now, self._inner = now, inner
@@ -104,17 +92,8 @@ class _Connection(asyncio.Protocol):
         self._now.connections.discard(self)
         self._inner.connection_lost(error)
 
-    def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
+    def __getattr__(self, event: str) -> Any:
+        return getattr(self._inner, event)
 
 
 class Server:
@@ -127,7 +106,7 @@ class Server:
         self._closing: asyncio.Future[None] | None = None
 
     @asynccontextmanager
-    async def episode(self, session: Session) -> AsyncIterator[str]:
+    async def episode(self, session: Any) -> AsyncIterator[str]:
         """The `base_url` of an episode, which ends in /v1. Requests left at its end are cancelled."""
         now = self._now = self._now or _Listening(asyncio.ensure_future(self._start()))
         name = secrets.token_urlsafe(18)
@@ -151,12 +130,8 @@ class Server:
         if self._closing is not None and not self._closing.done():
             await self._closing
         now = self._now
-        app = web.Application(client_max_size=MAX_BODY)
-
-        async def respond(request: web.Request) -> web.StreamResponse:
-            assert now is not None
-            return await _respond(now, request)
-
+        assert now is not None
+        app, respond = web.Application(client_max_size=MAX_BODY), partial(_respond, now)
         for path in _FORMATS:
             app.router.add_post(f"/{{episode}}/v1/{path}", respond)
         app.router.add_get("/{episode}/v1/models", respond)
@@ -166,12 +141,11 @@ class Server:
         runner = web.AppRunner(app, access_log=None, logger=_quiet, **options)
         await runner.setup()
         serve: Any = runner.server
-        assert now is not None
         now.most = min(_MOST_CONNECTIONS, raise_open_files() // 4)  # the run needs the others for its own files
         try:
-            site = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(now, serve()), self._host, self._port, backlog=1024, ssl=self._tls
-            )
+            made: Any = lambda: _Connection(now, serve())  # noqa: E731
+            loop = asyncio.get_running_loop()
+            site = await loop.create_server(made, self._host, self._port, backlog=1024, ssl=self._tls)
         except OSError as error:
             await runner.cleanup()
             raise OSError(f"cannot listen at {self._host}:{self._port}: {error.strerror or error}") from None
@@ -229,8 +203,7 @@ async def _stop(now: _Listening) -> None:
 async def _respond(now: _Listening, request: web.Request) -> web.StreamResponse:
     """The answer of the episode that the path names, or a failure in the format of the request."""
     path = request.path.partition("/v1/")[2]
-    episode = now.episodes.get(request.match_info["episode"])
-    if episode is None:
+    if (episode := now.episodes.get(request.match_info["episode"])) is None:
         return _failure(path, "this episode is over, or there is none of this name", "not_found", 404, close=True)
     connection = None if request.transport is None else request.transport.get_protocol()
     if isinstance(connection, _Connection):

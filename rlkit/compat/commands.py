@@ -60,8 +60,7 @@ def compute(
             notes.append("with packing, their batch counts blocks of max_length tokens, ours examples")
     data = _data(system, given)
     rows = count_rows(data["data"][0]) if len(data.get("data", ())) == 1 else None
-    steps = step.steps or step.passes * ((rows or 0) // int(found[size][0]))
-    if steps:
+    if steps := step.steps or step.passes * ((rows or 0) // int(found[size][0])):
         found["steps"] = [f"{max(1, round(steps))}"]
     else:
         notes.append(f"add --steps: {step.passes:g} * rows / {found[size][0]}")
@@ -202,11 +201,8 @@ def _kl(system: str, script: str, given: Given, notes: list[str]) -> dict[str, l
         return {"kl_coef": [], "kl_in": [], "kl_estimator": []}
     estimator = next((given[name][0] for name in used if given.get(name)), estimator)
     estimator = VALUES["kl_estimator"].get(estimator, estimator)
-    found = (
-        adapted
-        | {"kl_coef": [f"{coef:g}"]}
-        | ({} if place == ("reward" if script == "ppo" else "loss") else {"kl_in": [place]})
-    )
+    usual = "reward" if script == "ppo" else "loss"
+    found = adapted | {"kl_coef": [f"{coef:g}"]} | ({} if place == usual else {"kl_in": [place]})
     if is_on(given.get("use_unbiased_kl")) or is_on(given.get("unbiased_gradient")):
         return found
     if (place, estimator) == ("loss", "k1"):
@@ -240,9 +236,8 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
         found |= _dual_clip(system, {**given, **found}, notes)
         if system == "ColossalAI":
             dapo = given.get("algo", ["GRPO"])[0].upper() == "DAPO"
-            found |= (
-                {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]} if dapo else {"aggregate": ["episode"]}
-            )
+            filters = {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]}
+            found |= filters if dapo else {"aggregate": ["episode"]}
             coef = _number(given, "kl_coeff", default=0.01)
             found["kl_coef"] = [] if dapo or not coef else [f"{coef:g}"]
     if system == "TRL" and script == "dpo":
@@ -259,8 +254,7 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
 def _dual_clip(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
     """--loss dual_clip with the bound of the ratio, where the loss of the other system is one that it bounds."""
     name = {"TRL": "delta", "verl": "clip_ratio_c", "OpenRLHF": "dual_clip", "slime": "eps_clip_c"}.get(system, "")
-    bound = _number(given, name, default=0)
-    if not bound:
+    if not (bound := _number(given, name, default=0)):
         return {}
     other = given.get("loss") or given.get("loss_mode") or given.get("loss_type") or given.get("advantage_estimator")
     if other and other[0].lower() in _NOT_DUAL:

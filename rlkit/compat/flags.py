@@ -255,92 +255,83 @@ SHORT = {  # options of ColossalAI's rl_example.py with one dash
     "topp": "top_p", "tp": "tensor_parallel_size", "zero": "zero_stage",
 }  # fmt: skip
 FLAGS = {name: row for table in (OTHERS, *reversed(SYSTEMS.values())) for name, row in table.items()}
-_MESSAGES = "rows have their usual columns (docs/data.md); others are renamed with --rename"
-_PACKED = "examples are packed without padding, always"
-_RANKS = "the ranks are those of torchrun"
-_SHARDED = "several ranks are FSDP2 (--parallel)"
-_OVERLONG = "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)=FACTOR"
-_ENGINES = "the engine's own command starts a server with it (docs/engines.md)"
-_COLOCATED = "the embedded engine shares the GPUs, --engine-release frees a server's memory"
-_BETAS = "AdamW's betas are 0.9 and 0.999; others by --optimizer FILE.py:FUNCTION (docs/optimizers.md)"
-_MEGATRON = "it is an option of Megatron's, which is not used here"
-_OBJECTIVES = "each is a --reward FILE.py:FUNCTION=WEIGHT; the KL is --kl-coef, the entropy --entropy-coef"
-_SHUFFLED = "rows are shuffled in every pass, always"
-NO_FLAG = {  # what needs no flag here, or has none
-    "adaptive_batch_sizing.enabled": f"{_PACKED}: --max-tokens bounds a micro-batch",
-    "multi_objective.enabled": _OBJECTIVES, "multi_objective.objectives": _OBJECTIVES,
-    "multi_objective.objective_weights": _OBJECTIVES,
-    "memory_optimization.enabled": "what it has are flags of their own: --parallel.activation-checkpointing and others",
-    "experiment_tracking.enabled": "what it has are flags of their own: --track mlflow wandb",
-    "offload_optimizer.device": "--parallel.offload keeps the trainer's states on the CPU",
-    "offload_param.device": "--parallel.offload keeps the trainer's states on the CPU",
-    "num_gpus": _RANKS,
-    "apply_chat_template": "the model's chat template renders prompts, always; --no-chat-template takes raw text",
-    "assistant_only_loss": "only assistant turns are trained on, always",
-    "auto_find_batch_size": "one process halves --max-tokens where a step runs out of memory, always",
-    "attn_implementation": "attention over packed sequences is chosen by the device",
-    "completion_only_loss": "only responses are trained on, always",
-    "deepspeed": _SHARDED,
-    "machine_rank": _RANKS, "main_process_ip": _RANKS, "main_process_port": _RANKS,
-    "multi_gpu": _RANKS, "num_machines": _RANKS, "nproc_per_node": _RANKS, "standalone": _RANKS, "strategy": _SHARDED,
-    "use_deepspeed": _SHARDED, "use_fsdp": _SHARDED, "betas": _BETAS, "multiturn.enable": _MESSAGES,
-    "messages_key": _MESSAGES, "prompt_dict_keys": _MESSAGES, "response_dict_keys": _MESSAGES,
-    "response_key": _MESSAGES, "reward_manager": "--reward is called for each answer, always",
-    "fp16": "--dtype is fp32 or bf16", "load_format": _ENGINES, "enforce_eager": _ENGINES, "sync_backend": _ENGINES,
-    "num_engines": _ENGINES, "rollout_num_gpus": _RANKS, "num_nodes": _RANKS, "num_processes": _RANKS,
-    "master_address": _RANKS, "master_port": _RANKS, "num_trainers": _RANKS, "ray_dir": _RANKS,
-    "cache_length": _OVERLONG, "dynamic_batching": f"{_PACKED}: --max-tokens bounds a micro-batch",
-    "response_format_tags": "the reward reads them: rlkit.rewards.math:answer_tag, rlkit.rewards.text:think_tags",
-    "actor_num_nodes": _RANKS, "actor_num_gpus_per_node": _RANKS, "colocate": _COLOCATED, "colocate_all": _COLOCATED,
-    "colocate_actor_ref": _COLOCATED, "colocate_all_models": _COLOCATED, "colocate_critic_reward": _COLOCATED,
-    "ref_load": "the reference is a copy of the model, or --reference; nothing is converted",
-    "load": "checkpoints are in the run folder: --resume --output RUN", "megatron_to_hf_mode": "nothing is converted",
-    "rollout_shuffle": _SHUFFLED, "shuffle": _SHUFFLED, "data_seed": "--seed is that of the data's order, too",
-    "use_dynamic_batch_size": f"{_PACKED}: --max-tokens bounds a micro-batch", "use_remove_padding": _PACKED,
-    "reward_fn_key": "--rename COLUMN data_source, or --reward-column COLUMN with --reward NAME=FILE.py:FUNCTION",
-    "rollout_data_dir": "trajectories/ has every sample, always; --save-rollouts FOLDER has what can train again",
-    "log_prob_micro_batch_size_per_gpu": "--max-tokens bounds a micro-batch, of log-probs too",
-    "log_prob_use_dynamic_bsz": "--max-tokens bounds a micro-batch, of log-probs too",
-    "log_prob_max_token_len_per_gpu": "--max-tokens bounds a micro-batch, of log-probs too",
-    "save_hf": "the exported model is a Hugging Face folder, always",
-    "max_samples": "give a shorter file: all rows of --data are used", "samples": "all rows of --data are used",
-    "normalize_enable": "rewards are not normalised while they run: --baseline compares those of a group",
-    "normalize_reward": "rewards are not normalised while they run: --baseline compares those of a group",
-    "normalize_advantages": "rlkit ppo whitens advantages, always; in grpo --baseline does what there is",
-    "offload_model": "--engine-release frees the engine's memory; --parallel.offload that of the optimizer",
-    "remove_unused_columns": "rewards see all columns, always", "trust_remote_code": "code of a model is never run",
-    "overwrite_output_dir": "an old run in --output is never overwritten",
-    "use_liger_kernel": "log-probs are computed by a fused kernel, always",
-    "balance_data": "micro-batches are balanced over the ranks, always", "adam_beta1": _BETAS, "adam_beta2": _BETAS,
-    "sequence_parallel": _MEGATRON, "expert_tensor_parallel_size": _MEGATRON, "attention_dropout": _MEGATRON,
-    "hidden_dropout": _MEGATRON, "accumulate_allreduce_grads_in_fp32": _MEGATRON, "recompute_method": _MEGATRON,
-    "recompute_num_layers": _MEGATRON, "attention_softmax_in_fp32": _MEGATRON, "attention_backend": _MEGATRON,
-    "enable_sleep": "--parallel.offload keeps the trainer's states on the CPU",
-    "zero_stage": "several ranks are FSDP2 (--parallel): stage 3, or 2 with --parallel.no-reshard-after-forward",
-    "eos_token": "the chat template's end of turn and the tokenizer's eos_token end a response",
-    "eval_on_start": "--eval-data is measured before the first step, always",
-    "filter_overlong_prompts": "prompts that are too long are dropped and counted, always",
-    "image_key": "images are read from columns images and image; another one is renamed with --rename",
-    "input_key": _MESSAGES, "label_key": _MESSAGES, "prompt_key": _MESSAGES,
-    "log_completions": "trajectories/ has every sample; --print-samples-steps shows some",
-    "missing_eos_penalty": "subtract it in your reward, which may take `truncated`",
-    "n_gpus_per_node": _RANKS, "nnodes": _RANKS, "num_gpus_per_node": _RANKS,
-    "packing": f"{_PACKED}, and do not see each other", "packing_samples": _PACKED, "padding_free": _PACKED,
-    "push_to_hub": "`hf upload` sends model/ to the hub",
-    "use_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
-    "enable_rollout_routing_replay": "the engine's experts are replayed where it reports them, always",
-    "use_dynamic_bsz": f"{_PACKED}: --max-tokens bounds a micro-batch",
-    "use_opd": "on-policy distillation is rlkit distill --loss advantage",
-    "val_before_train": "--eval-data is measured before the first step, always",
-    "overlong_buffer_len": _OVERLONG, "overlong_penalty_factor": _OVERLONG, "soft_over_length_punishment": _OVERLONG,
-    "overlong_buffer.enable": _OVERLONG, "overlong_buffer.len": _OVERLONG, "overlong_buffer.penalty_factor": _OVERLONG,
-    "overlong_buffer_cfg.enable": _OVERLONG, "overlong_buffer_cfg.len": _OVERLONG,
-    "overlong_buffer_cfg.penalty_factor": _OVERLONG, "overlong_buffer.log": _OVERLONG,
-    "overlong_buffer_cfg.log": _OVERLONG, "max_resp_len": _OVERLONG,
-    "train_sampling_strategy": _SHUFFLED,
-    "whiten_rewards": "advantages are whitened, always",
-    "vf_coef": "the critic has its own optimizer: --critic-lr",
+_NO_FLAG = {  # what there is in place of flags that need none here, or have none: their names
+    "examples are packed without padding, always: --max-tokens bounds a micro-batch":
+        "adaptive_batch_sizing.enabled dynamic_batching use_dynamic_batch_size use_dynamic_bsz",
+    "each is a --reward FILE.py:FUNCTION=WEIGHT; the KL is --kl-coef, the entropy --entropy-coef":
+        "multi_objective.enabled multi_objective.objectives multi_objective.objective_weights",
+    "what it has are flags of their own: --parallel.activation-checkpointing and others": "memory_optimization.enabled",
+    "what it has are flags of their own: --track mlflow wandb": "experiment_tracking.enabled",
+    "--parallel.offload keeps the trainer's states on the CPU":
+        "offload_optimizer.device offload_param.device enable_sleep",
+    "the ranks are those of torchrun":
+        "num_gpus machine_rank main_process_ip main_process_port multi_gpu num_machines nproc_per_node standalone "
+        "rollout_num_gpus num_nodes num_processes master_address master_port num_trainers ray_dir actor_num_nodes "
+        "actor_num_gpus_per_node n_gpus_per_node nnodes num_gpus_per_node",
+    "the model's chat template renders prompts, always; --no-chat-template takes raw text": "apply_chat_template",
+    "only assistant turns are trained on, always": "assistant_only_loss",
+    "attention over packed sequences is chosen by the device": "attn_implementation",
+    "only responses are trained on, always": "completion_only_loss",
+    "one process halves --max-tokens where a step runs out of memory, always": "auto_find_batch_size",
+    "--rename COLUMN data_source, or --reward-column COLUMN with --reward NAME=FILE.py:FUNCTION": "reward_fn_key",
+    "trajectories/ has every sample, always; --save-rollouts FOLDER has what can train again": "rollout_data_dir",
+    "several ranks are FSDP2 (--parallel)": "deepspeed strategy use_deepspeed use_fsdp",
+    "AdamW's betas are 0.9 and 0.999; others by --optimizer FILE.py:FUNCTION (docs/optimizers.md)":
+        "betas adam_beta1 adam_beta2",
+    "rows have their usual columns (docs/data.md); others are renamed with --rename":
+        "multiturn.enable messages_key prompt_dict_keys response_dict_keys response_key input_key label_key "
+        "prompt_key",
+    "--reward is called for each answer, always": "reward_manager",
+    "--dtype is fp32 or bf16": "fp16",
+    "the engine's own command starts a server with it (docs/engines.md)":
+        "load_format enforce_eager sync_backend num_engines",
+    "--reward has rlkit.rewards.text:soft_overlong(max_tokens=L,cache_tokens=C)=FACTOR":
+        "cache_length overlong_buffer_len overlong_penalty_factor soft_over_length_punishment overlong_buffer.enable "
+        "overlong_buffer.len overlong_buffer.penalty_factor overlong_buffer_cfg.enable overlong_buffer_cfg.len "
+        "overlong_buffer_cfg.penalty_factor overlong_buffer.log overlong_buffer_cfg.log max_resp_len",
+    "the reward reads them: rlkit.rewards.math:answer_tag, rlkit.rewards.text:think_tags": "response_format_tags",
+    "the embedded engine shares the GPUs, --engine-release frees a server's memory":
+        "colocate colocate_all colocate_actor_ref colocate_all_models colocate_critic_reward",
+    "the reference is a copy of the model, or --reference; nothing is converted": "ref_load",
+    "checkpoints are in the run folder: --resume --output RUN": "load",
+    "nothing is converted": "megatron_to_hf_mode",
+    "rows are shuffled in every pass, always": "rollout_shuffle shuffle train_sampling_strategy",
+    "--seed is that of the data's order, too": "data_seed",
+    "examples are packed without padding, always": "use_remove_padding packing_samples padding_free",
+    "--max-tokens bounds a micro-batch, of log-probs too":
+        "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu",
+    "the exported model is a Hugging Face folder, always": "save_hf",
+    "give a shorter file: all rows of --data are used": "max_samples",
+    "all rows of --data are used": "samples",
+    "rewards are not normalised while they run: --baseline compares those of a group":
+        "normalize_enable normalize_reward",
+    "rlkit ppo whitens advantages, always; in grpo --baseline does what there is": "normalize_advantages",
+    "--engine-release frees the engine's memory; --parallel.offload that of the optimizer": "offload_model",
+    "rewards see all columns, always": "remove_unused_columns",
+    "code of a model is never run": "trust_remote_code",
+    "an old run in --output is never overwritten": "overwrite_output_dir",
+    "log-probs are computed by a fused kernel, always": "use_liger_kernel",
+    "micro-batches are balanced over the ranks, always": "balance_data",
+    "it is an option of Megatron's, which is not used here":
+        "sequence_parallel expert_tensor_parallel_size attention_dropout hidden_dropout "
+        "accumulate_allreduce_grads_in_fp32 recompute_method recompute_num_layers attention_softmax_in_fp32 "
+        "attention_backend",
+    "several ranks are FSDP2 (--parallel): stage 3, or 2 with --parallel.no-reshard-after-forward": "zero_stage",
+    "the chat template's end of turn and the tokenizer's eos_token end a response": "eos_token",
+    "--eval-data is measured before the first step, always": "eval_on_start val_before_train",
+    "prompts that are too long are dropped and counted, always": "filter_overlong_prompts",
+    "images are read from columns images and image; another one is renamed with --rename": "image_key",
+    "trajectories/ has every sample; --print-samples-steps shows some": "log_completions",
+    "subtract it in your reward, which may take `truncated`": "missing_eos_penalty",
+    "examples are packed without padding, always, and do not see each other": "packing",
+    "`hf upload` sends model/ to the hub": "push_to_hub",
+    "the engine's experts are replayed where it reports them, always":
+        "use_rollout_routing_replay enable_rollout_routing_replay",
+    "on-policy distillation is rlkit distill --loss advantage": "use_opd",
+    "advantages are whitened, always": "whiten_rewards",
+    "the critic has its own optimizer: --critic-lr": "vf_coef",
 }  # fmt: skip
+NO_FLAG = {name: text for text, names in _NO_FLAG.items() for name in names.split()}
 VALUES = {  # of a flag here
     "loss": {
         "bnpo": "ppo_clip", "dapo": "ppo_clip", "dr_grpo": "ppo_clip with --aggregate length", "gpg": "ppo_clip",
@@ -391,29 +382,11 @@ OF_RUN = (  # what chat, plot and track take as a word of its own
 COMMANDS = {"reward": "reward_model", "rm": "reward_model", "train": "sft or grpo", "evaluate": "eval"}
 # --config and Hydra's words: what stands before the first dot of `algorithm.adv_estimator=grpo`
 PREFIXES = (
-    "actor",
-    "actor_rollout_ref",
-    "adaptive_batch_sizing",
-    "adv",
-    "algo",
-    "algorithm",
-    "critic",
-    "custom_reward_function",
-    "data",
-    "experiment_tracking",
-    "kl",
-    "memory_optimization",
-    "model",
-    "multi_objective",
-    "optim",
-    "ref_actor",
-    "reward",
-    "reward_model",
-    "rollout",
-    "test_data",
-    "train_data",
+    "actor", "actor_rollout_ref", "adaptive_batch_sizing", "adv", "algo", "algorithm", "critic",
+    "custom_reward_function", "data", "experiment_tracking", "kl", "memory_optimization", "model",
+    "multi_objective", "optim", "ref_actor", "reward", "reward_model", "rollout", "test_data", "train_data",
     "trainer",
-)
+)  # fmt: skip
 BARE = ("ulysses_sequence_parallel_size", "use_remove_padding")  # Hydra's words without a dot  # fmt: skip
 DEFAULTS = {  # of a system and a script, where ours train something else
     ("TRL", "grpo"): "--max-new-tokens 512 --lr-schedule linear --clip-high 0.2 --baseline group_zscore",

@@ -153,8 +153,7 @@ async def _self_play(
         else:
             opening = [{"role": "user", "content": news}]
             talks[player] = Chat(prompt, sample, tokenizer=tokenizer, messages=opening)
-        turn = await talks[player].turn()
-        if turn is None:  # a limit
+        if (turn := await talks[player].turn()) is None:  # a limit
             break
         moved.add(player)
         done = (await call(game.step, answer_of(turn.text)))[0]

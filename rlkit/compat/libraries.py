@@ -67,11 +67,8 @@ def _imported(name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        broken = (
-            ""
-            if find_spec(module.partition(".")[0]) is None
-            else f" (it fails to import: {' '.join(str(error).split())})"
-        )
+        there = find_spec(module.partition(".")[0]) is not None
+        broken = f" (it fails to import: {' '.join(str(error).split())})" * there
         raise MissingExtra(f"--env {name}:... needs {module}: pip install {package}{broken}", name=module) from None
 
 
@@ -118,8 +115,7 @@ def _alone(kind: type) -> Any:
 
 def _of_call(function: Callable[[], Any], name: str) -> Published:
     made = function()
-    found = _of_object(made, name, again=function)
-    if found is None:
+    if (found := _of_object(made, name, again=function)) is None:
         expected = "an object with reset and step, or an environment of a library (docs/environments.md)"
         raise ValueError(f"{name}() must return {expected}, got {made!r:.80}")
     return found
@@ -139,10 +135,8 @@ def _of_object(made: Any, name: str, *, again: Callable[[], Any] | None) -> Publ
     if not (hasattr(made, "reset") and hasattr(made, "step")):
         return None
     if again is None:
-        raise ValueError(
-            f"{name} is one {type(made).__name__}, and each episode needs its own: write `def make(): return ...` "
-            f"around what makes it, and give FILE.py:make"
-        )
+        fault = f"{name} is one {type(made).__name__}, and each episode needs its own"
+        raise ValueError(f"{fault}: write `def make(): return ...` around what makes it, and give FILE.py:make")
     return Published(library if library in GAME_LIBRARIES else "object", lambda _: again(), _seeds(name))
 
 
@@ -187,8 +181,7 @@ def source_of(spec: str, *, held_out: bool = False) -> str | Source:
         return spec
 
     def rows() -> Iterator[tuple[str, Any]]:
-        rows_of = getattr(environment_of(spec), "rows", None)
-        if rows_of is None:
+        if (rows_of := getattr(environment_of(spec), "rows", None)) is None:
             raise ValueError(f"{spec} brings no rows of its own: give --data FILE, a row for each episode")
         for number, row in enumerate(rows_of(held_out), start=1):
             yield f"row {number}", dict(row)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from rlkit.rollout.calling import accepted, is_async, takes
 
@@ -128,17 +128,14 @@ def _kind_of_class(kind: type) -> str:
     library = next((name for name in (*GAME_LIBRARIES, "openrlhf") if name in bases), None)
     if isinstance(reset, FunctionType) and "states" in inspect.signature(reset).parameters:
         library = library or "openrlhf"
-    wrong: tuple[str, Any] | None = None
+    fault, method = "", cast(Any, kind)
     if not takes(kind, *["prompt"] * (library is None and takes_prompt(kind))):
-        wrong = "it must be made with the prompt or without arguments", kind
-    elif (
-        library is None
-        and isinstance(reset, FunctionType)
-        and not takes(reset, kind, **accepted(reset, dict.fromkeys(_GYM)))
-    ):
-        wrong = "reset must take no arguments, or `seed` and `options`", reset
-    elif library is None and isinstance(step, FunctionType) and not takes(step, kind, "turn"):
-        wrong = "step must take one argument, the turn", step
-    if wrong:
-        raise ValueError(f"the class {kind.__name__}: {wrong[0]}, got {inspect.signature(wrong[1])!s:.120}")
+        fault = "it must be made with the prompt or without arguments"
+    elif library is None:
+        if isinstance(reset, FunctionType) and not takes(reset, kind, **accepted(reset, dict.fromkeys(_GYM))):
+            fault, method = "reset must take no arguments, or `seed` and `options`", reset
+        elif isinstance(step, FunctionType) and not takes(step, kind, "turn"):
+            fault, method = "step must take one argument, the turn", step
+    if fault:
+        raise ValueError(f"the class {kind.__name__}: {fault}, got {inspect.signature(method)!s:.120}")
     return library or "object"

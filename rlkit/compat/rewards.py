@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from numbers import Real
@@ -24,23 +24,15 @@ from rlkit.data.markup import opened_by
 from rlkit.data.prompts import prompt_messages, question_messages
 from rlkit.data.schema import GOLD
 from rlkit.data.turns import begins_answer
-from rlkit.rewards.call import Need, WrongResult, check_signature
+from rlkit.rewards.call import VARIABLE, Need, WrongResult, check_signature
 from rlkit.rewards.failures import name_of, unwrapped
-from rlkit.rewards.source import (
-    chat_header,
-    code_of,
-    constants,
-    names_in,
-    names_of_kwargs,
-    uses,
-)
+from rlkit.rewards.source import chat_header, code_of, constants, names_in, names_of_kwargs, uses
 from rlkit.rewards.text import first_value, last_boxed, no_gold_answer
 from rlkit.rollout.calling import Watched, is_async, report_absent
 
 _log = logging.getLogger("rlkit.rewards")
 _ONE_CHARACTER = "%s, line %d, reads one character of a completion or prompt: %s"
 _NOTE = 500  # characters of a list or dict in the notes
-_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _OF_TRL = {"trainer_state", "log_extra", "log_metric", "prompts", "completions", "completion_ids"}  # of its `**kwargs`
 _REFUSED = {  # forms without an adapter: names of parameters, and what to write
     "data return_dict": "verl's reward manager gets a whole batch: give its compute_score function instead",
@@ -82,7 +74,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isclass(kind := unwrapped(function)):
         return _of_class(function, kind)
     kinds = {p.kind for p in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds <= _VARIABLE:
+    if inspect.Parameter.VAR_KEYWORD in kinds <= VARIABLE:
         read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
         ours = {"completions": trl, "prompts": trl, "solution_str": verl}
         if found := [adapter for name, adapter in ours.items() if name in read]:
@@ -122,8 +114,7 @@ def _of_class(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
 
 def _refuse(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
     """TypeError, with what to write, for a form of another system that has no adapter and is not of rlkit."""
-    hint = next((hint for known, hint in _REFUSED.items() if {*known.split()} <= {*parameters}), "")
-    if hint:
+    if hint := next((hint for known, hint in _REFUSED.items() if {*known.split()} <= {*parameters}), ""):
         try:
             check_signature(function)
         except TypeError as error:
@@ -146,10 +137,8 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     accepted, texts, calls = _acceptor(reward_func), constants(code_of(reward_func)), count()
-    by_ids = "completion_ids" in (
-        *inspect.signature(reward_func).parameters,
-        *texts,
-    )  # a completion may only be printed
+    known = (*inspect.signature(reward_func).parameters, *texts)
+    by_ids = "completion_ids" in known  # a completion may only be printed
 
     def call(completions: list[str], rows: list[dict[str, Any]], completion_ids: Any = None) -> _Call:
         logs, added = _trl_logs(len(rows))
@@ -164,7 +153,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         given = {"prompts": prompts, "completions": turns if chat else completions, "completion_ids": completion_ids}
 
         def read(results: Any) -> Any:
-            if any(turn.as_text or (turn.as_repr and not by_ids) for turn in turns):
+            if any(x._used or (x._shown and not by_ids) for x in turns if not x._read):
                 raise WrongResult("read a completion as a text, and it is a list of messages", _TRL_FORM)
             if lines := [line for x in (*prompts, *completions) if isinstance(x, _Text) for line in x.lone()]:
                 _log.warning(_ONE_CHARACTER, name_of(reward_func), lines[0], _TRL_FORM)
@@ -176,7 +165,7 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
     foreign = [name for name in asked if name in ("trainer_state", "environments", "prompt")]
     reward = _as(reward_func, call, foreign, [name for name in asked if name not in given])
     reward.hint, reward.check_rows = _trl_hint, partial(_check_rows, reward_func, set())
-    if "trainer_state" in (*inspect.signature(reward_func).parameters, *texts):
+    if "trainer_state" in known:
         _log.warning(
             "%s reads trainer_state, which rlkit does not give: it keeps its default, and what depends on its step "
             "does not change during training",
@@ -186,56 +175,32 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ListOfMessages(list[dict[str, str]]):
-    """A completion as TRL gives it where prompts are messages."""
+    """A completion as TRL gives it where prompts are messages; it notes whether it was used as a text, or only printed
+    or formatted, and whether its message was read."""
 
     def __init__(self, text: str) -> None:
         super().__init__([{"role": "assistant", "content": text}])
         self._used = self._read = self._shown = False
 
-    @property
-    def as_text(self) -> bool:
-        """Whether it was used as a text only."""
-        return self._used and not self._read
 
-    @property
-    def as_repr(self) -> bool:
-        """Whether it was printed or formatted only."""
-        return self._shown and not self._read
+def _noting(method: Any, seen: str, kind: type) -> Callable[..., Any]:
+    """A method of a list that sets the attribute `seen`, of arguments of a `kind` only."""
 
-    def __getitem__(self, index: Any) -> Any:
-        self._read = True
-        return super().__getitem__(index)
+    def noted(self: Any, *arguments: Any) -> Any:
+        if all(isinstance(x, kind) for x in arguments):
+            vars(self)[seen] = True
+        return method(self, *arguments)
 
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        self._read = True
-        return super().__iter__()
+    return noted
 
-    def __len__(self) -> int:
-        self._used = True
-        return super().__len__()
 
-    def __repr__(self) -> str:  # also of str() and format()
-        self._shown = True
-        return super().__repr__()
-
-    def __contains__(self, item: object) -> bool:
-        self._used |= isinstance(item, str)
-        return super().__contains__(item)
-
-    def __eq__(self, other: object) -> bool:
-        self._used |= isinstance(other, str)
-        return super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        self._used |= isinstance(other, str)
-        return super().__ne__(other)
-
-    def count(self, value: Any) -> int:
-        """How many messages equal the value."""
-        self._used |= isinstance(value, str)
-        return super().count(value)
-
-    __hash__ = None
+for _seen, _kind, _names in (
+    ("_read", object, ("__getitem__", "__iter__")),
+    ("_used", str, ("__len__", "__contains__", "__eq__", "__ne__", "count")),
+    ("_shown", object, ("__repr__",)),  # also of str() and format()
+):
+    for _name in _names:
+        setattr(ListOfMessages, _name, _noting(getattr(list, _name), _seen, _kind))
 
 
 class _Text(str):
@@ -350,8 +315,14 @@ def verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
 
     foreign = [name for name in columns if name in ("reward_router_address", "reward_model_tokenizer")]
     reward = _as(compute_score, call_batched if batched else call, foreign, [GOLD, *columns])
+
+    def check_source(rows: Sequence[dict[str, Any]]) -> None:
+        if not any("data_source" in row for row in rows):
+            name = name_of(compute_score)
+            _log.warning("%s reads data_source, which is None: the data has no such column", name)
+
     if any(column == "data_source" and uses(compute_score, name) for name, column in names.items()):
-        reward.check_rows = partial(_check_source, compute_score)
+        reward.check_rows = check_source
     return reward
 
 
@@ -369,12 +340,6 @@ class _Objects:
 
     def report(self) -> None:
         report_absent(name_of(self._function), self._absent, self._found, what=f"{self._called} has no key")
-
-
-def _check_source(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Warn of rows without the `data_source` that the function reads."""
-    if not any("data_source" in row for row in rows):
-        _log.warning("%s reads data_source, which is None: the data has no such column", name_of(function))
 
 
 def openrlhf(reward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -525,7 +490,7 @@ def with_messages(reward_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(completion: str, row: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> _Call:
         conversation = messages or [*question_messages(row), {"role": "assistant", "content": completion}]
-        return reward_fn([*map(Message, conversation)], _gold(row)), _unchanged
+        return reward_fn([*map(Message, conversation)], _gold(row)), lambda result: result
 
     return _as(reward_fn, call, _required(reward_fn)[2:], [GOLD])
 
@@ -554,22 +519,15 @@ def _prompt_text(row: dict[str, Any]) -> str:
 
 
 _ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "solution_str ground_truth": verl,
-    "solution_strs ground_truths": verl,
-    "queries prompts labels": openrlhf,
-    "args sample": slime,
-    "args samples": slime,
-    "state action extra_info": rl2,
-    "state action answer": rl2,
-    "messages answer": with_messages,
-    "messages ground_truth": with_messages,
-}
+    "solution_str ground_truth": verl, "solution_strs ground_truths": verl, "queries prompts labels": openrlhf,
+    "args sample": slime, "args samples": slime, "state action extra_info": rl2, "state action answer": rl2,
+    "messages answer": with_messages, "messages ground_truth": with_messages,
+}  # fmt: skip
 
 
 def _gold(row: dict[str, Any], *first: str) -> Any:
     """The first column that is not null of `first` and of `gold_answer`; ValueError for a row with none of them."""
-    found = first_value(row, *first)
-    if found is None:
+    if (found := first_value(row, *first)) is None:
         found = _final(first_value(row, *GOLD))
     if found is None:
         raise no_gold_answer(row)
@@ -607,15 +565,10 @@ def _each(read: Callable[[Any], Any], results: Any) -> Any:
     return [*map(read, results)] if isinstance(results, list | tuple) else results
 
 
-def _unchanged(result: Any) -> Any:
-    return result
-
-
 def _required(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters without a default."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in VARIABLE]
 
 
 def _as(

@@ -120,15 +120,12 @@ def aviary(
             messages = [_plain(message) for message in opening]
             chat = Chat(prompt, sample, tokenizer=tokenizer, messages=messages, tools=schemas or None)
             read = reader(json.dumps(schemas)) if schemas else lambda _text, _tools: []
-            return await _with_tools(game, chat, partial(read, tools=schemas), _rewrites(chat, tokenizer, schemas))
+            rewrites = bool(schemas) and wants_structure(chat.messages, tokenizer, schemas)
+            return await _with_tools(game, chat, partial(read, tools=schemas), rewrites)
         finally:
             await call(game.close)
 
     return env
-
-
-def _rewrites(chat: Chat, tokenizer: Any, schemas: Sequence[Any]) -> bool:
-    return bool(schemas) and wants_structure(chat.messages, tokenizer, schemas)
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -67,25 +67,6 @@ class Watched(dict[str, Any]):
         super().__init__(own_copy(dict(row)))
         self._absent, self._read = absent, set[str]() if read is None else read
 
-    def __getitem__(self, key: str) -> Any:
-        """The value of a key, which is noted."""
-        self._look(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value, or the default of a key that is noted."""
-        self._look(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """The same, and without the key."""
-        self._look(key)
-        return super().pop(key, *default)
-
-    def __contains__(self, key: object) -> bool:
-        self._look(key)
-        return super().__contains__(key)
-
     def __setitem__(self, key: str, value: Any) -> None:
         self._absent.discard(key)
         super().__setitem__(key, value)
@@ -93,14 +74,20 @@ class Watched(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
-    def _look(self, key: object) -> None:
-        if isinstance(key, str) and not _asked_by_rlkit():
+
+def _noting(method: Any) -> Callable[..., Any]:
+    """A method of a dict that notes the key, unless a module of this package asks for it."""
+
+    def noted(self: Watched, key: Any, *default: Any) -> Any:
+        if isinstance(key, str) and not str(sys._getframe(1).f_globals.get("__name__")).startswith("rlkit."):
             (self._read if key in self.keys() else self._absent).add(key)
+        return method(self, key, *default)
+
+    return noted
 
 
-def _asked_by_rlkit() -> bool:
-    """Whether the caller of a method of `Watched` is a module of this package."""
-    return str(sys._getframe(3).f_globals.get("__name__")).startswith("rlkit.")
+for _name in ("__getitem__", "__contains__", "get", "pop"):
+    setattr(Watched, _name, _noting(getattr(dict, _name)))
 
 
 def report_absent(

@@ -50,16 +50,9 @@ async def single_turn(prompt: Prompt, sample: Sampler) -> Trajectory:
     """The environment of one question and one answer: the policy continues the prompt once."""
     out = await sample(prompt.ids)
     return Trajectory(
-        prompt_ids=prompt.ids,
-        ids=out.ids,
-        mask=[True] * len(out.ids),
-        logp=out.logp,
-        versions=out.versions,
-        truncated=out.finish_reason != "stop",
-        info={"finish_reason": out.finish_reason},
-        experts=out.experts,
-        support=out.support,
-    )
+        prompt.ids, out.ids, [True] * len(out.ids), out.logp, out.versions, truncated=out.finish_reason != "stop",
+        info={"finish_reason": out.finish_reason}, experts=out.experts, support=out.support,
+    )  # fmt: skip
 
 
 async def rollout(
@@ -334,17 +327,12 @@ class _Idle:
         self._index, self._busy = prompt.index, 1
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """A turn has ended, or the episode begins."""
-        self._busy -= 1
-        if not self._busy:
-            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._report)
-
-    def end(self) -> None:
-        """A turn begins, or the episode has ended."""
-        self._busy += 1
+    def count(self, step: int) -> None:
+        """1: a turn begins, or the episode has ended; -1: a turn has ended, or the episode begins."""
+        self._busy += step
         if self._timer is not None:
             self._timer.cancel()
+        self._timer = None if self._busy else asyncio.get_running_loop().call_later(IDLE_S, self._report)
 
     def _report(self) -> None:
         where = f", in an episode of row {self._index + 1}; the run waits for it"
@@ -362,14 +350,14 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int
             openings.append(hash(tuple(prompt_ids)) if isinstance(prompt_ids, Sequence) else 0)
         opened = True
         names_images = names_images or limit.get("images") is not None
-        idle.end()
+        idle.count(1)
         try:
             return await sample(prompt_ids, **limit)
         finally:
-            idle.start()
+            idle.count(-1)
 
     try:
-        idle.start()
+        idle.count(-1)
         out = await env(replace(prompt, row=Watched(prompt.row, absent)), watched)  # a group shares the row
         report_absent("the environment", absent, prompt.row)
     except Exception as error:
@@ -377,7 +365,7 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int
             error.add_note(f"in an episode of row {prompt.index + 1}")
         raise
     finally:
-        idle.end()
+        idle.count(1)
     pieces = pieces_of(out, f"row {prompt.index + 1}: ")
     pieces = [_showing(t, prompt) for t in pieces] if images_of(prompt) and not names_images else pieces
     by_role: dict[str, Group] = {}

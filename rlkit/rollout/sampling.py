@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,48 +39,39 @@ def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) ->
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def sample(
-    logits: Float[Tensor, "B V"],
-    u: Float[Tensor, "B"],
-    *,
-    temperature: Float[Tensor, "B"] | None = None,
-    top_p: Float[Tensor, "B"] | None = None,
-    top_k: Int[Tensor, "B"] | None = None,
-    min_p: Float[Tensor, "B"] | None = None,
-    never: Sequence[int] = (),
-) -> Sampled:
+def sample(logits: Float[Tensor, "B V"], u: Float[Tensor, "B"], **options: Any) -> Sampled:
     """The token whose interval of the CDF holds `u`, for each row.
 
         p = softmax(logits / temperature)        token = min { v : sum_{w <= v} kept_w > u * sum_w kept_w }
 
     with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
-    0 is never returned. None for `top_p`, `top_k` and `min_p` disables truncation for all rows; in a tensor, 1.0, 0 and
-    0.0 disable it for that row. Tokens of `never` are never returned; the log-prob of others is as if they could be.
+    0 is never returned. `options` are those of `sample_kept`: None for `top_p`, `top_k` and `min_p` disables truncation
+    for all rows; in a tensor, 1.0, 0 and 0.0 disable it for that row. Tokens of `never` are never returned; the
+    log-prob of others is as if they could be.
 
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
     """
-    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    return sample_kept(logits, u, **options, never=never)[0]
+    return sample_kept(logits, u, **options)[0]
 
 
 def sample_kept(
     logits: Float[Tensor, "B V"],
     u: Float[Tensor, "B"],
     *,
-    temperature: Float[Tensor, "B"] | None,
-    top_p: Float[Tensor, "B"] | None = None,
-    top_k: Int[Tensor, "B"] | None = None,
-    min_p: Float[Tensor, "B"] | None = None,
+    temperature: Float[Tensor, "B"] | None = None,
     never: Sequence[int] = (),
+    **limits: Tensor | None,
 ) -> tuple[Sampled, Float[Tensor, "B V"]]:
-    """`sample`, and the probabilities of the tokens that it could have drawn (0 for others; not normalised)."""
+    """`sample`, and the probabilities of the tokens that it could have drawn (0 for others; not normalised).
+
+    `limits` are `top_p`, `top_k` and `min_p`, `[B]` each.
+    """
     z = upcast(logits)
     if temperature is not None:
         z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
     p = z.softmax(-1)
-    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
     mass = p if all(x is None for x in limits.values()) else p * kept_support(p, **limits)
     if never:
         banned = torch.tensor(never, device=logits.device)

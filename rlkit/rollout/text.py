@@ -39,13 +39,11 @@ class Text:
             raise TypeError(f"what the policy reads must be text, got {show(context)}")
         if self.turns.truncated:
             return None
-        rest = self._rest(context)
-        if rest is None:
+        if (rest := self._rest(context)) is None:
             self.turns.restart(self._begun(encode(self._tokenizer, context)))
         else:
             self.turns.append(self._not_sampled(encode_after_text(self._tokenizer, rest) if rest else []))
-        turn = await next_turn(self.turns, self._tokenizer, as_message=False)
-        if turn is not None:
+        if (turn := await next_turn(self.turns, self._tokenizer, as_message=False)) is not None:
             self._context, self._sampled, self._ids = context, turn.text, turn.ids
         return turn
 

@@ -18,9 +18,8 @@ def host_of(url: str) -> str:
     except ValueError:
         parts, host = None, None
     if parts is None or parts.scheme not in ("http", "https") or not host:
-        raise ValueError(
-            f"{masked(url)!r} is no address of a server: it must begin with http://, as in http://127.0.0.1:30000"
-        )
+        fault = f"{masked(url)!r} is no address of a server"
+        raise ValueError(f"{fault}: it must begin with http://, as in http://127.0.0.1:30000")
     return host
 
 

@@ -87,13 +87,11 @@ class Http:
         except aiohttp.ConnectionTimeoutError as error:
             raise ReplicaError(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{masked(url)}: no reply within {timeout} s; the server hangs or the limit is low"
-            ) from error
+            fault = f"{masked(url)}: no reply within {timeout} s"
+            raise TimeoutError(f"{fault}; the server hangs or the limit is low") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ReplicaError(
-                f"{url}: connection failed ({type(error).__name__}: {error}); is the server up?"
-            ) from error
+            problem = f"{url}: connection failed ({type(error).__name__}: {error})"
+            raise ReplicaError(f"{problem}; is the server up?") from error
         return _parse(url, status, raw, after)
 
     async def patient(
@@ -198,25 +196,18 @@ def check_prompt(prompt_ids: list[int], *, vocab_size: float) -> None:
 _ROUNDING = 1e-4  # nats by which the log-prob of a certain token may exceed 0
 
 
-def check_reply(
-    out: Completion,
-    *,
-    url: str,
-    request: str,
-    max_new_tokens: float,
-    vocab_size: float,
-    reported: Mapping[str, tuple[Any, Any]],
-) -> Completion:
+def check_reply(out: Completion, *, url: str, request: str, **expected: Any) -> Completion:
     """Return `out` if the server at `url` can have sampled it for the request named `request`.
 
     There are as many log-probs as tokens; at most `max_new_tokens`, and at least one unless it was aborted; ids are
     integers in [0, vocab_size); log-probs are finite and at most 0 (1e-4 for rounding). `reported` has pairs of what
-    the server reports of the request and what was asked, by name; None: not reported, or not asked.
+    the server reports of the request and what was asked, by name; None: not reported, or not asked. `expected` are
+    these three.
 
     Raises:
         ReplicaError: one of these does not hold; it names the server, the request and the value.
     """
-    if problem := next(_problems(out, reported, max_new_tokens, vocab_size), None):
+    if problem := next(_problems(out, **expected), None):
         raise ReplicaError(f"{url}: the reply to request {request} is wrong: {problem}")
     return out
 

@@ -56,22 +56,12 @@ class _Piece(NamedTuple):
 
 
 async def launch(
-    path: str | Path,
-    *,
-    max_batch: int | None = None,
-    max_len: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
-    seed: int = 0,
-    keep_turns: bool = False,
-    compile: bool = False,
-    dtype: torch.dtype | None = None,
-    device: str = "cpu",
-    num_threads: int = 1,
-    cpus: Sequence[int] = (),
+    path: str | Path, *, device: str = "cpu", num_threads: int = 1, cpus: Sequence[int] = (), **options: Any
 ) -> ProcessEngine:
     """Start the process and wait until it has loaded the model and tokenizer of the folder `path`.
 
-    Further arguments than those of `LocalEngine`: `num_threads` of torch, and the `cpus` it may run on (default: all).
+    `num_threads` are those of torch, and `cpus` those that it may run on (default: all); `options` are arguments of
+    `LocalEngine`.
     The child ends with this process, also when that is killed (on Linux also a child that hangs). A script needs the
     usual `if __name__ == "__main__":`.
 
@@ -80,16 +70,10 @@ async def launch(
     if cpus and not hasattr(os, "sched_setaffinity"):
         raise ValueError(f"cpus {tuple(cpus)} (--engine-cpus) needs Linux: this system cannot pin a process")
     ours, theirs = socket.socketpair()
-    options = {
-        "max_batch": max_batch, "max_len": max_len, "eos_token_ids": eos_token_ids, "seed": seed, "compile": compile,
-        "keep_turns": keep_turns, "dtype": dtype,
-    }  # fmt: skip
+    child, deterministic = _Child(str(path), options, device), torch.are_deterministic_algorithms_enabled()
     process = multiprocessing.get_context("spawn").Process(
-        target=_serve, daemon=True, name="rlkit-engine",
-        args=(
-            theirs, _Child(str(path), options, device), num_threads, cpus, torch.are_deterministic_algorithms_enabled()
-        ),
-    )  # fmt: skip
+        target=_serve, daemon=True, name="rlkit-engine", args=(theirs, child, num_threads, cpus, deterministic)
+    )
     process.start()
     theirs.close()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -99,7 +83,8 @@ async def launch(
     except BaseException:
         await engine.close()
         raise
-    engine._watch()
+    watch = engine._silence.watch(engine._ping, waiting=lambda: engine._waiting and engine._ended is None)
+    engine._watcher = asyncio.create_task(watch, name="rlkit-process-engine-watch")
     return engine
 
 
@@ -180,10 +165,6 @@ class ProcessEngine:
         await self._listener
         self._release()
         atexit.unregister(self._process.kill)
-
-    def _watch(self) -> None:
-        watch = self._silence.watch(self._ping, waiting=lambda: self._waiting and self._ended is None)
-        self._watcher = asyncio.get_running_loop().create_task(watch, name="rlkit-process-engine-watch")
 
     def _ping(self) -> None:
         if not self._asked:  # a hanging engine reads none of them

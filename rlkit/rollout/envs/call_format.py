@@ -25,25 +25,17 @@ _MARKS = {  # by which a template that writes no calls tells the model how to
     "<|python_tag|>": "json", "<|tool_call|>": "json", "[TOOL_CALLS]": "json", "<TOOLCALL>": "json",
 }  # fmt: skip
 _TEXTS = "007", 'Zoë\'s "first"\nline'  # a text that looks like a number, and one with what formats must escape
-_ANY_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string", "description": "text"},
-                "count": {"type": "integer", "description": "number"},
-                "ratio": {"type": "number", "description": "number"},
-                "fresh": {"type": "boolean", "description": "choice"},
-                "names": {"type": "array", "items": {"type": "string"}, "description": "list"},
-                "more": {"type": "object", "description": "object"},
-            },
-            "required": ["text"],
-        },
-    },
+_PROPERTIES = {
+    "text": {"type": "string", "description": "text"},
+    "count": {"type": "integer", "description": "number"},
+    "ratio": {"type": "number", "description": "number"},
+    "fresh": {"type": "boolean", "description": "choice"},
+    "names": {"type": "array", "items": {"type": "string"}, "description": "list"},
+    "more": {"type": "object", "description": "object"},
 }
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text"]}
+_LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": _PARAMETERS}
+_ANY_TOOL = {"type": "function", "function": _LOOK_UP}
 _FIX = (
     "give a function that does with --tool-calls FILE.py:FUNCTION (in Python: `parse`), def FUNCTION(text) -> "
     "[(name, arguments), ...]"

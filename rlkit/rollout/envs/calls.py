@@ -77,8 +77,7 @@ def json_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     body = answer_of(text).strip()
     marked = _MARKED.search(body)
     body = body[marked.end() :].strip() if marked else body
-    attempt = marked or re.match(r'\[?\s*\{\s*"(name|type|function)"', body)
-    if not attempt:
+    if not (marked or re.match(r'\[?\s*\{\s*"(name|type|function)"', body)):
         return []
     values: list[Any] = []
     while body := re.sub(rf"\A{_CLOSING}(?:{_MARKED.pattern})?\s*", "", body):
@@ -193,8 +192,7 @@ def gemma_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
 def wrong_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
     """Describe how the arguments violate a JSON schema (names, required names, types, choices); None if they do not."""
     properties = parameters.get("properties", {})
-    missing = [name for name in parameters.get("required", []) if name not in arguments]
-    if missing:
+    if missing := [name for name in parameters.get("required", []) if name not in arguments]:
         return f"missing arguments {missing}; the arguments are {list(properties)}"
     for name, value in arguments.items():
         if name not in properties:
@@ -314,8 +312,7 @@ def _named(text: str, mark: str, head: str, like: str) -> Found:
     """Calls of a name, then the arguments as JSON: `head` ends where those begin."""
     body, parsed = answer_of(text), Found()
     for start in re.finditer(mark, body):
-        match = re.compile(head).match(body, start.start())
-        if not match:
+        if not (match := re.compile(head).match(body, start.start())):
             parsed.append(BadCall(f"a call must be like {like}"))
             continue
         try:
@@ -420,17 +417,8 @@ def _loose_call(text: str, tools: Schemas) -> Call | None:
     return None if first.strip() else Call(match["name"], values)
 
 
-FORMATS: Mapping[str, Callable[..., Found]] = {
-    "hermes": hermes_calls,
-    "function": function_calls,
-    "arg_key": arg_key_calls,
-    "json": json_calls,
-    "pythonic": pythonic_calls,
-    "harmony": harmony_calls,
-    "mistral": mistral_calls,
-    "deepseek": deepseek_calls,
-    "kimi": kimi_calls,
-    "xtml": xtml_calls,
-    "invoke": invoke_calls,
-    "gemma": gemma_calls,
-}
+_FUNCTIONS = (
+    hermes_calls, function_calls, arg_key_calls, json_calls, pythonic_calls, harmony_calls, mistral_calls,
+    deepseek_calls, kimi_calls, xtml_calls, invoke_calls, gemma_calls,
+)  # fmt: skip
+FORMATS: Mapping[str, Callable[..., Found]] = {f.__name__.removesuffix("_calls"): f for f in _FUNCTIONS}

@@ -99,8 +99,7 @@ class Chat:
         if self._compaction is not None:
             limit = self._compaction.max_new_tokens
             max_new_tokens = min(max_new_tokens or limit, limit)
-        turn = await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)
-        if turn is not None:
+        if (turn := await next_turn(self.turns, self._tokenizer, max_new_tokens=max_new_tokens)) is not None:
             begun = self.messages.pop()["content"] if self._last is None and begins_answer(self.messages) else ""
             self.messages.append({"role": "assistant", "content": begun.removesuffix(opened_by(begun)) + turn.text})
             self._opening = self._opening if self._last else self.messages[:-1]
@@ -111,8 +110,7 @@ class Chat:
         return self
 
     async def __anext__(self) -> Turn:
-        turn = await self.turn()
-        if turn is None:
+        if (turn := await self.turn()) is None:
             raise StopAsyncIteration
         return turn
 
@@ -168,8 +166,7 @@ class Chat:
     ) -> tuple[int, Callable[[], None]]:
         """The length of the context with new messages after the last turn, and the function that makes it so."""
         options: dict[str, Any] = {"tools": self._tools, "template_args": self._template_args}
-        added = self.images.turn_tokens(so_far, new, sampled_ids=sampled_ids, **options)
-        if added is None:
+        if (added := self.images.turn_tokens(so_far, new, sampled_ids=sampled_ids, **options)) is None:
             context = self._render([*so_far, *new])
             return len(context[0]), partial(self.turns.restart, *context)
         return len(self.turns.context) + len(added[0]), partial(self.turns.append, *added)
@@ -201,8 +198,7 @@ class Chat:
         if not isinstance(message, Mapping):
             raise TypeError(f"a message must be a string or a dict with role and content, got {show(message)}")
         content = message.get("content")
-        parts = parts_of(content) or (content if isinstance(content, list | tuple) else None)
-        if parts is None:
+        if (parts := parts_of(content) or (content if isinstance(content, list | tuple) else None)) is None:
             return dict(message)
         place = f"content of a message of role {message.get('role')!r}"
         return {**message, "content": self.images.text_of(parts, place)}
@@ -213,12 +209,9 @@ def refuse_vision(*parts: Any) -> None:
     tokenizer."""
     for part in parts:
         config = getattr(part, "config", part)
-        media = [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]
-        if media:
-            raise ValueError(
-                f"{type(part).__name__} is of a vision or audio model (it has {media[0]}): environments take the "
-                "tokenizer of a model"
-            )
+        if media := [name for name in _MEDIA if getattr(part, name, None) or getattr(config, name, None)]:
+            fault = f"{type(part).__name__} is of a vision or audio model (it has {media[0]})"
+            raise ValueError(f"{fault}: environments take the tokenizer of a model")
 
 
 _MEDIA = ("image_processor", "video_processor", "feature_extractor", "vision_config", "audio_config")

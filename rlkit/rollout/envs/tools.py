@@ -106,8 +106,7 @@ def tool_env(
         structured = wants_structure(chat.messages, tokenizer, box.schemas)
         read = parser(json.dumps(box.schemas))
         async for turn in chat:
-            calls = read(turn.text, box.schemas) if turn.finish_reason == "stop" else []
-            if not calls:
+            if not (calls := read(turn.text, box.schemas) if turn.finish_reason == "stop" else []):
                 break
             results = await asyncio.gather(*(box.answer(wanted, chat.images) for wanted in calls))
             if structured:
@@ -142,9 +141,8 @@ def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
     from transformers.utils import get_json_schema
 
     if not isinstance(tools, list | tuple):
-        raise TypeError(
-            f"tools must be a list of functions, or a function of the prompt that returns one, got {tools!r}"
-        )
+        fault = "tools must be a list of functions"
+        raise TypeError(f"{fault}, or a function of the prompt that returns one, got {tools!r}")
     schemas = []
     for function in tools:
         if inspect.isclass(function):
@@ -153,9 +151,8 @@ def tool_schemas(tools: Tools) -> list[dict[str, Any]]:
             schemas.append(get_json_schema(function))
         except Exception as error:
             name = getattr(function, "__name__", function)
-            raise ValueError(
-                f"tool {name} has no schema: {error}; give every argument a type hint and a line under `Args:`"
-            ) from error
+            problem = f"tool {name} has no schema: {error}"
+            raise ValueError(f"{problem}; give every argument a type hint and a line under `Args:`") from error
     names = [s["function"]["name"] for s in schemas]
     if len(set(names)) < len(names):
         raise ValueError(f"tools must have different names, got {names}")
@@ -178,8 +175,7 @@ class _Toolbox:
 
     async def answer(self, wanted: Call | BadCall, images: EpisodeImages) -> str:
         """The text of the tool's message, with marks for its images, which are added to those of the episode."""
-        error = wanted.error if isinstance(wanted, BadCall) else self._wrong(wanted)
-        if error is not None:
+        if (error := wanted.error if isinstance(wanted, BadCall) else self._wrong(wanted)) is not None:
             self._bad += 1
             return self._cut(f"Error: {error}")
         assert isinstance(wanted, Call)
@@ -187,9 +183,11 @@ class _Toolbox:
             function = partial(self._functions[wanted.name], **wanted.arguments)
             result = await call(function, timeout_s=self._timeout_s)
             if (parts := parts_of(result)) and images.reader is not None:
-                parts = [self._cut_part(part) for part in parts]
+                texts = ({"text": self._cut(p["text"])} if isinstance(p.get("text"), str) else {} for p in parts)
+                parts = [{**part, **text} for part, text in zip(parts, texts)]
                 return await asyncio.to_thread(images.text_of, parts, "the result")
-            if result is None and not _says_none(self._functions[wanted.name]):
+            declared = inspect.signature(function.func).return_annotation if result is None else None
+            if declared not in (None, "None"):
                 _report_empty(wanted.name, result, "null")
             written = partial(_as_text, wanted.name)
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=written)
@@ -203,23 +201,14 @@ class _Toolbox:
             images.check_reader(f"the result of tool {wanted.name}")
         return self._cut(text)
 
-    def _cut_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**part, "text": self._cut(part["text"])} if isinstance(part.get("text"), str) else part
-
     def _wrong(self, wanted: Call) -> str | None:
         if wanted.name not in self._functions:
             return f"there is no tool {wanted.name!r}; the tools are {', '.join(self._functions)}"
         return wrong_arguments(self._parameters[wanted.name], wanted.arguments)
 
     def _cut(self, text: str) -> str:
-        if len(text) > self._max_chars:
-            text = f"{text[: self._max_chars]} ... ({len(text) - self._max_chars} more characters cut)"
-        return text
-
-
-def _says_none(function: Callable[..., Any]) -> bool:
-    """Whether a tool is declared to return nothing."""
-    return inspect.signature(function).return_annotation in (None, "None")
+        cut = len(text) - self._max_chars
+        return f"{text[: self._max_chars]} ... ({cut} more characters cut)" if cut > 0 else text
 
 
 def _as_text(name: str, value: Any) -> str:
@@ -273,10 +262,8 @@ def wants_structure(messages: Sequence[Mapping[str, Any]], tokenizer: Any, schem
         refused, listed = True, text(messages, tools=schemas) != text(messages)
     names = [s["function"]["name"] for s in schemas]
     if not listed and not all(_is_told(name, messages) for name in names):
-        raise ValueError(
-            f"the chat template does not list the tools {names}, so the model cannot know them: describe them and how "
-            "to call one in system_prompt, or use a template that lists `tools`"
-        )
+        fault = f"the chat template does not list the tools {names}, so the model cannot know them: describe them"
+        raise ValueError(f"{fault} and how to call one in system_prompt, or use a template that lists `tools`")
     return refused
 
 

@@ -86,13 +86,13 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_is_model(model)
-        max_batch = default_batch(model, dtype) if max_batch is None else max_batch
+        if max_batch is None:
+            max_batch = GPU_BATCH if dtype is not None and model.device.type == "cuda" else BATCH
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if is_cut(model):
-            raise ValueError(
-                "LocalEngine needs a model that is not cut over ranks; use rlkit.rollout.engines.process.launch"
-            )
+            fault = "LocalEngine needs a model that is not cut over ranks"
+            raise ValueError(f"{fault}; use rlkit.rollout.engines.process.launch")
         self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
@@ -127,12 +127,7 @@ class LocalEngine:
         return Progress(len(self._rows), len(self._waiting), self._num_tokens)
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        params: SamplingParams,
-        rid: str | None = None,
-        images: Sequence[Picture] = (),
+        self, prompt_ids: list[int], *, params: SamplingParams, rid: str | None = None, images: Sequence[Picture] = ()
     ) -> Completion:
         """Sample a completion of `prompt_ids`. See `rlkit.types.SamplingParams` and `Completion`.
 
@@ -223,9 +218,8 @@ class LocalEngine:
         prompt_ids = request_ids(prompt_ids, params)
         if not 0 < len(prompt_ids) < self.max_len:
             fix = "give at least one token" if not prompt_ids else "shorten it or raise max_len"
-            raise ValueError(
-                f"prompt_ids must hold 1 to {self.max_len - 1} tokens (max_len - 1), got {len(prompt_ids)}: {fix}"
-            )
+            fault = f"prompt_ids must hold 1 to {self.max_len - 1} tokens (max_len - 1), got {len(prompt_ids)}"
+            raise ValueError(f"{fault}: {fix}")
         check_prompt_ids(torch.as_tensor(prompt_ids), self.model)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need LocalEngine(..., tokenizer=...); use stop_token_ids without one")
@@ -418,8 +412,3 @@ class LocalEngine:
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def default_batch(model: Any, dtype: torch.dtype | None) -> int:
-    """`max_batch` where none is given."""
-    return GPU_BATCH if dtype is not None and model.device.type == "cuda" else BATCH

@@ -23,7 +23,7 @@ from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.model.positions import check_positions, positions
 from rlkit.model.recurrent import States, recurrent_layers
 from rlkit.model.routing import Chosen, num_experts, routers
-from rlkit.parallel.attention import as_inference, masked_attention
+from rlkit.parallel.attention import as_attention, as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.types import Picture
@@ -31,7 +31,6 @@ from rlkit.types import Picture
 logger = logging.getLogger(__name__)
 IMPLEMENTATION = "rlkit_slots"
 UNBOUNDED = 1 << 20  # tokens of a context of models whose positions have no end
-_HARMLESS = ("position_ids", "cache_position")  # tensors that models pass to attention and that it does not use
 _STATES = ("linear_attention", "conv", "hybrid", "mamba", "mlp", "moe")  # types of layers without attention, or with
 _active: CachedForward | None = None
 
@@ -246,66 +245,41 @@ class CachedForward:
         self._states[layer].write(states, rows)
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options: Any
+    ) -> Float[Tensor, "B H L D"]:
         """Store k and v [B, kv heads, L, dim] at the current positions; attend with q [B, heads, L, dim]."""
         rows, positions = self._rows, self._positions
         keys, values = self._store(layer, k, v)
         keys, values = keys[rows, :, : self._longest], values[rows, :, : self._longest]
         behind = positions[:, :, None] - torch.arange(self._longest, device=q.device)
         seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-        return masked_attention(q, keys, values, seen[:, None], scale=scale, softcap=softcap, sinks=sinks)
+        return masked_attention(q, keys, values, seen[:, None], **options)
 
 
-def slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """`CachedForward.attend` with the signature that transformers calls."""
-    unknown = [name for name, x in others.items() if isinstance(x, Tensor) and name not in _HARMLESS]
-    if _active is None or attention_mask is not None or is_causal is False or dropout or unknown:
-        raise NotImplementedError(f"attention with a mask of its own, dropout, or {unknown or 'not causal'}")
-    if sliding_window is not None:
-        _active.windows.add(sliding_window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: Any = module.layer_idx
-    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    out = _active.attend(layer, query, key, value, scale=scale, **options)
-    return out.transpose(1, 2), None
+def _slot_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, **options: Any) -> Tensor:
+    """`CachedForward.attend` in a layer of its model."""
+    if _active is None:
+        raise NotImplementedError("no decoder reads the slots of this model")
+    if window is not None:
+        _active.windows.add(window)
+    return _active.attend(module.layer_idx, q, k, v, window=window, **options).transpose(1, 2)
+
+
+slot_attention = as_attention(_slot_attention)
 
 
 class Recompute:
-    """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold token ids."""
+    """The whole sequence through `model(input_ids, attention_mask)` for every token; slots hold tokens and images."""
 
     keeps_states = False
 
     def experts(self, slot: int, length: int) -> None:
         """None: whole sequences are forwarded, with more tokens than were read."""
 
-    def __init__(self, model: Any, *, max_batch: int, max_len: int) -> None:
-        self._model, self._max_len = model, max_len
+    def __init__(self, model: Any, *, max_batch: int) -> None:
+        self._model, self.reads_images = model, vision.reads_images(model.config)
         self.sizes = list(range(1, max_batch + 1))
-        self._ids = torch.zeros(0, 0, dtype=torch.long, device=model.device)
-        self.reads_images, self._images = vision.reads_images(model.config), dict[int, Sequence[Picture]]()
+        self._slots: dict[int, tuple[list[int], Sequence[Picture]]] = {}
 
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
@@ -314,52 +288,49 @@ class Recompute:
         """Nothing worth freeing."""
 
     def reserve(self, rows: int, length: int, *, keep: int) -> None:
-        """Make room for `length` tokens in slots 0..rows-1; slots below `keep` keep their tokens."""
-        self._longest, old = length, self._ids
-        self._images = {slot: images for slot, images in self._images.items() if slot < keep}
-        if rows > old.shape[0] or length > old.shape[1]:
-            self._ids = old.new_zeros(max(rows, old.shape[0]), max(length, min(self._max_len, 2 * old.shape[1])))
-            self._ids[:keep, : old.shape[1]] = old[:keep]
+        """Have slots 0..rows-1 for `length` tokens; slots below `keep` keep theirs."""
+        self._longest = length
+        self._slots = {slot: self._slots[slot] if slot < keep else ([], ()) for slot in range(rows)}
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: Sequence[int], images: Sequence[Sequence[Picture]] = ()
     ) -> None:
         """Store each prompt, and its images, in its slot."""
         for prompt, slot, pictures in zip(prompts, slots, images or [()] * len(prompts), strict=True):
-            self._ids[slot, : len(prompt)] = torch.tensor(prompt, device=self._ids.device)
-            self._images[slot] = pictures
+            self._slots[slot] = [*prompt], pictures
 
     def extend(self, tokens: Sequence[Sequence[int]], slots: Sequence[int], starts: Sequence[int]) -> None:
         """Store further tokens of slots that hold `starts` tokens."""
         for row, slot, start in zip(tokens, slots, starts, strict=True):
-            self._ids[slot, start : start + len(row)] = torch.tensor(row, device=self._ids.device)
+            self._slots[slot][0][start:] = row
 
-    def hold(self, slot: int, length: int) -> Tensor:
+    def hold(self, slot: int, length: int) -> list[int]:
         """A copy of the first `length` tokens of a slot, for `restore`."""
-        return self._ids[slot, :length].clone()
+        return self._slots[slot][0][:length]
 
-    def restore(self, held: Tensor, slot: int) -> None:
+    def restore(self, held: list[int], slot: int) -> None:
         """Write what `hold` has copied into a slot."""
-        self._ids[slot, : len(held)] = held
-        self._images[slot] = ()
+        self._slots[slot] = [*held], ()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of each source slot into its target slot."""
-        self._ids[torch.tensor(targets), :length] = self._ids[torch.tensor(sources), :length]
-        self._images |= {target: self._images.get(slot, ()) for slot, target in zip(sources, targets, strict=True)}
+        copied = [(ids[:length], images) for ids, images in map(self._slots.__getitem__, sources)]
+        self._slots |= zip(targets, copied, strict=True)
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, "B"], positions: Int[Tensor, "B"]) -> Float[Tensor, "B V"]:
         """Logits after reading `tokens[i]` at `positions[i]` of slot i."""
-        rows = torch.arange(tokens.shape[0], device=tokens.device)
-        self._ids[rows, positions] = tokens
+        slots = [self._slots[i] for i in range(len(tokens))]
+        for (ids, _), token, position in zip(slots, tokens.tolist(), positions.tolist(), strict=True):
+            ids[position:] = [token]
         mask = torch.arange(self._longest, device=tokens.device) <= positions[:, None]
+        padded = torch.tensor([ids + [0] * (self._longest - len(ids)) for ids, _ in slots], device=tokens.device)
         with as_inference(self._model):
-            ids = self._ids[: tokens.shape[0], : self._longest].where(mask, 0)  # no placeholders of a slot's last user
-            media = [x for slot in range(len(tokens)) for x in self._images.get(slot, ())]
-            pictures = vision.image_inputs(media, ids.device) | (vision.token_types(self._model, ids) if media else {})
-            logits = self._model(input_ids=ids, attention_mask=mask.long(), use_cache=False, **pictures).logits
-        return upcast(logits[rows, positions])
+            media = [x for _, images in slots for x in images]
+            pictures = vision.image_inputs(media, padded.device)
+            pictures |= vision.token_types(self._model, padded) if media else {}
+            logits = self._model(input_ids=padded, attention_mask=mask.long(), use_cache=False, **pictures).logits
+        return upcast(logits[torch.arange(len(tokens), device=logits.device), positions])
 
 
 Backend = Decoder | CachedForward | Recompute
@@ -384,19 +355,17 @@ def pick_decoder(
         logger.warning("LocalEngine samples from the model's own weights, not from a copy in %s: %s", dtype, why_not)
     if reason is None:
         decoder = Decoder(model, max_batch=max_batch, max_len=max_len, compile=compile)
-        reason = disagreement(decoder, model, max_len=max_len)
-        if reason is None:
+        if (reason := disagreement(decoder, model, max_len=max_len)) is None:
             return decoder
     name = type(model).__name__
     if not is_causal(model, min(8, max_len)):
         raise ValueError(f"{name} (model type {model.config.model_type!r}) cannot sample: {NOT_CAUSAL}")
     cached = CachedForward(model, max_batch=max_batch, max_len=max_len)
-    why_not = _why_not_cached(cached, model, max_len)
-    if why_not is None:
+    if (why_not := _why_not_cached(cached, model, max_len)) is None:
         logger.warning("LocalEngine decodes %s through the model's own forward: %s", name, reason)
         return cached
     logger.warning("LocalEngine forwards whole sequences of %s for every token: %s; %s", name, reason, why_not)
-    return Recompute(model, max_batch=max_batch, max_len=max_len)
+    return Recompute(model, max_batch=max_batch)
 
 
 def _fused(model: Any, *, max_len: int, **options: Any) -> tuple[FusedDecoder | None, str | None]:

@@ -148,8 +148,12 @@ class Decoder:
             self._table = self._rotary(min(2 * capacity, self._max_len))
 
     def _rotary(self, length: int) -> Rotary:
+        """The table of the first `length` positions, on the device and in the dtype of the embedding."""
         embed = self._weights.embed
-        return Rotary(*_rotary_table(self._model.model, embed[:1], torch.arange(length, device=embed.device)))
+        positions = torch.arange(length, device=embed.device)
+        cos, sin = (t[0, :, None] for t in self._model.model.rotary_emb(embed[None, :1], positions[None]))
+        half = cos.shape[-1] // 2
+        return Rotary(cos, torch.cat([-sin[..., :half], sin[..., half:]], -1))
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
@@ -264,26 +268,13 @@ def _project(x: Tensor, layer: Layer, angles: Rotary, eps: float) -> tuple[Tenso
     h, head_dim = F.rms_norm(x, layer.norm.shape, layer.norm, eps), angles.cos.shape[-1]
     projections = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
     q, k, v = (F.linear(h, *p).view(len(x), -1, head_dim) for p in projections)
-    return _rotate(q, layer.q_norm, *angles, eps=eps), _rotate(k, layer.k_norm, *angles, eps=eps), v
+    return _rotate(q, layer.q_norm, angles, eps), _rotate(k, layer.k_norm, angles, eps), v
 
 
-def _rotary_table(base: Any, x: Tensor, positions: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
-    """cos, and sin with the sign of its half, [T, 1, head_dim], on the device and in the dtype of `x`."""
-    cos, sin = (t[0, :, None] for t in base.rotary_emb(x[None], positions[None]))
-    half = cos.shape[-1] // 2
-    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
-
-
-def _rotate(
-    x: Float[Tensor, "T H n"],
-    norm: Float[Tensor, "n"] | None,
-    cos: Float[Tensor, "T 1 n"],
-    sin: Float[Tensor, "T 1 n"],
-    *,
-    eps: float,
-) -> Float[Tensor, "T H n"]:
+def _rotate(x: Float[Tensor, "T H n"], norm: Tensor | None, angles: Rotary, eps: float) -> Float[Tensor, "T H n"]:
     """Each head RMS-normed to y (if there is a norm), then rotated to its position: y * cos + swap(y) * sin, where swap
     exchanges the halves; `sin` has the sign of its half."""
+    cos, sin = angles
     x = x.to(cos.dtype)
     y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
     return (y * cos).addcmul_(y.roll(y.shape[-1] // 2, -1), sin)
@@ -339,13 +330,12 @@ def weights_of(model: Any) -> Weights:
 def _layer_weights(layer: Any) -> Layer:
     """The weights of a decoder layer of transformers; see `weight_of`."""
     a, mlp = layer.self_attn, layer.mlp
-    projections = [weight_of(p, name) for p in (a.q_proj, a.k_proj, a.v_proj) for name in ("weight", "bias")]
+    q, k, v, o = ((weight_of(p, "weight"), weight_of(p, "bias")) for p in (a.q_proj, a.k_proj, a.v_proj, a.o_proj))
     norms = (a._modules.get(name) for name in ("q_norm", "k_norm"))
     head_norms = (None if norm is None else weight_of(norm, "weight") for norm in norms)
-    after = (weight_of(a.o_proj, "weight"), weight_of(a.o_proj, "bias"))
     others = (layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     first = weight_of(layer.input_layernorm, "weight")
-    return Layer._make([first, *projections, *head_norms, *after, *(weight_of(m, "weight") for m in others)])
+    return Layer._make([first, *q, *k, *v, *head_norms, *o, *(weight_of(m, "weight") for m in others)])
 
 
 def plain(p: Any) -> Any:

@@ -22,27 +22,26 @@ from torch import Tensor
 from rlkit.kernels.decode import add_rms_norm, append_rotated, attend_slots, fits_kernels, silu_mul
 from rlkit.kernels.linear_logp.chunked import full_sums, product_into
 from rlkit.parallel.attention import Segment, attend, has_flash, plan
-from rlkit.rollout.engines.local.decode import Decoder, Weights, weights_of
+from rlkit.rollout.engines.local.decode import Decoder, Layer, Weights, weights_of
 from rlkit.rollout.sampling import Sampled, sample
 
 SMALL, WIDE = (1, 2, 4, 8, 16, 32, 64, 128), 64  # numbers of rows with a graph of their own: these, then steps of WIDE
 PLACES = 64  # the capacity of the cache is a multiple of it
 CACHE_SHARE = 0.8  # of the free memory of a device, for keys and values
+_JOINT = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+_APART = ("o", "o_bias", "down")  # other products
 KEEP_SHARE = 16  # a cache of at most this part of the device's memory is kept between batches, with its graphs
 
 
 class FusedLayer(NamedTuple):
-    """The weights of a layer as a step reads them; `norms`: of the heads of queries and keys."""
+    """The weights of a layer as a step reads them: joint projections, and the others of `own`, which has their parts.
+    `norms`: of the heads of queries and keys."""
 
-    norm: Tensor
+    own: Layer
     qkv: Tensor
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor] | None
-    o: Tensor
-    o_bias: Tensor | None
-    mlp_norm: Tensor
     gate_up: Tensor
-    down: Tensor
 
 
 class FusedDecoder(Decoder):
@@ -111,27 +110,21 @@ class FusedDecoder(Decoder):
         rows, capacity = max(rows, had_rows), max(had, self._capacity(length))
         shape = (rows, self._kv_heads, capacity, self._head_dim)
         self._graphs, self._pool = {}, None
-        for i in range(len(self._layers)):
-            old = self._cache[i] if i < len(self._cache) else None
-            new = tuple(torch.zeros(shape, dtype=self._dtype, device=self._ints.device) for _ in range(2))
-            if old is not None:
-                for block, before in zip(new, old, strict=True):
-                    block[:keep, :, :had] = before[:keep]
-                self._cache[i] = new[0], new[1]
-            else:
-                self._cache.append((new[0], new[1]))
-        if self._half_table is None or self._half_table[0].shape[0] < capacity:
-            self._half_table = self._halves(capacity)
+        olds: list[Any] = self._cache or [None] * len(self._layers)
+        for i, old in enumerate(olds):  # one after the other: the old block of a layer is free before the next is made
+            new = [torch.zeros(shape, dtype=self._dtype, device=self._ints.device) for _ in range(2)]
+            for block, before in zip(new, old or ()):
+                block[:keep, :, :had] = before[:keep]
+            self._cache[i : i + 1] = [(new[0], new[1])]
+        if self._half_table is None or self._half_table[0].shape[0] < capacity:  # cos and sin of half a head, in fp32
+            like, positions = torch.zeros(1, 1, 1, device=self._ints.device), torch.arange(capacity)[None]
+            cos, sin = (
+                t[0, :, : self._head_dim // 2] for t in self._model.model.rotary_emb(like, positions.to(like.device))
+            )
+            self._half_table = cos.float().contiguous(), sin.float().contiguous()
 
     def _capacity(self, length: int) -> int:
         return -(-length // PLACES) * PLACES
-
-    def _halves(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first half of a head, [length, D / 2], fp32."""
-        positions = torch.arange(length, device=self._ints.device)
-        like = torch.zeros(1, 1, 1, device=self._ints.device)
-        cos, sin = (t[0, :, : self._head_dim // 2] for t in self._model.model.rotary_emb(like, positions[None]))
-        return cos.float().contiguous(), sin.float().contiguous()
 
     def _through(
         self, tokens: Tensor, positions: Tensor, slots: Tensor | None, attended: Callable[[Tensor, int], Tensor]
@@ -140,17 +133,17 @@ class FusedDecoder(Decoder):
         assert self._half_table is not None
         options: dict[str, Any] = {"eps": self._eps, "dtype": self._dtype}
         x = F.embedding(tokens, self._weights.embed).float()
-        h = add_rms_norm(x, None, self._layers[0].norm, **options)
+        norms = [*(layer.own.norm for layer in self._layers), self._weights.norm]
+        h = add_rms_norm(x, None, norms[0], **options)
         for i, layer in enumerate(self._layers):
+            own = layer.own
             qkv = F.linear(h, layer.qkv, layer.qkv_bias)
             q = append_rotated(
                 qkv, *self._half_table, positions, *self._cache[i],
                 slots=slots, norms=layer.norms, eps=self._eps, impl=self._impl,
             )  # fmt: skip
-            h = add_rms_norm(x, F.linear(attended(q, i), layer.o, layer.o_bias), layer.mlp_norm, **options)
-            out = F.linear(silu_mul(F.linear(h, layer.gate_up)), layer.down)
-            after = self._layers[i + 1].norm if i + 1 < len(self._layers) else self._weights.norm
-            h = add_rms_norm(x, out, after, **options)
+            h = add_rms_norm(x, F.linear(attended(q, i), own.o, own.o_bias), own.mlp_norm, **options)
+            h = add_rms_norm(x, F.linear(silu_mul(F.linear(h, layer.gate_up)), own.down), norms[i + 1], **options)
         return h
 
     @torch.inference_mode()
@@ -241,34 +234,26 @@ class FusedDecoder(Decoder):
 
 def copied(weights: Weights, dtype: torch.dtype) -> tuple[Weights, list[FusedLayer]]:
     """A copy in `dtype` (norms keep theirs) with joint projections, and the same memory by the names of `Weights`."""
+
+    def half(x: Tensor) -> Tensor:
+        return x.detach().to(dtype, copy=True)
+
     layers, fused = [], []
     for layer in weights.layers:
-        parts = {name: getattr(layer, name) for name in ("q", "k", "v", "gate", "up")}
-        qkv = torch.cat([parts[name].detach().to(dtype) for name in ("q", "k", "v")])
-        gate_up = torch.cat([parts[name].detach().to(dtype) for name in ("gate", "up")])
-        biases = (layer.q_bias, layer.k_bias, layer.v_bias)
-        qkv_bias = None if biases[0] is None else torch.cat([b.detach().to(dtype) for b in biases])  # type: ignore[union-attr]
-        sizes = [len(parts[name]) for name in ("q", "k", "v")]
-        split = [None] * 3 if qkv_bias is None else qkv_bias.split(sizes)
-        q, k, v = qkv.split(sizes)
-        gate, up = gate_up.split([len(layer.gate), len(layer.up)])
-        made = layer._replace(
-            norm=layer.norm.detach().clone(),
-            q=q, k=k, v=v, q_bias=split[0], k_bias=split[1], v_bias=split[2],
-            q_norm=None if layer.q_norm is None else layer.q_norm.detach().clone(),
-            k_norm=None if layer.k_norm is None else layer.k_norm.detach().clone(),
-            o=layer.o.detach().to(dtype, copy=True),
-            o_bias=None if layer.o_bias is None else layer.o_bias.detach().to(dtype, copy=True),
-            mlp_norm=layer.mlp_norm.detach().clone(),
-            gate=gate, up=up, down=layer.down.detach().to(dtype, copy=True),
-        )  # fmt: skip
-        layers.append(made)
-        norms = None if made.q_norm is None or made.k_norm is None else (made.q_norm, made.k_norm)
-        rest = (made.o, made.o_bias, made.mlp_norm, gate_up, made.down)
-        fused.append(FusedLayer(made.norm, qkv, qkv_bias, norms, *rest))
-    embed = weights.embed.detach().to(dtype, copy=True)
-    head = embed if _tied(weights) else weights.head.detach().to(dtype, copy=True)
-    return Weights(embed, layers, weights.norm.detach().clone(), head), fused
+        joint, made = dict[str, Tensor](), dict[str, Tensor]()
+        for name, x in layer._asdict().items():
+            if x is not None and ("norm" in name or name in _APART):
+                made[name] = x.detach().clone() if "norm" in name else half(x)
+        for name, parts in _JOINT.items():
+            tensors = [getattr(layer, part) for part in parts]
+            if tensors[0] is not None:
+                joint[name] = torch.cat([x.detach().to(dtype) for x in tensors])
+                made |= zip(parts, joint[name].split([len(x) for x in tensors]), strict=True)
+        layers.append(own := layer._replace(**made))
+        norms = None if own.q_norm is None or own.k_norm is None else (own.q_norm, own.k_norm)
+        fused.append(FusedLayer(own, joint["qkv"], joint.get("qkv_bias"), norms, joint["gate_up"]))
+    embed = half(weights.embed)
+    return Weights(embed, layers, weights.norm.detach().clone(), embed if _tied(weights) else half(weights.head)), fused
 
 
 def _tied(weights: Weights) -> bool:

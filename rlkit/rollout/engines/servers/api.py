@@ -1,4 +1,7 @@
-"""Protocol of a kind of inference server, so that one client serves all kinds."""
+"""What the kinds of inference servers share: facts, limits, prompts with images, versions.
+
+`Api` is the type of a kind; one client serves all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_prompt, whole_number
-from rlkit.types import Completion, SamplingParams
+from rlkit.types import SamplingParams
 
 MAX_VERSION, MAX_RANKS = 2**31 - 1, 1 << 16
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -48,102 +50,11 @@ LogProbs = list[tuple[list[int], list[float]]]  # at each token: ids, and log-pr
 Scoring = tuple[str, dict[str, Any], Callable[[Any], LogProbs]]  # path and body of a request, and what reads its reply
 
 
-class Api(Protocol):
-    """The protocol of one kind of server. `server` is a `Replica`; each call awaits the server's answer."""
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.sglang.api import SGLangApi
+    from rlkit.rollout.engines.vllm.api import VLLMApi
 
-    name: str
-    start: str  # a command that starts one
-    generate: str  # path of a completion
-    alive: str  # path that a paused server answers too
-    info: str  # path that reports the version of its weights
-    lora_root: str  # before the paths that load and unload adapters
-    lora: str  # what starts one that takes adapters
-    positional_noise: bool  # the noise of a token is a function of its seed and position
-    vision_env: Mapping[str, str]  # variables with which it keeps no features of images, for a tower that trains
-
-    def body(
-        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
-    ) -> dict[str, Any]:
-        """The request; ValueError for one that the server cannot do. Another `salt` is another prefix cache."""
-        ...
-
-    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:
-        """The request with the images of its prompt, in which each is one placeholder (`collapsed`).
-
-        The reply then has the prompt's tokens, as the server has expanded it, for `completion` to compare.
-        """
-        ...
-
-    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:
-        """The request under the name by which it can be aborted."""
-        ...
-
-    def completion(
-        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
-    ) -> Completion:
-        """The completion of a reply, or ReplicaError; `version` is for servers that do not report theirs."""
-        ...
-
-    def num_verified(self, reply: Any) -> int:
-        """Forwards that verified drafts for a completion; 0 without speculative decoding, or where it does not say."""
-        ...
-
-    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:
-        """A request for log-probs of temperature 1 at each of `ids` after the prompt: of the `k` most likely tokens
-        there, or with 0 of `ids` themselves. `model` is the name in /v1/models."""
-        ...
-
-    async def learn(self, server: Any, *, timeout: float) -> Facts:
-        """What the server reports of itself."""
-        ...
-
-    async def pause(self, server: Any, mode: PauseMode) -> None:
-        """Stop sampling; see `ServerEngine`."""
-        ...
-
-    async def resume(self, server: Any) -> None:
-        """Sample again."""
-        ...
-
-    async def flush(self, server: Any) -> None:
-        """Forget all keys and values, also those of requests in flight, which are then computed again."""
-        ...
-
-    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:
-        """End the request of that name (None: all), whose caller gets the tokens so far."""
-        ...
-
-    async def begin(self, server: Any) -> None:
-        """Before the first weights of an update."""
-        ...
-
-    async def end(self, server: Any) -> None:
-        """After the last ones."""
-        ...
-
-    async def load(self, server: Any, folder: Path, version: int) -> None:
-        """Load the safetensors of a folder and stamp the version, in one step."""
-        ...
-
-    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:
-        """The request to the adapter of that name."""
-        ...
-
-    async def stamp(self, server: Any, version: int) -> None:
-        """Set the version of what is sampled from here on."""
-        ...
-
-    async def waiting(self, server: Any) -> int:
-        """Requests that wait in its queue; 0 where it does not say."""
-        ...
-
-    async def release(self, server: Any, tags: Sequence[str]) -> None:
-        """Free GPU memory; see `ServerEngine.release_memory`."""
-        ...
-
-    async def take_back(self, server: Any, tags: Sequence[str]) -> None:
-        """Take it back."""
-        ...
+    Api: TypeAlias = SGLangApi | VLLMApi  # one kind of server; the docstrings of SGLangApi are those of each
 
 
 def degree(info: Mapping[str, Any], name: str, *, least: int = 1) -> int:

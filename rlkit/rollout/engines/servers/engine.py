@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from uuid import uuid4
 
 from rlkit._util.text import masked
@@ -20,11 +20,14 @@ from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
 from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
-from rlkit.rollout.engines.servers.api import Api, PauseMode, ServerLimits
+from rlkit.rollout.engines.servers.api import PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
+
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.servers.api import Api
 
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
 ASK_QUEUES_EVERY = 1.0  # seconds

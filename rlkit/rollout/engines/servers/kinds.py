@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from rlkit.rollout.engines.servers.api import Api
 from rlkit.rollout.engines.servers.engine import ServerEngine, Transport
 from rlkit.rollout.engines.servers.process import Server
 from rlkit.settings import Engines
+
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.servers.api import Api
 
 
 class Lora(NamedTuple):

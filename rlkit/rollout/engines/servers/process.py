@@ -65,14 +65,12 @@ class Server:
         while not _healthy(self.url):
             if not self.alive or _LOST_PORT in self._tail():  # then it would wait for itself for minutes
                 self.close()
-                raise EngineError(
-                    f"the {self.name} server exited at its start; its log {self.log} ends:\n{self._tail()}"
-                )
+                fault = f"the {self.name} server exited at its start"
+                raise EngineError(f"{fault}; its log {self.log} ends:\n{self._tail()}")
             if time.monotonic() > end:
                 self.close()
-                raise TimeoutError(
-                    f"no {self.name} server at {self.url} after {timeout} s; its log ends:\n{self._tail()}"
-                )
+                problem = f"no {self.name} server at {self.url} after {timeout} s"
+                raise TimeoutError(f"{problem}; its log ends:\n{self._tail()}")
             time.sleep(0.25)
         return self
 
@@ -96,14 +94,14 @@ def start_server(
     options: Sequence[str],
     model_path: str | os.PathLike[str],
     *,
-    dtype: str | None,
     args: Sequence[str],
     env: Mapping[str, str],
-    python: str | None,
-    host: str,
-    port: int | None,
-    log: str | os.PathLike[str] | None,
-    wait: bool,
+    dtype: str | None = None,
+    python: str | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    log: str | os.PathLike[str] | None = None,
+    wait: bool = True,
 ) -> Server:
     """What the `launch` functions share, see there: run Python with `options`, address, dtype and `args`.
 
@@ -165,9 +163,8 @@ def kept_running(servers: Sequence[Server]) -> Iterator[None]:
 def usable_port(host: str, port: int | None, *, name: str) -> int:
     """`port`, or a free one. ValueError if it is taken, RuntimeError where such servers do not run."""
     if sys.platform != "linux":
-        raise RuntimeError(
-            f"{name} servers run on Linux, this is {sys.platform}: start one there and give its address (--engine-urls)"
-        )
+        fault = f"{name} servers run on Linux, this is {sys.platform}"
+        raise RuntimeError(f"{fault}: start one there and give its address (--engine-urls)")
     if port is not None and not _is_free(host, port):
         raise ValueError(f"port {port} of {host} is taken: pass another port, or omit it")
     return _free_port(host) if port is None else port

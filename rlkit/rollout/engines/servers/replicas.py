@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkit._util.text import masked
 from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done, reading
-from rlkit.rollout.engines.servers.api import Api, Facts, ServerLimits, parse_version
+from rlkit.rollout.engines.servers.api import Facts, ServerLimits, parse_version
 from rlkit.rollout.engines.servers.checks import experts_of, vocab_size
 from rlkit.rollout.engines.silence import Silence
+
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.servers.api import Api
 
 CONTROL_TIMEOUT = 600.0
 CLEAN_UP_S = 10.0  # for what follows a failure: the server may hang

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,11 +19,14 @@ from rlkit._util.ranks import is_first, on_all_ranks
 from rlkit._util.retrying import retried
 from rlkit._util.text import masked
 from rlkit.rollout.engines.http import Http, Refused, ReplicaError, reading
-from rlkit.rollout.engines.servers.api import Api, LogProbs
+from rlkit.rollout.engines.servers.api import LogProbs
 from rlkit.rollout.engines.servers.kinds import kind_of
 from rlkit.segments import seq_lens
 from rlkit.settings import SERVERS
 from rlkit.types import Batch
+
+if TYPE_CHECKING:
+    from rlkit.rollout.engines.servers.api import Api
 
 X = TypeVar("X")
 PROBE = "The quick brown fox jumps over 1,234 lazy dogs: naïve café, 你好.\n\tx = f(y)"

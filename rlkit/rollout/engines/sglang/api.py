@@ -1,4 +1,4 @@
-"""How SGLang servers are spoken to: see `servers.api.Api`."""
+"""How SGLang servers are spoken to."""
 
 from __future__ import annotations
 
@@ -15,21 +15,7 @@ from rlkit._util.retrying import BUSY
 from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import Busy, Refused, ReplicaError, check_reply, reading, whole_number
-from rlkit.rollout.engines.servers.api import (
-    Facts,
-    LogProbs,
-    PauseMode,
-    Scoring,
-    ServerLimits,
-    check_expanded,
-    collapsed,
-    data_urls,
-    degree,
-    max_new_tokens,
-    parse_version,
-    unsampled,
-    versions_of,
-)
+from rlkit.rollout.engines.servers import api
 from rlkit.rollout.engines.sglang.server import VISION_ENV
 from rlkit.types import Completion, FinishReason, SamplingParams
 
@@ -57,7 +43,17 @@ def _speculation(info: dict[str, Any], url: str) -> str:
 
 
 class SGLangApi:
-    """SGLang's /generate, with token ids in and out, and its control of weights."""
+    """SGLang's /generate, with token ids in and out, and its control of weights.
+
+    `server` is a `Replica`; each call awaits the server's answer.
+
+    Attributes:
+        start: a command that starts one; `lora`: what starts one that takes adapters.
+        generate: path of a completion. alive: one that a paused server answers too. info: one that reports the version
+            of its weights. lora_root: before the paths that load and unload adapters.
+        positional_noise: the noise of a token is a function of its seed and position.
+        vision_env: variables with which it keeps no features of images, for a tower that trains.
+    """
 
     name = "SGLang"
     start = "python -m sglang.launch_server --model-path MODEL --port 30000"
@@ -72,14 +68,14 @@ class SGLangApi:
         self._speculates = False
 
     def body(
-        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
+        self, prompt_ids: list[int], params: SamplingParams, limits: api.ServerLimits, salt: str | None
     ) -> dict[str, Any]:
         """The request, or ValueError.
 
         `no_stop_trim` keeps the tokens of a stop string. Above 63 bits a seed is folded. The completion is cut at the
         context limit, which SGLang would refuse to do.
         """
-        longest = max_new_tokens(prompt_ids, params, limits)
+        longest = api.max_new_tokens(prompt_ids, params, limits)
         if self._speculates and params.min_p:
             raise ValueError("SGLang ignores min_p with --speculative-algorithm: sample without one of them")
         sampling: dict[str, Any] = {
@@ -95,12 +91,16 @@ class SGLangApi:
         more |= {"return_routed_experts": True} if limits.experts else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling, "return_logprob": True, "stream": False, **more}
 
-    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
-        inputs = {"input_ids": collapsed(body["input_ids"], images), "image_data": data_urls(images)}
-        return body | inputs | unsampled(body, images) | {"return_prompt_token_ids": True}
+    def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:
+        """The request with the images of its prompt, in which each is one placeholder (`collapsed`).
+
+        The reply then has the prompt's tokens, as the server has expanded it, for `completion` to compare.
+        """
+        inputs = {"input_ids": api.collapsed(body["input_ids"], images), "image_data": api.data_urls(images)}
+        return body | inputs | api.unsampled(body, images) | {"return_prompt_token_ids": True}
 
     def completion(
-        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
+        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int
     ) -> Completion:
         """A `Completion` from the reply of SGLang's /generate to `request`.
 
@@ -128,48 +128,53 @@ class SGLangApi:
             if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
                 raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
             spans = meta.get("weight_versions")
-            one = parse_version(meta.get("weight_version"), version)
-            versions = versions_of(spans, len(ids)) if spans else [one] * len(ids)
+            one = api.parse_version(meta.get("weight_version"), version)
+            versions = api.versions_of(spans, len(ids)) if spans else [one] * len(ids)
             prompt, size = reply.get("prompt_token_ids"), len(request["input_ids"]) + len(ids) - 1
             experts = _experts(meta.get("routed_experts"), size, limits.experts) if limits.experts else None
             reported = {
                 "id": (meta.get("id"), request.get("rid")),
                 "prompt_tokens": (meta.get("prompt_tokens"), len(prompt or request["input_ids"])),
             }
-        check_expanded(prompt, request["input_ids"], url=url)
+        api.check_expanded(prompt, request["input_ids"], url=url)
         limit = request["sampling_params"]["max_new_tokens"]
         return check_reply(
             Completion(ids, logp, versions, reason, experts), url=url, request=str(request.get("rid", "of the probe")),
             max_new_tokens=limit, vocab_size=limits.vocab_size, reported=reported,
         )  # fmt: skip
 
-    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
+    def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:
+        """The request under the name by which it can be aborted."""
         return body | {"rid": wire}
 
-    def num_verified(self, reply: Any) -> int:  # noqa: D102
+    def num_verified(self, reply: Any) -> int:
+        """Forwards that verified drafts for a completion; 0 without speculative decoding, or where it does not say."""
         return whole_number(reply["meta_info"].get("spec_verify_ct") or 0, "spec_verify_ct", low=0, high=math.inf)
 
-    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: ARG002, D102
+    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> api.Scoring:  # noqa: ARG002
+        """A request for log-probs of temperature 1 at each of `ids` after the prompt: of the `k` most likely tokens
+        there, or with 0 of `ids` themselves. `model` is the name in /v1/models."""
         body = {
             "input_ids": prompt + ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": k, "stream": False,
         }  # fmt: skip
 
-        def read(reply: Any) -> LogProbs:
+        def read(reply: Any) -> api.LogProbs:
             rows = reply["meta_info"]["input_top_logprobs" if k else "input_token_logprobs"][-len(ids) :]
             rows = rows if k else [[entry] for entry in rows]
             return [([entry[1] for entry in row], [entry[0] for entry in row]) for row in rows]
 
         return self.generate, body, read
 
-    async def learn(self, server: Any, *, timeout: float) -> Facts:  # noqa: D102
+    async def learn(self, server: Any, *, timeout: float) -> api.Facts:
+        """What the server reports of itself."""
         info = await server.get("/server_info", timeout=timeout)
         models = await server.get("/v1/models", timeout=timeout)
         with reading(server.url, "what SGLang reports of itself", {"server_info": info, "models": models}):
-            tp, pp, dp = (degree(info, f"{kind}_size") for kind in ("tp", "pp", "dp"))
+            tp, pp, dp = (api.degree(info, f"{kind}_size") for kind in ("tp", "pp", "dp"))
             told = models["data"][0].get("max_model_len") if models.get("data") else None
             max_len = whole_number(told, "max_model_len", low=1, high=math.inf) if told else math.inf
-            rank = degree(info, "max_lora_rank", least=0) if info.get("enable_lora") else 0
+            rank = api.degree(info, "max_lora_rank", least=0) if info.get("enable_lora") else 0
             path = info.get("model_path")
             if not isinstance(path, str | None):
                 raise TypeError(f"model_path must be a string, got {type(path).__name__}")
@@ -177,25 +182,31 @@ class SGLangApi:
             quantized = bool(info.get("quantization")) and info.get("load_format") != "flash_rl"
         method = _speculation(info, server.url)
         self._speculates |= bool(method)
-        return Facts(tp, pp, dp, max_len, path, rank, experts, method not in ("", "NGRAM"), quantized)
+        return api.Facts(tp, pp, dp, max_len, path, rank, experts, method not in ("", "NGRAM"), quantized)
 
-    async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
+    async def pause(self, server: Any, mode: api.PauseMode) -> None:
+        """Stop sampling; see `ServerEngine`."""
         await server.post("/pause_generation", {"mode": mode})
 
-    async def resume(self, server: Any) -> None:  # noqa: D102
+    async def resume(self, server: Any) -> None:
+        """Sample again."""
         await server.post("/continue_generation", {})
 
-    async def flush(self, server: Any) -> None:  # noqa: D102
+    async def flush(self, server: Any) -> None:
+        """Forget all keys and values, also those of requests in flight, which are then computed again."""
         await server.post("/flush_cache", None)
 
-    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:  # noqa: D102
+    async def abort(self, server: Any, wire: str | None, *, timeout: float) -> None:
+        """End the request of that name (None: all), whose caller gets the tokens so far."""
         body = {"abort_all": True} if wire is None else {"rid": wire}
         await server.post_once("/abort_request", body, timeout=timeout)
 
-    async def begin(self, server: Any) -> None:  # noqa: D102
+    async def begin(self, server: Any) -> None:
+        """Before the first weights of an update."""
         await self._session(server, "begin")
 
-    async def end(self, server: Any) -> None:  # noqa: D102
+    async def end(self, server: Any) -> None:
+        """After the last ones."""
         await self._session(server, "end")
 
     async def _session(self, server: Any, edge: str) -> None:
@@ -213,25 +224,31 @@ class SGLangApi:
             else:
                 raise
 
-    async def load(self, server: Any, folder: Path, version: int) -> None:  # noqa: D102
+    async def load(self, server: Any, folder: Path, version: int) -> None:
+        """Load the safetensors of a folder and stamp the version, in one step."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
         await server.post("/update_weights_from_disk", body)
 
-    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:  # noqa: D102
+    def adapted(self, body: dict[str, Any], adapter: str) -> dict[str, Any]:
+        """The request to the adapter of that name."""
         return body | {"lora_path": adapter}
 
-    async def stamp(self, server: Any, version: int) -> None:  # noqa: D102
+    async def stamp(self, server: Any, version: int) -> None:
+        """Set the version of what is sampled from here on."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await server.post("/update_weight_version", body)
 
-    async def waiting(self, server: Any) -> int:  # noqa: D102
+    async def waiting(self, server: Any) -> int:
+        """Requests that wait in its queue; 0 where it does not say."""
         reply = await server.get("/v1/loads?include=core", timeout=5.0)
         with reading(server.url, "a reply of /v1/loads", reply):
             waiting = int(sum(load.get("num_waiting_reqs", 0) for load in reply.get("loads", [])))
         return waiting
 
-    async def release(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+    async def release(self, server: Any, tags: Sequence[str]) -> None:
+        """Free GPU memory; see `ServerEngine.release_memory`."""
         await server.post("/release_memory_occupation", {"tags": tags or None})
 
-    async def take_back(self, server: Any, tags: Sequence[str]) -> None:  # noqa: D102
+    async def take_back(self, server: Any, tags: Sequence[str]) -> None:
+        """Take it back."""
         await server.post("/resume_memory_occupation", {"tags": tags or None})

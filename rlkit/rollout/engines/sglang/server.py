@@ -32,18 +32,9 @@ CPU_ENV = {
 
 
 def launch(
-    model_path: str | os.PathLike[str],
-    *,
-    device: str = "cuda",
-    dtype: str | None = None,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    python: str | None = None,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    log: str | os.PathLike[str] | None = None,
-    wait: bool = True,
-) -> Server:
+    model_path: str | os.PathLike[str], *, device: str = "cuda", args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None, **where: Any,
+) -> Server:  # fmt: skip
     """Start an SGLang server in a process group of its own.
 
         with launch("Qwen/Qwen3-4B", args=["--tp", "2"]) as server, ...
@@ -71,8 +62,7 @@ def launch(
     options = ["-m", "sglang.launch_server", "--model-path", str(model_path)]
     options += CPU_ARGS if device == "cpu" else ()
     ours = {**(CPU_ENV if device == "cpu" else {}), **(env or {})}
-    where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
-    return start_server("SGLang", options, model_path, dtype=dtype, args=args, env=ours, **where)
+    return start_server("SGLang", options, model_path, args=args, env=ours, **where)
 
 
 def _quantizing(model_type: str, start: Start) -> list[str]:

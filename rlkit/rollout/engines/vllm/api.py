@@ -1,4 +1,4 @@
-"""How vLLM servers are spoken to: see `servers.api.Api`."""
+"""How vLLM servers are spoken to."""
 
 from __future__ import annotations
 
@@ -15,20 +15,7 @@ from jaxtyping import Int
 from rlkit._util.text import masked
 from rlkit.data.images import Image
 from rlkit.rollout.engines.http import check_reply, reading, whole_number
-from rlkit.rollout.engines.servers.api import (
-    Facts,
-    LogProbs,
-    PauseMode,
-    Scoring,
-    ServerLimits,
-    check_expanded,
-    collapsed,
-    data_urls,
-    degree,
-    max_new_tokens,
-    unsampled,
-    versions_of,
-)
+from rlkit.rollout.engines.servers import api
 from rlkit.rollout.engines.vllm.server import RELOAD
 from rlkit.types import Completion, FinishReason, SamplingParams
 
@@ -47,7 +34,7 @@ def _experts(text: str | None, size: int) -> Int[np.ndarray, "size layers k"] | 
 
 
 class VLLMApi:
-    """vLLM's endpoint of token ids, and those for training."""
+    """vLLM's endpoint of token ids, and those for training. See `SGLangApi` for what is not described here."""
 
     name = "vLLM"
     start = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
@@ -64,19 +51,17 @@ class VLLMApi:
         self._seeds = True  # on a CPU, vLLM 0.32 dies at a seeded request whose prompt it reads in two steps
 
     def body(
-        self, prompt_ids: list[int], params: SamplingParams, limits: ServerLimits, salt: str | None
+        self, prompt_ids: list[int], params: SamplingParams, limits: api.ServerLimits, salt: str | None
     ) -> dict[str, Any]:
         """The request, or ValueError.
 
         Every parameter is sent: the server takes those that are missing from the model's generation_config.json. Above
         63 bits a seed is folded. The completion is cut at the context limit, which vLLM would refuse to do.
         """
-        longest = max_new_tokens(prompt_ids, params, limits)
+        longest = api.max_new_tokens(prompt_ids, params, limits)
         if self._processed and params.truncates:
-            raise ValueError(
-                "vLLM's log-probs would be those of the truncated distribution: sample without top_p, top_k and "
-                "min_p, or start the server without --logprobs-mode processed_logprobs"
-            )
+            fault = "vLLM's log-probs would be those of the truncated distribution: sample without top_p, top_k"
+            raise ValueError(f"{fault} and min_p, or start the server without --logprobs-mode processed_logprobs")
         if not self._processed and params.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature {params.temperature} needs a server with --logprobs-mode processed_logprobs")
         sampling: dict[str, Any] = {
@@ -92,15 +77,15 @@ class VLLMApi:
         return {"token_ids": prompt_ids, "sampling_params": sampling, "stream": False, **salted}
 
     def showing(self, body: dict[str, Any], images: Sequence[Image]) -> dict[str, Any]:  # noqa: D102
-        parts = [{"type": "image_url", "url": url} for url in data_urls(images)]
-        inputs = {"token_ids": collapsed(body["token_ids"], images), "content_parts": parts}
-        return body | inputs | unsampled(body, images) | {"return_token_ids": True}
+        parts = [{"type": "image_url", "url": url} for url in api.data_urls(images)]
+        inputs = {"token_ids": api.collapsed(body["token_ids"], images), "content_parts": parts}
+        return body | inputs | api.unsampled(body, images) | {"return_token_ids": True}
 
     def named(self, body: dict[str, Any], wire: str) -> dict[str, Any]:  # noqa: D102
         return body | {"request_id": wire}
 
     def completion(
-        self, reply: Any, request: dict[str, Any], limits: ServerLimits, *, url: str, version: int
+        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int
     ) -> Completion:
         """A `Completion` from the reply of /inference/v1/generate to `request`.
 
@@ -116,14 +101,14 @@ class VLLMApi:
             if [entry["token_id"] for entry in entries] != ids:
                 raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} others")
             logp, prompt = [entry["logprob"] for entry in entries], reply.get("prompt_token_ids")
-            versions = versions_of(spans, len(ids)) if spans else [version] * len(ids)
+            versions = api.versions_of(spans, len(ids)) if spans else [version] * len(ids)
             experts = _experts(choice.get("routed_experts"), len(request["token_ids"]) + len(ids) - 1)
             name = request.get("request_id")
             reported = {
                 "request_id": (reply.get("request_id"), None if name is None else PREFIX + name),
                 "prompt_tokens": ((reply.get("usage") or {}).get("prompt_tokens"), len(prompt or request["token_ids"])),
             }
-        check_expanded(prompt, request["token_ids"], url=url)
+        api.check_expanded(prompt, request["token_ids"], url=url)
         return check_reply(
             Completion(ids, logp, versions, reason, experts), url=url, request=str(name or "of the probe"),
             max_new_tokens=request["sampling_params"]["max_tokens"], vocab_size=limits.vocab_size, reported=reported,
@@ -132,34 +117,32 @@ class VLLMApi:
     def num_verified(self, reply: Any) -> int:  # noqa: ARG002, D102
         return 0
 
-    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> Scoring:  # noqa: D102
+    def scoring(self, prompt: list[int], ids: list[int], k: int, *, model: str) -> api.Scoring:  # noqa: D102
         body = {"model": model, "prompt": prompt + ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
 
         def at(token: int, row: dict[str, Any]) -> tuple[list[int], list[float]]:
             ranked = sorted(row, key=lambda name: row[name]["rank"])[:k] if k else [str(token)]
             return [int(name) for name in ranked], [row[name]["logprob"] for name in ranked]
 
-        def read(reply: Any) -> LogProbs:
+        def read(reply: Any) -> api.LogProbs:
             rows = reply["choices"][0]["prompt_logprobs"][len(prompt) :]
             return [at(token, row) for token, row in zip(ids, rows, strict=True)]
 
         return "/v1/completions", body, read
 
-    async def learn(self, server: Any, *, timeout: float) -> Facts:
+    async def learn(self, server: Any, *, timeout: float) -> api.Facts:
         """What the server reports of itself; ValueError for one that has no endpoints for training."""
-        told = await server.get("/server_info?config_format=json", timeout=timeout)
-        if not told:
-            raise ValueError(
-                f"{server.url} has no endpoints for training: start vLLM 0.32 or later with `{self.start}`"
-            )
+        if not (told := await server.get("/server_info?config_format=json", timeout=timeout)):
+            problem = f"{server.url} has no endpoints for training"
+            raise ValueError(f"{problem}: start vLLM 0.32 or later with `{self.start}`")
         with reading(server.url, "what vLLM reports of itself", told):
             model, parallel = told["vllm_config"]["model_config"], told["vllm_config"]["parallel_config"]
-            tp, pp, dp = (degree(parallel, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
+            tp, pp, dp = (api.degree(parallel, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
             max_len, path = model.get("max_model_len"), model.get("model")
             max_len = math.inf if max_len is None else whole_number(max_len, "max_model_len", low=1, high=math.inf)
             if not isinstance(path, str | None):
                 raise TypeError(f"model must be a string, got {type(path).__name__}")
-            rank = degree(told["vllm_config"].get("lora_config") or {}, "max_lora_rank", least=0)
+            rank = api.degree(told["vllm_config"].get("lora_config") or {}, "max_lora_rank", least=0)
             loads = (told.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
             self._processed = model.get("logprobs_mode") == "processed_logprobs"
             extended = parallel.get("worker_extension_cls") == RELOAD
@@ -172,9 +155,9 @@ class VLLMApi:
         if rule not in EXACT:
             fault = f"{masked(server.url)} drafts tokens with rejection_sample_method {rule!r}, which samples from"
             raise ValueError(f"{fault} another distribution than the model's: leave it out of --speculative-config")
-        return Facts(tp, pp, dp, max_len, path, rank if loads else 0, has_draft=has_draft)
+        return api.Facts(tp, pp, dp, max_len, path, rank if loads else 0, has_draft=has_draft)
 
-    async def pause(self, server: Any, mode: PauseMode) -> None:  # noqa: D102
+    async def pause(self, server: Any, mode: api.PauseMode) -> None:  # noqa: D102
         await server.post(f"/pause?mode={MODES[mode]}", None)
 
     async def resume(self, server: Any) -> None:  # noqa: D102

@@ -24,18 +24,9 @@ CPU_ENV = {
 
 
 def launch(
-    model_path: str | os.PathLike[str],
-    *,
-    device: str = "cuda",
-    dtype: str | None = None,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    python: str | None = None,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    log: str | os.PathLike[str] | None = None,
-    wait: bool = True,
-) -> Server:
+    model_path: str | os.PathLike[str], *, device: str = "cuda", args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None, **where: Any,
+) -> Server:  # fmt: skip
     """Start a vLLM server with its endpoints for training, in a process group of its own.
 
         with launch("Qwen/Qwen3-4B", args=["--tensor-parallel-size", "2"]) as server, ...
@@ -63,8 +54,7 @@ def launch(
     options += ["--logprobs-mode", "processed_logprobs", *(CPU_ARGS if device == "cpu" else ())]
     path = os.pathsep.join(filter(None, [str(ON_SERVER), os.environ.get("PYTHONPATH")]))
     ours = {**ENV, **(CPU_ENV | {"PYTHONPATH": path} if device == "cpu" else {}), **(env or {})}
-    where: Any = {"python": python, "host": host, "port": port, "log": log, "wait": wait}
-    return start_server("vLLM", options, model_path, dtype=dtype, args=args, env=ours, **where)
+    return start_server("vLLM", options, model_path, args=args, env=ours, **where)
 
 
 def options(start: Start) -> tuple[list[str], dict[str, str]]:

@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlkit.rollout.calling import in_own_thread
@@ -126,9 +125,6 @@ def metadata(named: Named) -> dict[str, Any]:
 
 def _handles(named: Named) -> str:
     """What vLLM unpickles: per tensor, the arguments of torch's rebuild_cuda_tensor by the UUID of its GPU."""
-    handles = [{_uuid(tensor): reduce_tensor(tensor)[1]} for _, tensor in named]
+    uuids = [str(torch.cuda.get_device_properties(tensor.device).uuid) for _, tensor in named]
+    handles = [{uuid: reduce_tensor(tensor)[1]} for uuid, (_, tensor) in zip(uuids, named, strict=True)]
     return base64.b64encode(pickle.dumps(handles)).decode()
-
-
-def _uuid(tensor: Tensor) -> str:
-    return str(torch.cuda.get_device_properties(tensor.device).uuid)
