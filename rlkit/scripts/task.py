@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit.data.columns import check_names
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
@@ -167,7 +168,7 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
     """
     if len(envs := episodes.envs()) > 1:
         for rows in parts:
-            check_column(rows, episodes.env_column, [*envs], kind="environments")
+            check_names(enumerate(rows), episodes.env_column, [*envs], kind="environments")
         each = {
             name: read_env(replace(episodes, env=spec, env_column="env"), data, rollouts, output=output)
             for name, spec in envs.items()
@@ -267,14 +268,6 @@ def _chosen(each: dict[str, OfTokenizer], column: str, tokenizer: Any) -> Any:
         return await made[prompt.row[column]](prompt, sample)
 
     return env
-
-
-def check_column(rows: Any, column: str, names: Sequence[str], *, kind: str) -> None:
-    """Refuse (ValueError) a row whose `column` names none of several."""
-    for index, row in enumerate(rows):
-        if (name := row.get(column)) not in names:
-            has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
-            raise ValueError(f"row {index + 1}: {has}, and the {kind} are {', '.join(names)}")
 
 
 def _foreign_env(episodes: Episodes) -> Any:
