@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from rlkit._util.files import model_file
 from rlkit.parallel.attention import IMPLEMENTATION
 from rlkit.types import Batch, Picture
 
@@ -185,14 +186,8 @@ def copy_processor(model: Any, folder: Path) -> None:
     """Put the files of the model's own image processor beside an export."""
     if not reads_images(model.config) or not model.config.name_or_path:
         return
-    from transformers.utils.hub import cached_file
-
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        file = cached_file(
-            model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        if file is not None:
+        if file := model_file(model.config.name_or_path, name):
             copyfile(file, folder / name)
 
 
