@@ -20,16 +20,7 @@ from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
 from rlkit.scripts.engines import EngineSpec, check_engine, check_images, check_truncation, open_engine
-from rlkit.scripts.start import (
-    Brought,
-    Place,
-    check_flags,
-    image_reader,
-    load_policies,
-    mixture,
-    note_strings,
-    warn_of_repeats,
-)
+from rlkit.scripts.start import Brought, check_flags, image_reader, load_policies, note_strings, warn_of_repeats
 from rlkit.scripts.trial import OfTokenizer, function_of, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_clip
 from rlkit.settings import Rollouts, refuse_if
@@ -38,7 +29,7 @@ if TYPE_CHECKING:
     from rlkit.loops.task import Task
     from rlkit.loops.updates import PolicyLoss
     from rlkit.scripts import distill, grpo, ppo
-    from rlkit.scripts.start import Sampled
+    from rlkit.scripts.start import Place, Sampled
 
 
 def bring(args: Sampled) -> Brought:
@@ -88,7 +79,7 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     names = tuple(name for name, (_, weight) in episodes.rewards().items() if weight != 0)
     return Task(
         prompts, score, env=env, eval_sets=sets if args.schedule.eval_steps else {},
-        parts=mixture(brought.data, map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
+        parts=brought.mixture(map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
     )  # fmt: skip
 
 

@@ -324,12 +324,10 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
     sizes: dict[str, float] = {}
     for (name, (spec, weight)), rows in ((one, rows) for one in given.items() for rows in filter(len, parts)):
         with _told_if_slow(spec):
-            trial = run_sync(
-                try_reward(
-                    functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
-                    alone=len(functions) == 1, stop=not episodes.max_failed, weight=weight,
-                )
-            )  # fmt: skip
+            trial = run_sync(try_reward(
+                functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
+                alone=len(functions) == 1, stop=not episodes.max_failed, weight=weight,
+            ))  # fmt: skip
         if trial is not None:
             yield spec, functions[name], trial
             sizes[spec] = max([sizes.get(spec, 0.0), *(abs(x) for x in trial.values if math.isfinite(x))])
