@@ -18,21 +18,18 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlkit"
 MAX_BODY, MAX_PARAMETERS = 40, 12
 ROOMS = {  # those of folders inside count apart from the folder round them
-    "_util": 840, "advantages": 665, "data": 4540, "kernels": 1805, "loops": 2830, "losses": 1735, "model": 4320,
-    "packing": 540, "parallel": 1300, "rewards": 2375, "rollout": 6230, "run": 1910, "run/report": 815, "scripts": 3590,
-    "testing": 1530, "modules right below rlkit": 1180,
-    "agents": 1660, "compat": 2340, "rewards/sandbox": 1120, "scripts/tools": 1205,
+    "_util": 840, "advantages": 665, "data": 4475, "kernels": 1805, "loops": 2725, "losses": 1735, "model": 4310,
+    "packing": 540, "parallel": 1300, "rewards": 2375, "rollout": 6230, "run": 1900, "run/report": 730, "scripts": 3520,
+    "testing": 1530, "modules right below rlkit": 1150,
+    "agents": 1660, "compat": 2340, "rewards/sandbox": 1120, "scripts/tools": 1190,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
     "compat/rows.py:_instead": 46,
-    "data/files.py:_csv": 42,
-    "loops/ppo.py:ppo": 53,
+    "loops/ppo.py:ppo": 48,
     "loops/rl.py:rl": 60,
-    "loops/supervised.py:supervised": 47,
+    "loops/supervised.py:supervised": 45,
     "loops/updates.py:grpo_update": 46,
-    "scripts/cli.py:_refuse_wrong": 51,
-    "scripts/tools/sweep.py:main": 53,
-    "scripts/tools/sweep.py:check_command": 44,
+    "scripts/cli.py:_refuse_wrong": 46,
 }
 LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/decode/triton.py:rotate_kernel": 18,
@@ -41,7 +38,7 @@ LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/linear_logp/triton.py:stats_kernel": 18,
     "kernels/linear_logp/triton.py:gradient_kernel": 21,
     "loops/distill.py:distill": 16,
-    "loops/evaluate.py:evaluate": 16,
+    "loops/evaluate.py:evaluate": 15,
     "loops/grpo.py:grpo": 13,
     "loops/ppo.py:ppo": 14,
     "loops/preference.py:dpo": 13,
