@@ -122,13 +122,7 @@ def kl_linear(
 
 
 def kl_pid(
-    *,
-    target: float,
-    kp: float,
-    ki: float,
-    kd: float = 0.0,
-    min_coef: float = 0.0,
-    max_coef: float = math.inf,
+    *, target: float, kp: float, ki: float, kd: float = 0.0, min_coef: float = 0.0, max_coef: float = math.inf
 ) -> Controller:
     """PID control of the KL coefficient: from the error, its sum and its change.
 

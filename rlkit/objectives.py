@@ -45,11 +45,7 @@ def weighted_sum(rewards: Float[Tensor, "N K"], *, weights: Float[Tensor, "K"]) 
 
 
 def tchebycheff(
-    rewards: Float[Tensor, "N K"],
-    *,
-    weights: Float[Tensor, "K"],
-    ideal: Float[Tensor, "K"],
-    slope: float = 0.0,
+    rewards: Float[Tensor, "N K"], *, weights: Float[Tensor, "K"], ideal: Float[Tensor, "K"], slope: float = 0.0
 ) -> Float[Tensor, "N"]:
     """Minus the largest weighted distance to the ideal point: only the worst objective counts.
 
@@ -69,11 +65,7 @@ def tchebycheff(
 
 
 def smooth_tchebycheff(
-    rewards: Float[Tensor, "N K"],
-    *,
-    weights: Float[Tensor, "K"],
-    ideal: Float[Tensor, "K"],
-    temperature: float,
+    rewards: Float[Tensor, "N K"], *, weights: Float[Tensor, "K"], ideal: Float[Tensor, "K"], temperature: float
 ) -> Float[Tensor, "N"]:
     """`tchebycheff` with a soft maximum: every objective has some weight, the worst one the most.
 

@@ -55,10 +55,12 @@ Above1 = Annotated[float, Range("above 1", lambda x: 1 < x < inf)]
 Limit = Annotated[float, Range("above 0 (inf: no limit)", lambda x: x > 0)]
 LimitOr0 = Annotated[float, Range("at least 0 (inf: no limit)", lambda x: x >= 0)]
 Share = Annotated[float, Range("from 0 to 1", lambda x: 0 <= x <= 1)]
+TopP = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
 Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 BelowHalf = Annotated[float, Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5)]
 Seed = Annotated[int, Range("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)]
 Tracker = Literal["wandb", "mlflow", "tensorboard", "trackio"]  # `rlkit.run.trackers` has each
+GroupBaseline = Literal["group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg"]
 TAKE_MODELS = "wandb", "mlflow", "trackio"
 OWN = "FILE.py:FUNCTION"  # among the values of `For`: any function of the user
 
@@ -262,27 +264,17 @@ class SamplingParams:
     up to fp32 rounding of the logits; None draws a fresh seed.
     """
 
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: Count = 1024
+    temperature: Annotated[float, Range("at least 0 (0: greedy)", lambda x: x >= 0)] = 1.0
+    top_p: TopP = 1.0
+    top_k: CountOr0 = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    min_p: float = 0.0
+    min_p: Share = 0.0
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("stop",))  # an engine names an empty stop string
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 (off) to 1, got {self.min_p}")
 
     @property
     def truncates(self) -> bool:
@@ -306,7 +298,7 @@ class Rollouts:
     """maximum tokens of a completion (of a turn, in an episode of several)"""
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
-    top_p: Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)] = 1.0
+    top_p: TopP = 1.0
     """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With
     --overlap or --staleness the engine is local"""
     top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
@@ -346,11 +338,8 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse_if(
-            self.minibatches > self.prompts_per_step,
-            f"`minibatches` {self.minibatches} is more than the {self.prompts_per_step} groups of `prompts_per_step`: "
-            "groups are not split",
-        )
+        groups = f"the {self.prompts_per_step} groups of `prompts_per_step`: groups are not split"
+        refuse_if(self.minibatches > self.prompts_per_step, f"`minibatches` {self.minibatches} is more than {groups}")
 
     @property
     def max_age(self) -> float:
@@ -376,6 +365,7 @@ _COMMAND = Range(
     'a program and its arguments, with {folder} for the checkpoint, as in "rsync -a {folder} host:/runs"',
     lambda x: "{folder}" in x and any(which(program) for program in _words(x)[:1]),
 )
+_OF_EVALUATION = Range("a metric of held-out data, as eval/greedy", lambda x: x.startswith("eval/"))
 _FOLDER = Range("a folder other than the current one", lambda x: str(Path(x)) != ".")
 
 
@@ -398,12 +388,7 @@ class Schedule:
     on_save: Annotated[str | None, _COMMAND] = None
     """command to start after each checkpoint, without a shell: "rsync -a {folder} host:/runs". Training goes on
     meanwhile; what the command prints is added to `on_save.log` in the run folder, and a failure is reported"""
-    keep_best: Annotated[
-        str | None,
-        Range("a metric of held-out data, as eval/greedy", lambda x: x.startswith("eval/")),
-        Needs("eval_steps"),
-        Needs("eval_data"),
-    ] = None
+    keep_best: Annotated[str | None, _OF_EVALUATION, Needs("eval_steps"), Needs("eval_data")] = None
     """metric, such as eval/greedy, by which the model of the best evaluation is also exported, to `best/` (of a loss
     the lowest is best). None: only the last model, to `model/`"""
     keep_best_checkpoints: Annotated[CountOr0, Needs("keep_best"), Needs("save_steps")] = 0

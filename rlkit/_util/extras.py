@@ -60,8 +60,6 @@ def interpreter(package: str, python: str | None = None) -> str:
     if path := python or os.environ.get(variable):
         return path
     if find_spec(package) is None:
-        raise MissingExtra(
-            f"{package} is not installed here: `pip install {package}`, or in an environment of its own, with its "
-            f"Python in ${variable}"
-        )
+        fix = f"`pip install {package}`, or in an environment of its own, with its Python in ${variable}"
+        raise MissingExtra(f"{package} is not installed here: {fix}")
     return sys.executable

@@ -18,6 +18,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rlkit._util import untrusted
+
 TEMP_PREFIX = ".tmp_"  # names that start with it are unfinished or abandoned, and may be deleted
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -27,7 +29,6 @@ _FULL = {
 _CHUNK = 1 << 22
 ADAPTER = "adapter_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_CONFIG = 16 << 20  # bytes; adapters name their layers in it
 
 
 def check_model_path(path: str | os.PathLike[str], *, of: str = "model") -> None:
@@ -69,6 +70,17 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.glob("*.safetensors") if file.is_file())
 
 
+def model_file(path: str | os.PathLike[str], name: str, *, cached: bool = False) -> Path | None:
+    """A file of a model's folder or hub id; None where it has none. With `cached` nothing is downloaded."""
+    if Path(path).is_dir():
+        return Path(path) / name if (Path(path) / name).exists() else None
+    from transformers.utils.hub import cached_file
+
+    quiet: Any = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(str(path), name, local_files_only=cached, **quiet)
+    return Path(file) if file else None
+
+
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an adapter of peft and no model."""
     return (Path(path) / ADAPTER).is_file() and not (Path(path) / "config.json").is_file()
@@ -77,10 +89,7 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 def adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The adapter_config.json of a folder; ValueError for one that is damaged."""
     file = Path(path) / ADAPTER
-    try:
-        config = json.loads(file.read_bytes()) if file.stat().st_size <= _MAX_CONFIG else None
-    except (ValueError, RecursionError):
-        config = None
+    config = untrusted.read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{file} is damaged, it is no JSON object: copy or download it again")
     return config

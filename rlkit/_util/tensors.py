@@ -143,10 +143,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, **packed: Tensor) -> None:
     """`cu_seqlens` are the sequence bounds of the one tensor given by keyword, which is `[T]` on the same device."""
     ((name, x),) = packed.items()
     if x.ndim != 1:
-        raise ValueError(
-            f"{name} must be packed, of shape [T], got {list(x.shape)}; "
-            f"use from_padded({name}, padding_mask=padding_mask), which also gives cu_seqlens"
-        )
+        fix = f"use from_padded({name}, padding_mask=padding_mask), which also gives cu_seqlens"
+        raise ValueError(f"{name} must be packed, of shape [T], got {list(x.shape)}; {fix}")
     check_bounds(cu_seqlens, x.shape[0])
     check_same_device(cu_seqlens=cu_seqlens, **packed)
 

@@ -13,18 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkit.data.markup import (
-    Markup,
-    apply_template,
-    encode,
-    encode_after_text,
-    markup_of,
-    refuse_unnamed,
-    without_opened,
-)
+from rlkit.data.markup import apply_template, encode, encode_after_text, markup_of, refuse_unnamed, without_opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlkit.data.markup import Markup
 
 Message = Mapping[str, Any]
 
@@ -33,12 +27,7 @@ _progress = logging.getLogger("rlkit.data.progress")
 _MARK = "placeholder of a turn"  # not markup in any template
 _CHUNK = 1024  # texts per tokenizer call: enough for its threads, little to hold at once
 _OPENER = 64  # characters at the end of a generation prompt that a message may repeat
-TURN_TEXTS = (
-    "content",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # the fields of a message in which templates look for text
+TURN_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # in which templates look for text
 
 _ARGUMENTS = (  # of `apply_chat_template`, which rlkit gives itself
     "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",

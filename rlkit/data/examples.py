@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 from unicodedata import normalize
@@ -97,12 +98,10 @@ def sft_examples(
     turns = list(enumerate(read_rows(rows, template, *SFT, max_example_tokens=max_example_tokens)))
     why = "have no text" if text else "have an empty response"
     left = drop(rows, turns, lambda ts: all(t.empty for t in ts), unit="rows", why=why)
-    why = "have an empty assistant turn"
-    drop(rows, turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), unit="rows", why=why, keep=True)
-    why = "begin with an assistant turn, which is not trained"
-    drop(rows, turns, lambda ts: ts[0].untrained, unit="rows", why=why, keep=True)
-    why = "go on after the last assistant turn: what follows it is left out"
-    drop(rows, left, lambda ts: ts[-1].unanswered, unit="rows", why=why, keep=True)
+    report = partial(drop, rows, unit="rows", keep=True)
+    report(turns, lambda ts: 0 < sum(t.empty for t in ts) < len(ts), why="have an empty assistant turn")
+    report(turns, lambda ts: ts[0].untrained, why="begin with an assistant turn, which is not trained")
+    report(left, lambda ts: ts[-1].unanswered, why="go on after the last assistant turn: what follows it is left out")
     if not text:
         _name_unfinished(rows, left, template, unit="rows")
     tokens = _tokenized([of_row for _, of_row in left], template)

@@ -56,10 +56,10 @@ def read_file(path: Path) -> Placed:
     if start == _POINTER:
         raise ValueError(f"{path}: a pointer of Git LFS, not the data: run `git lfs pull`")
     packed = next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
-    if packed and READERS[kind] is not _table and path.suffix.lower() not in PACKED:
+    is_plain = READERS[kind] is not _table and path.suffix.lower() not in PACKED
+    if packed and is_plain:
         raise ValueError(f"{path}: holds {packed} data, which its name does not tell: rename it to end with {packed}")
     rows = READERS[kind](path)
-    is_plain = READERS[kind] is not _table and path.suffix.lower() not in PACKED
     return rows if is_plain else _counted(path, rows)
 
 
@@ -253,10 +253,8 @@ def _parsing(place: str) -> Iterator[None]:
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if "\n" in error.doc else f"column {error.colno}"
         excerpt = error.doc[max(0, error.pos - 40) : error.pos + 40]
-        raise ValueError(
-            f"{place}: malformed JSON at {at} ({error.msg}): ...{excerpt!r}...; "
-            "a .jsonl file holds one complete object per line, a .json file one list of objects"
-        ) from None
+        fix = "a .jsonl file holds one complete object per line, a .json file one list of objects"
+        raise ValueError(f"{place}: malformed JSON at {at} ({error.msg}): ...{excerpt!r}...; {fix}") from None
     except RecursionError:
         raise ValueError(f"{place}: objects or lists are nested too deeply") from None
     except ValueError as error:
@@ -278,8 +276,7 @@ def _csv(path: Path) -> Placed:
             first = next(rest := untrusted.lines(file, path), "")
             if mark := re.fullmatch(r'"?sep=(.)"?\s*', first, re.IGNORECASE):  # of Excel, before the header
                 first = next(rest, "")
-            before = 1 if mark else 0
-            delimiter = mark[1] if mark else _delimiter(first, path)
+            before, delimiter = (1, mark[1]) if mark else (0, _delimiter(first, path))
             reader = csv.reader(chain([first], rest), strict=True, delimiter=delimiter)
             names = next(reader, [])
             if first and not names:
@@ -290,10 +287,8 @@ def _csv(path: Path) -> Placed:
             if len(set(names)) < len(names):
                 raise ValueError(f"{path}: two columns have the same name: {names}")
             if blank := [name for name in names if name != name.strip()]:
-                raise ValueError(
-                    f"{path}: blanks around {blank[0]!r} in the header {names}: write none around commas, where they "
-                    "are part of the cells"
-                )
+                fix = "write none around commas, where they are part of the cells"
+                raise ValueError(f"{path}: blanks around {blank[0]!r} in the header {names}: {fix}")
             start = before + reader.line_num + 1
             for cells in reader:
                 place, start = f"line {start}", before + reader.line_num + 1
@@ -364,11 +359,8 @@ def _arrow(path: Path, datasets: Any) -> Iterator[Row]:
     with path.open("rb") as file:
         start = file.read(6)
     with pyarrow.memory_map(str(path)) as source:
-        if start[:4] == b"FEA1":
+        if start[:4] == b"FEA1" or start == b"ARROW1":  # both versions of Feather, of which Arrow's file is one
             batches = feather.read_table(source).to_batches()
-        elif start == b"ARROW1":
-            reader = pyarrow.ipc.open_file(source)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(source)
             if b"huggingface" in (batches.schema.metadata or {}):  # its column types are read by `datasets` alone

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit._util import untrusted
-from rlkit._util.files import base_of
+from rlkit._util.files import base_of, model_file
 from rlkit.data.columns import is_empty
 from rlkit.data.load import Row, Rows, column_error
 from rlkit.data.schema import PAIRED, PROMPTS
@@ -233,13 +233,8 @@ class ImageReader:
 @lru_cache(maxsize=4)
 def reader_of(tokenizer: Any) -> ImageReader | None:
     """Reads images for the model whose tokenizer this is; None for a model of text, or where there is no model."""
-    from transformers.utils.hub import cached_file
-
     path = base_of(getattr(tokenizer, "name_or_path", ""))
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if not path or cached_file(path, "config.json", local_files_only=True, **quiet) is None:
-        return None
-    return reader_at(path, tokenizer)
+    return reader_at(path, tokenizer) if path and model_file(path, "config.json", cached=True) else None
 
 
 def reader_at(path: str, tokenizer: Any, *, marked: bool = True, config: Any = None) -> ImageReader | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit._util import untrusted
+from rlkit._util.files import model_file
 
 _log = logging.getLogger("rlkit.data")
 _ASKED, _SAID = "placeholder of a question", "placeholder of an answer"  # not markup in any template
@@ -503,15 +504,11 @@ def _is_markup(token: str) -> bool:
 
 def _eos_of_folder(tokenizer: Any) -> list[int]:
     """`eos_token_id` of the generation config, else of the config, beside the tokenizer's files."""
-    from transformers.utils.hub import cached_file
-
     path = getattr(tokenizer, "name_or_path", "")
-    quiet: dict[str, Any] = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    quiet["_raise_exceptions_for_connection_errors"] = False
     for name in ("generation_config.json", "config.json") if path else ():
         try:
-            file = cached_file(path, name, **quiet)
-            value = json.loads(Path(file).read_bytes()).get("eos_token_id") if file else None
+            file = model_file(path, name, cached=True)
+            value = json.loads(file.read_bytes()).get("eos_token_id") if file else None
         except (OSError, ValueError, AttributeError):  # a damaged file is named where the model is loaded
             value = None
         if ids := [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]:

@@ -94,16 +94,10 @@ def rl_prompts(
     prompts = [
         (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)
     ]
-    prompts = shorten(
-        rows,
-        prompts,
-        lambda p: len(p.ids),
-        partial(_cut, rows, template),
-        unit="prompts",
-        too_long=too_long,
-        lose="the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens",
-        max_prompt_tokens=max_prompt_tokens,
-    )
+    lose = "the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens"
+    limits: dict[str, Any] = {"too_long": too_long, "lose": lose, "max_prompt_tokens": max_prompt_tokens}
+    cut = partial(_cut, rows, template)
+    prompts = shorten(rows, prompts, lambda p: len(p.ids), cut, unit="prompts", **limits)
     _note_identical([prompt for _, prompt in prompts])
     return [prompt for _, prompt in prompts], len(rows) - len(prompts)
 

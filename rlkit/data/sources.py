@@ -21,7 +21,7 @@ _SPLITS = {  # the words by which file and folder names name a split, as `datase
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
-HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
+HELD_OUT = {word for word, split in _SPLITS.items() if split != "train"}
 _PIECE = 1 << 16  # bytes
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)")
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # files about the data

@@ -138,10 +138,8 @@ class Template:
         messages = [self._with_known_role(message) for message in messages]
         for role in {message["role"] for message in messages}.difference(ROLES):
             if not self._names(role):
-                raise ValueError(
-                    f"{place}: unknown role {role!r}; roles are {', '.join(ROLES)}, and others that the chat template "
-                    f"names{role_fix([role])}"
-                )
+                allowed = f"roles are {', '.join(ROLES)}, and others that the chat template names{role_fix([role])}"
+                raise ValueError(f"{place}: unknown role {role!r}; {allowed}")
         try:
             markup_of(self.tokenizer).refuse_first(messages)
         except ValueError as error:
@@ -203,21 +201,15 @@ class Template:
                 self.images.refuse_placeholders(text, place)
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
-                    raise ValueError(
-                        f"{place}: the chat template does not write {key!r} of the message {repr(dict(message))[:80]}; "
-                        "write it into 'content' as the model would, drop it, or use a model whose template has it"
-                    )
+                    fix = "write it into 'content' as the model would, drop it, or use a model whose template has it"
+                    raise _not_written(f"{key!r} of the message {repr(dict(message))[:80]}", place, fix)
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
-            raise ValueError(
-                f"{place}: the chat template does not write the content of the message {repr(unwritten)[:80]}; move "
-                "it into a message that is written, drop it, or use a model whose template has it"
-            )
+            fix = "move it into a message that is written, drop it, or use a model whose template has it"
+            raise _not_written(f"the content of the message {repr(unwritten)[:80]}", place, fix)
         if self.tools and not self.of_run and not self._writes_tools(messages, place):
-            raise ValueError(
-                f"{place}: the chat template does not write the tools of the row; use a model whose template has "
-                "tools, or drop the column, e.g. with --rename tools OTHER"
-            )
+            fix = "use a model whose template has tools, or drop the column, e.g. with --rename tools OTHER"
+            raise _not_written("the tools of the row", place, fix)
         self._find_lost(messages, place)
 
     def refuse_markup(self, text: str, where: str, *, role: str = "assistant") -> None:
@@ -236,10 +228,8 @@ class Template:
         first = next((token for token in markup.written if text.lstrip().startswith(token)), None)
         end = markup.end_text
         if first is not None and not (first == end and text.strip() == end):
-            raise ValueError(
-                f"{where} begins with {first!r}, which the chat template writes itself; ready-made prompts and "
-                "responses are strings for --no-chat-template"
-            )
+            fix = "ready-made prompts and responses are strings for --no-chat-template"
+            raise ValueError(f"{where} begins with {first!r}, which the chat template writes itself; {fix}")
         said = text if plain else markup.without_stop(text)
         if (stop := text[len(said) :].strip()) and stop != end:
             place = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
@@ -264,10 +254,7 @@ class Template:
             return None
         role = "tool" if messages[number].get("tool_calls") else "user"
         after = messages[number + 1 : number + 2] or [{"role": role, "content": "x", "name": "x"}]
-        try:
-            both = self.text([*messages[: number + 1], *after], place, opened=False)
-        except ValueError:  # a template that refuses what follows
-            both = ""
+        (both,) = self._texts(place, [*messages[: number + 1], *after]) or [""]  # a template may refuse what follows
         return markup.end_before(both.removeprefix(whole) if both.startswith(whole) else "")
 
     def reopened(self, messages: Sequence[Message], number: int, place: str) -> ValueError:
@@ -304,11 +291,15 @@ class Template:
             ]
         else:
             names, other = [], f"{value}x"
-        try:
-            texts = [self.text([*before, {**message, key: item}], place, opened=False) for item in (value, other)]
-        except ValueError:
-            return True
-        return texts[0] != texts[1] and all(name in texts[1] for name in names)
+        told = ([*before, {**message, key: item}] for item in (value, other))
+        texts = self._texts(place, *told)
+        return texts is None or (texts[0] != texts[1] and all(name in texts[1] for name in names))
+
+    def _texts(self, place: str, *conversations: Sequence[Message]) -> list[str] | None:
+        """The conversations as texts; None where one is refused."""
+        with suppress(ValueError):
+            return [self.text(messages, place, opened=False) for messages in conversations]
+        return None
 
     def _unwritten(self, messages: Sequence[Message], place: str) -> Message | None:
         """The first message whose content is not in the text of the conversation; None where all are."""
@@ -316,10 +307,9 @@ class Template:
         marks = {n: f" (mark {n} of a message)" for n, m in enumerate(messages) if str(m.get("content") or "").strip()}
         for number, mark in marks.items():
             marked[number]["content"] += mark
-        try:
-            text = self.text(marked, place, opened=False)
-        except ValueError:
+        if (texts := self._texts(place, marked)) is None:
             return None
+        (text,) = texts
         unwritten = next((dict(messages[number]) for number, mark in marks.items() if mark not in text), None)
         for message in (messages[number] for number in marks if unwritten is None):
             if message["role"] in ("user", "assistant"):
@@ -357,21 +347,15 @@ class Template:
     def _writes_tools(self, messages: Sequence[Message], place: str) -> bool:
         """Whether each tool is named more often in the text than in that without tools."""
         names = [name for tool in self.tools or () if (name := name_of(tool))]
-        text = self.text(messages, place, opened=False)
-        try:
-            without = replace(self, tools=None).text(messages, place, opened=False)
-        except ValueError:
-            return True
-        return text != without and all(text.count(name) > without.count(name) for name in names)
+        text, bare = self.text(messages, place, opened=False), replace(self, tools=None)._texts(place, messages)
+        return bare is None or (text != bare[0] and all(text.count(name) > bare[0].count(name) for name in names))
 
     def _tells_results(self, messages: Sequence[Message], place: str) -> bool:
         """Whether the text tells which call a result is of, by its id or name."""
         names = ("tool_call_id", "name")
         other = [{key: "x" if key in names and value else value for key, value in m.items()} for m in messages]
-        try:
-            return self.text(messages, place, opened=False) != self.text(other, place, opened=False)
-        except ValueError:
-            return True
+        texts = self._texts(place, messages, other)
+        return texts is None or texts[0] != texts[1]
 
     def _find_lost(self, messages: Sequence[Message], place: str) -> None:
         """Collect the keys of messages, and the arguments, that the text does not depend on."""
@@ -426,6 +410,10 @@ class Template:
         messages = [self._with_known_role(message) for message in messages]
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
         return apply(messages, tools=self.tools, **options)["assistant_masks"]
+
+
+def _not_written(part: str, place: str, fix: str) -> ValueError:
+    return ValueError(f"{place}: the chat template does not write {part}; {fix}")
 
 
 def _check_calls(message: Message, place: str) -> None:

@@ -61,10 +61,8 @@ def read_template(path: str | Path) -> tuple[ChatTemplate, Path]:
                 return ({"default": template, **more} if more and isinstance(template, str) else template), file
         raise ValueError(f"{path}: none of {', '.join(_IN_FOLDER)} in this folder has a chat template")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file of a chat template (looked for {path.absolute()}); without "
-            "--chat-template the model's own is used"
-        )
+        fix = "without --chat-template the model's own is used"
+        raise FileNotFoundError(f"{path}: no such file of a chat template (looked for {path.absolute()}); {fix}")
     if not (template := _of_file(path)):
         raise ValueError(f"{path}: there is no chat template in this file")
     return template, path

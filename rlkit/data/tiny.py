@@ -33,9 +33,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbols = sorted(
-        pre_tokenizers.ByteLevel.alphabet()
-    )  # a printable byte is itself, each other one a symbol past 255
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable byte is itself, each other one is past 255
     others = iter(symbol for symbol in symbols if ord(symbol) > 255)
     vocab = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -114,18 +112,13 @@ def tiny_vision_model(folder: Path, *, hidden: int = 96, layers: int = 3, seed: 
         "depth": 3, "hidden_size": 64, "intermediate_size": 256, "num_heads": 4, "patch_size": 4,
         "out_hidden_size": hidden, "num_position_embeddings": 256, "deepstack_visual_indexes": [1],
     }  # fmt: skip
-    ids: dict[str, Any] = {
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "image_token_id": image,
-        "video_token_id": video,
-    }
+    ids: dict[str, Any] = {"vision_start_token_id": start, "vision_end_token_id": end}
+    ids |= {"image_token_id": image, "video_token_id": video}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=seen, **ids))
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
-        tokenizer.eos_token_id, tokenizer.pad_token_id,
-    )  # fmt: skip
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=65536).save_pretrained(folder)

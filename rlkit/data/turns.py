@@ -56,10 +56,8 @@ def prompt_messages(row: Row, *, system_prompt: str | None = None, place: str = 
         if len(texts) > 1:
             raise ValueError(f"{at} has two texts, under 'content' and under 'value': drop one")
         if "content" not in message and isinstance(message.get("value"), str):
-            raise ValueError(
-                f"{at} has its text under the key 'value': beside 'role' the key is 'content', and 'value' goes with "
-                "'from'"
-            )
+            fix = "beside 'role' the key is 'content', and 'value' goes with 'from'"
+            raise ValueError(f"{at} has its text under the key 'value': {fix}")
     try:
         turns = of_row.turns([message for _, message in placed])
     except ValueError as error:

@@ -26,10 +26,8 @@ def check_vocabulary(
     has_it = (i for i, row in enumerate(rows) if token in json.dumps(row, ensure_ascii=False, default=str))
     place = next((place_of(rows, i) for i in has_it), "the chat template")
     more = vocabulary_size(tokenizer) - num_rows
-    raise ValueError(
-        f"{place}: token {token!r} has id {largest}, and the model's embedding has {num_rows} rows: "
-        f"--resize-embeddings adds rows for the {more} tokens that were added to its tokenizer"
-    )
+    fix = f"--resize-embeddings adds rows for the {more} tokens that were added to its tokenizer"
+    raise ValueError(f"{place}: token {token!r} has id {largest}, and the model's embedding has {num_rows} rows: {fix}")
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

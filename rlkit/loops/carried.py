@@ -5,7 +5,6 @@ now = start(moves, penalties, saved=checkpoint)
 for step in ...:
     update(batch, Step(step, **of_step(now), check=...))
     now = after(moves, now, finalize(metrics), groups)
-    now = evaluated(now, evals, step=step + 1)            # where an evaluation is due
 save(to_save(moves, now))
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlkit.loops import coefficients, pareto, roles
+from rlkit.loops import coefficients, roles
 from rlkit.rollout.groups import Group
 from rlkit.settings import Penalties, Rollouts
 from rlkit.types import Controller
@@ -29,11 +28,10 @@ class Rules(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The controllers' states, the average reward of each role, and the Pareto front of the evaluations."""
+    """The controllers' states, and the average reward of each role."""
 
     coefs: coefficients.States
     averages: roles.Averages
-    front: pareto.Front
 
 
 def rules(penalties: Penalties, rollouts: Rollouts, *, steps: int, role_average: Controller | None = None) -> Rules:
@@ -43,12 +41,11 @@ def rules(penalties: Penalties, rollouts: Rollouts, *, steps: int, role_average:
     return Rules(controllers, role_average, rollouts.skip_nan)
 
 
-def start(rules: Rules, penalties: Penalties, *, objectives: Sequence[str] = (), saved: Mapping[str, Any]) -> Carried:
+def start(rules: Rules, penalties: Penalties, *, saved: Mapping[str, Any]) -> Carried:
     """The first value, or that of a checkpoint (`saved`, with the keys of `to_save`)."""
     return Carried(
         coefficients.start(rules.controllers, penalties, saved=saved.get("controllers")),
         roles.start(rules.role_average, saved.get("averages")),
-        pareto.start(objectives, saved=saved.get("pareto")),
     )
 
 
@@ -65,11 +62,6 @@ def after(rules: Rules, now: Carried, line: Mapping[str, float], groups: Sequenc
     )
 
 
-def evaluated(now: Carried, evals: Mapping[str, float], *, step: int) -> Carried:
-    """The value after an evaluation."""
-    return now._replace(front=pareto.advance(now.front, evals, step=step))
-
-
 def logged(rules: Rules, now: Carried) -> dict[str, float]:
     """The coefficients of the step that ends."""
     return coefficients.logged(rules.controllers, now.coefs)
@@ -79,6 +71,5 @@ def to_save(rules: Rules, now: Carried) -> dict[str, Any]:
     """The value as JSON, for a checkpoint."""
     return {
         "controllers": coefficients.to_save(rules.controllers, now.coefs),
-        "pareto": pareto.to_save(now.front),
         "averages": {role: state._asdict() for role, state in now.averages.items()},
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlkit.advantages import group_centered
+from rlkit.data.columns import check_names
 from rlkit.loops import coefficients
 from rlkit.loops.checks import check_settings
 from rlkit.loops.estimators import Advantage, told_below_zero, with_estimates
@@ -154,10 +155,7 @@ def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) 
 
 def check_routes(task: Task, names: Sequence[str], *, column: str) -> None:
     """Refuse (ValueError) a row whose `column` names none of the teachers."""
-    for prompt in task.prompts:
-        if (name := prompt.row.get(column)) not in names:
-            has = f"{column!r} is {name!r}" if column in prompt.row else f"there is no column {column!r}"
-            raise ValueError(f"row {prompt.index + 1}: {has}, and the teachers are {', '.join(names)}")
+    check_names(((prompt.index, prompt.row) for prompt in task.prompts), column, names, kind="teachers")
 
 
 def routed(task: Task, names: Sequence[str], *, column: str) -> Task:

@@ -22,22 +22,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit import advantages as library
+from rlkit import segments
 from rlkit.advantages import Gae, discounted_returns, gae_decoupled, length_adaptive_lam, whiten
 from rlkit.loops.coefficients import KlTerm
 from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
 from rlkit.rewards.failures import unwrapped
-from rlkit.segments import (
-    broadcast_to_tokens,
-    cumulative,
-    episode_advantages,
-    group_mean,
-    group_sum,
-    is_first_piece,
-    seq_count,
-    seq_ids,
-    sum_per_seq,
-)
 from rlkit.types import Batch
 
 _log = logging.getLogger("rlkit.losses")
@@ -163,18 +153,18 @@ def _turns(batch: Batch) -> _Turns:
     """The terminal reward, which `pack` puts on the last action of each piece, counts at an episode's last turn."""
     lens = library.turn_lens(batch.mask, cu_seqlens=batch.cu_seqlens)
     starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens).nonzero().flatten()
-    seq = seq_ids(batch.cu_seqlens, num_tokens=batch.num_tokens)[starts]
-    first, episodes = is_first_piece(batch.episode_ids), batch.episode_ids.unique(return_inverse=True)[1]
+    seq = segments.seq_ids(batch.cu_seqlens, num_tokens=batch.num_tokens)[starts]
+    first, episodes = segments.is_first_piece(batch.episode_ids), batch.episode_ids.unique(return_inverse=True)[1]
     groups = batch.group_ids
     if batch.roles is not None:
         groups = groups * (batch.roles.max() + 1) + batch.roles
     order = batch.episode_ids[first].argsort()
-    ends_piece, ends_episode = (is_first_piece(x.flip(0)).flip(0) for x in (seq, episodes[seq]))
-    rewards = sum_per_seq(batch.token_rewards[batch.mask], cu_seqlens=cumulative(lens))
+    ends_piece, ends_episode = (segments.is_first_piece(x.flip(0)).flip(0) for x in (seq, episodes[seq]))
+    rewards = segments.sum_per_seq(batch.token_rewards[batch.mask], cu_seqlens=segments.cumulative(lens))
     rewards = rewards - batch.rewards[seq].where(ends_piece & ~ends_episode, 0.0)
-    acts = seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0
-    of_turns = sum_per_seq(batch.token_rewards, cu_seqlens=batch.cu_seqlens) - batch.rewards.where(acts, 0.0)
-    totals = batch.rewards + group_sum(of_turns, group_ids=batch.episode_ids)
+    acts = segments.seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0
+    of_turns = segments.sum_per_seq(batch.token_rewards, cu_seqlens=batch.cu_seqlens) - batch.rewards.where(acts, 0.0)
+    totals = batch.rewards + segments.group_sum(of_turns, group_ids=batch.episode_ids)
     return _Turns(starts, lens, seq, episodes[seq], rewards, groups[first][order], totals[first][order])
 
 
@@ -262,7 +252,8 @@ def with_estimates(
     in_reward = penalty if kl.place == "reward" else torch.zeros_like(penalty)
     if advantage is None:
         _refuse_turn_rewards(batch)
-        per_episode = group_sum(sum_per_seq(in_reward, cu_seqlens=batch.cu_seqlens), group_ids=batch.episode_ids)
+        of_seq = segments.sum_per_seq(in_reward, cu_seqlens=batch.cu_seqlens)
+        per_episode = segments.group_sum(of_seq, group_ids=batch.episode_ids)
         rewards = batch.rewards
         batch = with_advantages(replace(batch, rewards=rewards - per_episode), baseline)
         batch = replace(batch, rewards=rewards)
@@ -271,8 +262,8 @@ def with_estimates(
         if compares_turns(advantage):
             advantage = partial(advantage, baseline=baseline)
         else:
-            shift = episode_advantages(baseline, batch) - batch.rewards
-            at_end = broadcast_to_tokens(shift, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
+            shift = segments.episode_advantages(baseline, batch) - batch.rewards
+            at_end = segments.broadcast_to_tokens(shift, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
             scored = replace(scored, token_rewards=scored.token_rewards + at_end)
         batch = with_streams(batch, advantages=advantage(scored, torch.zeros_like(batch.rewards)).advantages)
     return with_streams(batch, advantages=batch.advantages - penalty) if kl.place == "advantage" else batch
@@ -286,12 +277,10 @@ def compares_turns(advantage: Advantage) -> bool:
 
 def _refuse_turn_rewards(batch: Batch) -> None:
     """ValueError for rewards of turns, which a baseline of terminal rewards leaves out."""
-    terminal = broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
+    terminal = segments.broadcast_to_tokens(batch.rewards, cu_seqlens=batch.cu_seqlens).where(last_actions(batch), 0.0)
     if not torch.allclose(batch.token_rewards, terminal.to(batch.token_rewards.dtype)):
-        raise ValueError(
-            "the episodes have rewards of turns, and a baseline alone reads terminal rewards: use `advantage` returns "
-            "or turn_returns, or end an episode with reward=sum(turn_rewards)"
-        )
+        fix = "use `advantage` returns or turn_returns, or end an episode with reward=sum(turn_rewards)"
+        raise ValueError(f"the episodes have rewards of turns, and a baseline alone reads terminal rewards: {fix}")
 
 
 def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -302,7 +291,7 @@ def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def checked(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
         nonlocal told
-        means = group_mean(rewards, group_ids=group_ids)
+        means = segments.group_mean(rewards, group_ids=group_ids)
         if not told and bool((means < 0).any()):
             told = True
             _log.warning(
@@ -318,4 +307,4 @@ def last_actions(batch: Batch) -> Tensor:
     """`[T]`, True at the last token of each sequence that the policy sampled, where `pack` puts the reward."""
     left = batch.mask.flip(0).cumsum(0).flip(0)  # actions from here to the end of the batch
     after = torch.cat([left, left.new_zeros(1)])[batch.cu_seqlens[1:]]
-    return batch.mask & (left - broadcast_to_tokens(after, cu_seqlens=batch.cu_seqlens) == 1)
+    return batch.mask & (left - segments.broadcast_to_tokens(after, cu_seqlens=batch.cu_seqlens) == 1)

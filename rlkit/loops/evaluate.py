@@ -18,7 +18,6 @@ from rlkit.losses import k3
 from rlkit.metrics import Mean, Metrics, largest, mean, merge
 from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
-from rlkit.parallel.mesh import Mesh
 from rlkit.rewards.scoring import completion_of
 from rlkit.rewards.text import final_answer
 from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn, with_totals
@@ -185,7 +184,6 @@ async def evaluate(
     reference: PolicyFn | None = None,
     max_tokens: int = 16384,
     on_group: Callable[..., None] | None = None,
-    mesh: Mesh | None = None,
     engine: Any = None,
     resend: Resend | None = None,
 ) -> dict[str, float]:
@@ -203,17 +201,9 @@ async def evaluate(
     out: dict[str, float] = {}
     for kind, options, n in (("sampled", params, num_samples), ("greedy", replace(params, temperature=0.0), 1)):
         groups = await shared_rollout(
-            prompts,
-            engine=engine,
-            resend=resend,
-            on_group=None if on_group is None else partial(on_group, kind=f"eval_{kind}{suffix}"),
-            generate=generate,
-            params=options,
-            group_size=n,
-            seed=mix(seed),
-            env=env,
-            score=score,
-        )
+            prompts, engine=engine, resend=resend, generate=generate, params=options, group_size=n, seed=mix(seed),
+            env=env, score=score, on_group=None if on_group is None else partial(on_group, kind=f"eval_{kind}{suffix}"),
+        )  # fmt: skip
         ends = [counted for group in groups if (counted := _counted(group))]
         scores = [[value for _, value in episodes] for episodes in ends]
         out |= _with_error(prefix + kind, [sum(x) / len(x) for x in scores])
@@ -227,8 +217,8 @@ async def evaluate(
         if kind == "sampled":
             out |= _parts(groups, prefix)
         if kind == "sampled" and policy is not None and reference is not None:
-            batch = with_old_logp(policy, pack(groups), max_tokens=max_tokens, mesh=mesh)
-            batch = with_ref_logp(reference, batch, max_tokens=max_tokens, mesh=mesh)
+            scoring: dict[str, Any] = {"max_tokens": max_tokens, "mesh": getattr(policy, "mesh", None)}
+            batch = with_ref_logp(reference, with_old_logp(policy, pack(groups), **scoring), **scoring)
             kl = mean(k3(batch.old_logp, batch.ref_logp), mask=batch.mask)
             out[f"{prefix}kl"] = float(kl.total / kl.count)
     return out

@@ -7,7 +7,7 @@ evaluation, so it starts at 0 and never falls.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from rlkit._util.files import replace_file
 from rlkit._util.ranks import is_first
 from rlkit.objectives import Archive, archive_init, archive_insert, hypervolume
-from rlkit.run.folder import PARETO
+from rlkit.run.folder import PARETO, read_metrics
 
 
 class Front(NamedTuple):
@@ -27,35 +27,30 @@ class Front(NamedTuple):
     archive: Archive
 
 
-def start(names: Sequence[str], *, saved: Mapping[str, Any] | None = None) -> Front:
-    """An empty front, or that of a checkpoint (`to_save`) with the same objectives."""
-    if saved and tuple(saved["objectives"]) == tuple(names):
-        points = [tuple(entry["point"]) for entry in saved["front"]]
-        archive = Archive(tuple(points), tuple(entry["step"] for entry in saved["front"]))
-        return Front(tuple(names), tuple(saved["first"]), archive)
-    return Front(tuple(names), (), archive_init())
+def front_of(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Front:
+    """The front of the evaluations among lines of metrics; a line that lacks an objective, or has NaN, is left out."""
+    first, archive = (), archive_init()
+    for row in rows:
+        point = tuple(row[key] for name in names if (key := f"eval/reward/{name}") in row)
+        if point and len(point) == len(names) and not any(x != x for x in point):
+            first, archive = first or point, archive_insert(archive, point, row["step"])
+    return Front(tuple(names), first, archive)
 
 
-def advance(front: Front, line: Mapping[str, float], *, step: int) -> Front:
-    """The front with the evaluation in the metrics `line`; unchanged where that has none of all objectives."""
-    point = tuple(line[key] for name in front.names if (key := f"eval/reward/{name}") in line)
-    if not point or len(point) < len(front.names) or any(x != x for x in point):
-        return front
-    return front._replace(first=front.first or point, archive=archive_insert(front.archive, point, step))
+def logged(names: Sequence[str], evals: Mapping[str, float], folder: Path, *, step: int) -> dict[str, float]:
+    """On the first rank, `pareto/hypervolume` and `pareto/size` after an evaluation of a run in this folder.
 
-
-def logged(front: Front, folder: Path) -> dict[str, float]:
-    """`pareto/hypervolume` and `pareto/size`; the first rank writes the front to `pareto.json` in the run folder."""
+    Its earlier evaluations are those in its metrics. The front is written to `pareto.json` there.
+    """
+    if not (names and is_first()):
+        return {}
+    rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    front = front_of(names, [*rows, {**evals, "step": step}])
     if not front.first:
         return {}
     points, reference = (torch.tensor(x, dtype=torch.float64) for x in (front.archive.points, front.first))
-    if is_first():
-        replace_file(folder / PARETO, (json.dumps(to_save(front), indent=1) + "\n").encode())
-    return {"pareto/hypervolume": float(hypervolume(points, reference=reference)), "pareto/size": float(len(points))}
-
-
-def to_save(front: Front) -> dict[str, Any]:
-    """The front as JSON."""
     pairs = zip(front.archive.items, front.archive.points, strict=True)
     entries = [{"step": step, "point": list(point)} for step, point in pairs]
-    return {"objectives": list(front.names), "first": list(front.first), "front": entries}
+    content = {"objectives": list(names), "first": list(front.first), "front": entries}
+    replace_file(folder / PARETO, (json.dumps(content, indent=1) + "\n").encode())
+    return {"pareto/hypervolume": float(hypervolume(points, reference=reference)), "pareto/size": float(len(points))}

@@ -61,12 +61,7 @@ def with_gae(
     scored, mask = batch, batch.mask
     of_critic: dict[str, Any] = {"gamma": critic.gamma, "lam_policy": critic.lam_policy, "lam_value": critic.lam_value}
     minus_kl = partial(
-        kl_in_reward,
-        logp=batch.old_logp,
-        ref_logp=batch.ref_logp,
-        kl_coef=kl_coef,
-        mask=mask,
-        estimator=kl.estimator,
+        kl_in_reward, logp=batch.old_logp, ref_logp=batch.ref_logp, kl_coef=kl_coef, mask=mask, estimator=kl.estimator
     )
     if kl_coef and kl.place == "reward":
         scored = replace(batch, token_rewards=minus_kl(batch.token_rewards))
@@ -84,13 +79,12 @@ def value_update(
     optimizer: torch.optim.Optimizer,
     rollouts: Rollouts,
     optim: Optim,
+    critic: Critic,
     lr: float,
-    clip: float,
     seed: int,
-    huber: float | None = None,
 ) -> Metrics:
-    """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, or with `huber` on
-    `value_huber` of that threshold, averaged over all tokens of a step. A critic with bins trains on `hl_gauss`.
+    """`minibatches * epochs` optimizer steps of the critic on its clipped squared error, or with `critic.value_huber`
+    on that loss, averaged over all tokens of a step. A critic with bins trains on `hl_gauss`.
 
     Logged under `value/`: `loss`, `mean`, `return`, `grad_norm`, `skipped_step`; `error`, the mean square of value
     minus return; and `spread`, that of return minus the batch's mean return. 1 - error / spread is the explained
@@ -112,7 +106,7 @@ def value_update(
                 of_bins = None if bins is None else classified(model, micro, dtype=values.dtype)
                 now = values_of(model, micro, dtype=values.dtype) if of_bins is None else of_bins[0]
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
-                loss = _loss(now, micro, clip=clip, huber=huber) if of_bins is None else of_bins[1]
+                loss = _loss(now, micro, critic) if of_bins is None else of_bins[1]
                 backward((w * loss).sum())
                 streams = {
                     "loss": loss,
@@ -133,10 +127,10 @@ def value_update(
     return reduce_metrics(metrics, mesh=mesh)
 
 
-def _loss(values: Tensor, batch: Batch, *, clip: float, huber: float | None) -> Tensor:
-    if huber is not None:
-        return value_huber(values, batch.returns, delta=huber, mask=batch.mask)
-    return value_clip(values, batch.values, batch.returns, clip=clip, mask=batch.mask)
+def _loss(values: Tensor, batch: Batch, critic: Critic) -> Tensor:
+    if critic.value_huber is not None:
+        return value_huber(values, batch.returns, delta=critic.value_huber, mask=batch.mask)
+    return value_clip(values, batch.values, batch.returns, clip=critic.value_clip, mask=batch.mask)
 
 
 def with_explained(metrics: Metrics) -> Metrics:
@@ -193,10 +187,8 @@ async def ppo(
     check_is_model(value_model, "value_model")
     if bins_of(value_model.config) is not None:
         critic.check_bins()
-    has_kl, kl = (
-        coefficients.has_kl(penalties, reference),
-        coefficients.kl_term(penalties, kl_estimator, default="reward"),
-    )
+    has_kl = coefficients.has_kl(penalties, reference)
+    kl = coefficients.kl_term(penalties, kl_estimator, default="reward")
     both = nn.ModuleDict({"policy": model, "critic": value_model})
     policy = make_policy(model, temperature=rollouts.temperature, dtype=optim.dtype)
     ref_policy = reference_policy(policy, reference, moves=bool(penalties.ref_sync_steps))
@@ -221,15 +213,9 @@ async def ppo(
         )  # fmt: skip
 
     def update(batch: Batch, step: Step) -> Metrics:
-        lr, critic_lr = lr_at(step.index), critic_lr_at(step.index)
-        options: dict[str, Any] = {
-            "optimizer": optimizer, "rollouts": rollouts, "optim": optim, "seed": mix(schedule.seed, step.index),
-        }  # fmt: skip
-        metrics = with_explained(
-            value_update(
-                batch, values=values, lr=critic_lr, clip=critic.value_clip, huber=critic.value_huber, **options
-            )
-        )
+        lr, critic_lr, seed = lr_at(step.index), critic_lr_at(step.index), mix(schedule.seed, step.index)
+        options: dict[str, Any] = {"optimizer": optimizer, "rollouts": rollouts, "optim": optim, "seed": seed}
+        metrics = with_explained(value_update(batch, values=values, critic=critic, lr=critic_lr, **options))
         if step.index >= critic.critic_steps:
             metrics |= grpo_update(
                 batch, policy=policy, lr=lr, loss=loss, kl_coef=step.kl_coef * (kl.place == "loss"), kl=kl.in_loss,

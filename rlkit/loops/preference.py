@@ -17,7 +17,17 @@ from rlkit import losses
 from rlkit.data.examples import Labelled, Pair
 from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
-from rlkit.loops.supervised import Losses, Sets, by_set, check_examples, check_fits, every, response, train_examples
+from rlkit.loops.supervised import (
+    Examples,
+    Losses,
+    Sets,
+    by_set,
+    check_examples,
+    check_fits,
+    every,
+    response,
+    train_examples,
+)
 from rlkit.metrics import Metrics, mean
 from rlkit.model.forward import compute_log_probs, make_policy, reference_policy, with_ref_logp
 from rlkit.packing import pack, select, with_streams
@@ -81,7 +91,8 @@ def dpo(
     if len(offset) > 1:
         raise ValueError("either all pairs have a `margin`, or none has")
 
-    def prepare(batch: Batch) -> Batch:
+    def packed(groups: list[list[Trajectory]]) -> Batch:
+        batch = pack(groups)
         if True in scored:
             return with_streams(batch, ref_logp=batch.rollout_logp)
         return with_ref_logp(ref_policy, batch, max_tokens=optim.max_tokens, mesh=policy.mesh)
@@ -96,10 +107,8 @@ def dpo(
         logged = {"logp/chosen": mean(logp[0::2]), "logp/rejected": mean(logp[1::2])}
         return value, {"loss": mean(value), **pair_metrics(number), **logged}
 
-    return train_pairs(
-        model, tokenizer, pairs, schedule, optim, pack=lambda groups: prepare(pack(groups)), pair_losses=pair_losses,
-        batch_size=batch_size, eval_pairs=eval_pairs, eval_sets=eval_sets, parts=parts,
-    )  # fmt: skip
+    data = Examples(pairs, batch_size, eval_pairs, eval_sets, parts)
+    return train_pairs(model, tokenizer, data, schedule, optim, pack=packed, pair_losses=pair_losses)
 
 
 def check_pairs(**sets: Sets[Pair]) -> None:
@@ -130,26 +139,17 @@ def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) ->
 
 
 def train_pairs(
-    model: Any,
-    tokenizer: Any,
-    pairs: Sequence[Pair],
-    schedule: Schedule,
-    optim: Optim,
-    *,
-    pack: Callable[[list[list[Trajectory]]], Batch],
-    pair_losses: Callable[[Batch], tuple[Tensor, Metrics]],
-    batch_size: int,
-    eval_pairs: Sets[Pair],
-    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
-    parts: Parts = (),
-) -> Path:
+    model: Any, tokenizer: Any, data: Examples[Pair], schedule: Schedule, optim: Optim, *,
+    pack: Callable[[list[list[Trajectory]]], Batch], pair_losses: Losses,
+) -> Path:  # fmt: skip
     """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
-    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(pairs, eval_pairs))
+    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(data.train, data.held_out))
     check_fits(sizes, max_tokens=optim.max_tokens, kind="pair")
-    return train_examples(
-        model, tokenizer, pairs, schedule, optim, batch_size=batch_size, eval_examples=eval_pairs,
-        prepare=lambda some: (pack(pair_trajectories(some)), pair_losses), eval_sets=eval_sets, parts=parts,
-    )  # fmt: skip
+
+    def prepare(pairs: Sequence[Pair]) -> tuple[Batch, Losses]:
+        return pack(pair_trajectories(pairs)), pair_losses
+
+    return train_examples(model, tokenizer, data, schedule, optim, prepare)
 
 
 def pair_metrics(numbers: Tensor) -> Metrics:
@@ -223,9 +223,8 @@ def kto(
     ref_policy = reference_policy(policy, reference)
 
     def prepare(some: Sequence[Labelled]) -> tuple[Batch, Losses]:
-        matched = [  # the reward is the label
-            response(e.prompt, e.response, reward=float(e.desirable), images=e.images) for e in some
-        ]
+        # the reward is the label
+        matched = [response(e.prompt, e.response, reward=float(e.desirable), images=e.images) for e in some]
         if reference_point is None:
             batch = with_ref_logp(ref_policy, pack([[t] for t in matched]), **scoring)
             return batch, partial(response_losses, kl=torch.zeros(()))
@@ -249,10 +248,8 @@ def kto(
             metrics |= {name: mean(log_ratio, mask=which), f"logp/{name}": mean(logp, mask=which)}
         return value, metrics
 
-    return train_examples(
-        model, tokenizer, examples, schedule, optim, prepare=prepare, batch_size=batch_size,
-        eval_examples=eval_examples, parts=parts,
-    )  # fmt: skip
+    data = Examples(examples, batch_size, eval_examples, parts=parts)
+    return train_examples(model, tokenizer, data, schedule, optim, prepare)
 
 
 def _check(

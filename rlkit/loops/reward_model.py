@@ -13,7 +13,7 @@ from rlkit import losses
 from rlkit.data.examples import Pair
 from rlkit.data.order import Parts
 from rlkit.loops.preference import check_pairs, pair_metrics, train_pairs
-from rlkit.loops.supervised import Sets, every
+from rlkit.loops.supervised import Examples, Sets, every
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
 from rlkit.model.forward import make_policy
@@ -57,7 +57,5 @@ def reward_model(
         value = loss(numbers[0::2], numbers[1::2])
         return value, {"loss": mean(value), **pair_metrics(numbers)}
 
-    return train_pairs(
-        model, tokenizer, pairs, schedule, optim, pack=pack_whole, pair_losses=pair_losses, batch_size=batch_size,
-        eval_pairs=eval_pairs, parts=parts,
-    )  # fmt: skip
+    data = Examples(pairs, batch_size, eval_pairs, parts=parts)
+    return train_pairs(model, tokenizer, data, schedule, optim, pack=pack_whole, pair_losses=pair_losses)

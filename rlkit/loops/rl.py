@@ -35,6 +35,8 @@ from rlkit.run.sync import run_in_thread, run_inline
 from rlkit.settings import Penalties, Rollouts, Schedule
 from rlkit.types import Controller, Engine
 
+Send = Callable[..., Awaitable[object]]  # `publish` with all but the version of the weights
+
 
 async def rl(
     policy: Policy,
@@ -86,7 +88,7 @@ async def rl(
     saved = saving.restore(schedule.output, **state) if schedule.resume else {}
     start, first = saved.get("step", -1), max(saved.get("step", -1), 0)
     rules = carried.rules(penalties, rollouts, steps=schedule.steps, role_average=role_average)
-    now = carried.start(rules, penalties, objectives=task.objectives, saved=saved)
+    now = carried.start(rules, penalties, saved=saved)
     peak = peak_tokens(state["model"], dtype=policy.dtype)
     send = partial(publish, engine, partial(stream_weights, policy.model, dtype=DTYPES.get(policy.dtype)))
     call = run_in_thread if rollouts.overlap or rollouts.max_age else run_inline  # pending samples are still scored
@@ -99,7 +101,7 @@ async def rl(
         log = partial(saving.log, job, model=policy.model, tokenizer=tokenizer)
         look = partial(
             held_out_scores, task, engine, rollouts, schedule, samples=samples, send=send, policy=policy,
-            reference=reference, tokenizer=tokenizer, max_tokens=max_tokens,
+            reference=reference, max_tokens=max_tokens,
         )  # fmt: skip
 
         def save(done: int) -> bool:
@@ -108,8 +110,7 @@ async def rl(
             return saving.save_if_due(job, done, stream=stream, **state, state=states)
 
         await in_time(send(version=first))
-        evals, now = await in_time(look(0, now)) or ({}, now) if start < 0 else ({}, now)
-        if evals:
+        if start < 0 and (evals := await in_time(look(0))):
             log(0, evals)
         async with stream_of(task, engine, rollouts, schedule, samples, leg, version=first, state=before) as stream:
             for index in range(first, schedule.steps):  # `index` is also the version of the weights that sample
@@ -137,7 +138,7 @@ async def rl(
                 line |= watch.update(line, step=done) | carried.logged(rules, now)
                 now = carried.after(rules, now, line, groups)
                 clock.lap("sync")
-                evals, now = await in_time(look(done, now)) or ({}, now)
+                evals = await in_time(look(done)) or {}
                 clock.lap("eval")
                 log(done, line | evals | clock.times(num_tokens=batch.num_tokens, peak=peak, passes=rollouts.epochs))
                 watch.signal(batch)
@@ -163,30 +164,19 @@ def stream_of(
 
 
 async def held_out_scores(
-    task: Task,
-    engine: Engine,
-    rollouts: Rollouts,
-    schedule: Schedule,
-    done: int,
-    now: carried.Carried,
-    *,
-    samples: Samples,
-    send: Callable[..., Awaitable[object]],
-    policy: Policy,
-    tokenizer: Any,
+    task: Task, engine: Engine, rollouts: Rollouts, schedule: Schedule, done: int, *, samples: Samples, send: Send,
     **options: Any,
-) -> tuple[dict[str, float], carried.Carried]:
-    """`evaluate_sets` on the task's held-out prompts where it is due after `done` steps, and what it moves."""
+) -> dict[str, float]:  # fmt: skip
+    """`evaluate_sets` on the task's held-out prompts where it is due after `done` steps, and its Pareto front."""
     if not task.held_out or not is_due(done, schedule):
-        return {}, now
+        return {}
     evals = await evaluate_sets(
         task.held_out, generate=engine.generate, params=rollouts.params, num_samples=rollouts.eval_samples,
-        env=task.env, score=task.score, seed=schedule.seed, policy=policy, mesh=policy.mesh,
+        env=task.env, score=task.score, seed=schedule.seed,
         on_group=partial(samples.completed, step=done), engine=engine, resend=partial(send, version=done),
-        answer=partial(answer_of, tokenizer=tokenizer), **options,
+        answer=partial(answer_of, tokenizer=samples.tokenizer), **options,
     )  # fmt: skip
-    now = carried.evaluated(now, evals, step=done)
-    return evals | pareto.logged(now.front, schedule.output), now
+    return evals | pareto.logged(task.objectives, evals, schedule.output, step=done)
 
 
 def move_reference(state: Mapping[str, Any], policy: Policy, penalties: Penalties, *, done: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit.data.order import Parts
 from rlkit.loops.evaluate import EvalSet
 from rlkit.loops.out_of_memory import retry_smaller
-from rlkit.loops.supervised import Sets, check_examples, check_fits, chosen, every, response, supervised
+from rlkit.loops.supervised import Examples, Sets, check_examples, check_fits, chosen, every, response, supervised
 from rlkit.loops.updates import per_token
 from rlkit.metrics import Metrics, mean, merge
 from rlkit.model.forward import compute_log_probs, make_policy
@@ -100,7 +100,5 @@ def sft(
         logp = compute_log_probs(policy, held_out, max_tokens=max_tokens, mesh=mesh)
         return {"loss": mean(-logp, mask=held_out.mask)}
 
-    return supervised(
-        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size, backward=step,
-        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
-    )  # fmt: skip
+    data = Examples(examples, batch_size, eval_examples, eval_sets, parts)
+    return supervised(model, tokenizer, data, schedule, optim, backward=step, evaluate=evaluate)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from rlkit.types import Batch, Picture, Trajectory
 X = TypeVar("X")
 Backward = Callable[[list[int]], tuple[Metrics, int]]  # indices of a batch -> its metrics, its number of tokens
 Losses = Callable[[Batch], tuple[Tensor, Metrics]]  # a micro-batch -> one loss per example in it, and metrics
-
-
+Prepare = Callable[[Sequence[X]], tuple[Batch, Losses]]  # examples -> their batch, and the losses of a part of it
 Sets = Sequence[X] | Mapping[str, Sequence[X]]  # held-out examples, or several named sets of them
 
 
@@ -89,18 +88,22 @@ def response(
     return Trajectory(prompt, ids, mask, numbers, [-1] * len(ids), reward, images=tuple(images))
 
 
+@dataclass(frozen=True)
+class Examples(Generic[X]):
+    """The examples that train, `batch_size` in a step, and what is held out: examples, and prompts that are answered.
+
+    With `parts` those that train are mixed by weights (`rlkit.data.order.mixed_index`).
+    """
+
+    train: Sequence[X]
+    batch_size: int
+    held_out: Sets[X] = ()
+    eval_sets: Mapping[str, EvalSet] = field(default_factory=dict)
+    parts: Parts = ()
+
+
 def train_examples(
-    model: Any,
-    tokenizer: Any,
-    examples: Sequence[X],
-    schedule: Schedule,
-    optim: Optim,
-    *,
-    prepare: Callable[[Sequence[X]], tuple[Batch, Losses]],
-    batch_size: int,
-    eval_examples: Sets[X],
-    eval_sets: Mapping[str, EvalSet] = MappingProxyType({}),
-    parts: Parts = (),
+    model: Any, tokenizer: Any, data: Examples[X], schedule: Schedule, optim: Optim, prepare: Prepare[X]
 ) -> Path:
     """`supervised` on the mean over a step's examples of one loss per example.
 
@@ -130,27 +133,16 @@ def train_examples(
         with torch.no_grad():
             return reduce_metrics(step(some)[0], mesh=mesh)
 
-    return supervised(
-        model, tokenizer, schedule, optim, num_examples=len(examples), batch_size=batch_size,
-        backward=lambda rows: step(chosen(examples, rows)),
-        evaluate=evaluate, eval_examples=eval_examples, eval_sets=eval_sets, parts=parts,
-    )  # fmt: skip
+    def backward(rows: list[int]) -> tuple[Metrics, int]:
+        return step(chosen(data.train, rows))
+
+    return supervised(model, tokenizer, data, schedule, optim, backward=backward, evaluate=evaluate)
 
 
 def supervised(
-    model: Any,
-    tokenizer: Any,
-    schedule: Schedule,
-    optim: Optim,
-    *,
-    num_examples: int,
-    backward: Backward,
+    model: Any, tokenizer: Any, data: Examples[X], schedule: Schedule, optim: Optim, *, backward: Backward,
     evaluate: Callable[[Sequence[X]], Metrics],
-    eval_examples: Sets[X],
-    eval_sets: Mapping[str, EvalSet],
-    batch_size: int,
-    parts: Parts = (),
-) -> Path:
+) -> Path:  # fmt: skip
     """Train `model` in place on `schedule.steps` batches of examples; returns the folder of the exported model.
 
     With 0 steps it only evaluates, exports nothing and returns `schedule.output`.
@@ -159,55 +151,52 @@ def supervised(
     the parameters; its weights hold the denominators of the whole batch. `evaluate(examples)` returns metrics of
     held-out data, reduced over ranks, and runs at step 0, every `eval_steps` steps and after the last one: of named
     sets on each, logged as `eval/NAME/...`, with the means over the sets as `eval/...`.
-    Each epoch visits every example once, in an order that depends on `schedule.seed`; with `parts` they are mixed by
-    weights (`rlkit.data.order.mixed_index`).
+    Each epoch visits every example once, in an order that depends on `schedule.seed`.
     """
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = make_optimizer(model, optim, lr=lr_at(0))
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
-    first, sets = max(start, 0), by_set(eval_examples)
+    first, sets = max(start, 0), by_set(data.held_out)
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
     def held_out(done: int, on_group: Callable[..., None]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        keys: list[str] = []
-        for name, some in sets.items() if is_due(done, schedule) else ():
+        if not is_due(done, schedule):
+            return {}
+        metrics, keys = dict[str, float](), list[str]()
+        for name, some in sets.items():
             of_set = finalize(evaluate(some))
             metrics |= {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in of_set.items()}
             keys = [*of_set]
-        if eval_sets and is_due(done, schedule):
-            metrics |= run_sync(_answered(model, tokenizer, eval_sets, seed=schedule.seed, on_group=on_group))
+        if data.eval_sets:
+            metrics |= run_sync(_answered(model, tokenizer, data.eval_sets, seed=schedule.seed, on_group=on_group))
         return metrics | over_sets(metrics, sets, names=keys)
 
     with saving.open_training(schedule, start=start) as job:
         run, log = job.run, partial(saving.log, job, model=model, tokenizer=tokenizer)
         samples = Samples(run, tokenizer, engine=None)
-        asked = {name: len(one.prompts) for name, one in eval_sets.items()}
-        run.note(rows=num_examples, held_out=asked | {name: len(some) for name, some in sets.items()})
+        asked, num = {name: len(one.prompts) for name, one in data.eval_sets.items()}, len(data.train)
+        run.note(rows=num, held_out=asked | {name: len(some) for name, some in sets.items()})
         if start < 0 and (evals := held_out(0, partial(samples.completed, step=0))):
             log(0, evals)
-        leg, changes = resumed(saved.get("order"), parts, position=first * batch_size, names=saved.get("files"))
+        size, parts = data.batch_size, data.parts
+        leg, changes = resumed(saved.get("order"), parts, position=first * size, names=saved.get("files"))
         for text in changes:
             run.say(text)
-        stream = batches(
-            num_examples, batch_size=batch_size, seed=schedule.seed, start_step=first, parts=parts, leg=leg
-        )
+        stream = batches(num, batch_size=size, seed=schedule.seed, start_step=first, parts=parts, leg=leg)
         for step, rows in zip(range(first, schedule.steps), stream):
             done, clock = step + 1, Clock(memory=schedule.profile_memory)
             metrics, num_tokens = backward(rows)
             set_lr(optimizer, lr_at(step))
-            metrics = merge(
-                reduce_metrics(metrics, mesh=mesh), optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
-            )
-            line = finalize(metrics) | {"lr": lr_at(step)}
+            stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
+            line = finalize(merge(reduce_metrics(metrics, mesh=mesh), stepped)) | {"lr": lr_at(step)}
             clock.lap("train")
             line |= held_out(done, partial(samples.completed, step=done))
             clock.lap("eval")
             if line["skipped_step"]:
                 run.say(f"step {done}: the gradient norm is {line['grad_norm']}, so the optimizer step was skipped")
             log(done, line | clock.times(num_tokens=num_tokens, peak=peak))
-            order = {"order": to_save(parts, leg, position=done * batch_size)}
+            order = {"order": to_save(parts, leg, position=done * size)}
             if saving.save_if_due(job, done, model=model, optimizer=optimizer, state=order):
                 break
         return saving.finish(job, model, tokenizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,21 +71,19 @@ def try_label_loss(function: Callable[..., Any], **options: Any) -> None:
     slope, flipped, _ = (slopes(loss, x)[0] for loss in losses)
     further = (losses[2] - losses[0]).detach() / 0.1
     up, down, least = slope[desirable].sum(), slope[~desirable].sum(), 1e-3 * slope.abs().sum()
-    for broken, fault in (
-        (
-            torch.equal(slope, flipped),
-            "has the same gradient for desirable and other responses: it ignores `desirable`",
-        ),
-        (up - down > least, "rises with the log-ratio of desirable responses"),
-        (down < -least, "falls as the log-ratio of responses that are not desirable rises"),
-        (
-            further[desirable].sum() < -least or further[~desirable].sum() > least,
-            "takes log-ratios from -kl on: it adds `kl`, which is to be subtracted from a log-ratio",
-        ),
-    ):
-        if broken:
-            _log.warning("%s %s", name_of(function), fault)
-            return
+    adds_kl = further[desirable].sum() < -least or further[~desirable].sum() > least
+    _log_first(function, {
+        "has the same gradient for desirable and other responses: it ignores `desirable`": torch.equal(slope, flipped),
+        "rises with the log-ratio of desirable responses": up - down > least,
+        "falls as the log-ratio of responses that are not desirable rises": down < -least,
+        "takes log-ratios from -kl on: it adds `kl`, which is to be subtracted from a log-ratio": adds_kl,
+    })  # fmt: skip
+
+
+def _log_first(function: Callable[..., Any], faults: Mapping[str, bool | Tensor]) -> None:
+    """Log the first of the faults that a function has."""
+    if fault := next((fault for fault, broken in faults.items() if broken), ""):
+        _log.warning("%s %s", name_of(function), fault)
 
 
 def try_divergence(function: Callable[..., Any]) -> None:
@@ -133,24 +131,17 @@ def try_kl(function: Callable[..., Any], *, place: str = "loss") -> None:
         raise ValueError(f"{name} in the loss has gradient 0 on average, as k1 does: {fix}")
     if all(x.climbs for x in numbers) and not coupled:
         raise ValueError(f"{name} in the loss pushes the policy away from the reference: is its sign right?")
-    for broken, fault in (
-        (coupled, "gives a token a value that depends on the other tokens of the batch (law additive)"),
-        (float(equal.abs().max()) > TOLERANCE, "is not 0 where policy and reference are equal"),
-        (numbers[0].mean < -TOLERANCE, "has a negative mean over samples of the policy: is its sign right?"),
-        (all(x.summed for x in numbers), _SUMMED),
-        (
-            not near(called(logp - 0.5, ref_logp - 0.5), whole) and near(called(*more), whole),
-            "depends on the difference of the probabilities: it gets log-probs, and is to take their difference",
-        ),
-        (all(x.exchanged for x in numbers), "is an estimator of the KL with logp and ref_logp exchanged"),
-        (
-            place != "loss" and all(abs(x.mean) < TOLERANCE for x in numbers),
-            "has mean 0 over samples of the policy, whatever the reference: it does not measure the KL",
-        ),
-    ):
-        if broken:
-            _log.warning("%s %s", name, fault)
-            return
+    of_probs = not near(called(logp - 0.5, ref_logp - 0.5), whole) and near(called(*more), whole)
+    flat = place != "loss" and all(abs(x.mean) < TOLERANCE for x in numbers)
+    _log_first(function, {
+        "gives a token a value that depends on the other tokens of the batch (law additive)": coupled,
+        "is not 0 where policy and reference are equal": float(equal.abs().max()) > TOLERANCE,
+        "has a negative mean over samples of the policy: is its sign right?": numbers[0].mean < -TOLERANCE,
+        _SUMMED: all(x.summed for x in numbers),
+        "depends on the difference of the probabilities: it gets log-probs, and is to take their difference": of_probs,
+        "is an estimator of the KL with logp and ref_logp exchanged": all(x.exchanged for x in numbers),
+        "has mean 0 over samples of the policy, whatever the reference: it does not measure the KL": flat,
+    })  # fmt: skip
 
 
 class _Kl(NamedTuple):

@@ -18,22 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlkit import losses
 from rlkit._util.numbers import show
 from rlkit._util.tensors import FILLED_BY
 from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.loops.trial import lacking, log_ratio, refuse_needed, try_advantage, try_surrogate, weighs
-from rlkit.losses import (
-    k3,
-    keep_ratio,
-    keep_whole_sequences,
-    ppo_clip,
-    prompt_mean,
-    ratio_stats,
-    seq_mean_token_sum,
-    tis,
-    token_mean,
-    unbiased_kl,
-)
 from rlkit.metrics import Mean, Metrics, largest, mean, merge
 from rlkit.model.forward import Policy
 from rlkit.model.optim import optimizer_step, set_lr
@@ -48,7 +37,7 @@ from rlkit.types import Batch, LogProbs
 
 def per_token(batch: Batch) -> Float[Tensor, "T"]:
     """Equal weight per token: `token_mean` (DAPO)."""
-    return token_mean(batch.mask, num_tokens=int(batch.mask.sum()))
+    return losses.token_mean(batch.mask, num_tokens=int(batch.mask.sum()))
 
 
 def per_episode(batch: Batch) -> Float[Tensor, "T"]:
@@ -67,11 +56,11 @@ def per_length(batch: Batch, *, max_length: int) -> Float[Tensor, "T"]:
     The constant may be the limit of one turn: an episode of several turns may have more tokens.
     """
     num_seqs = _count(batch, batch.episode_ids)
-    return seq_mean_token_sum(batch.mask, cu_seqlens=batch.cu_seqlens, num_seqs=num_seqs) / max_length
+    return losses.seq_mean_token_sum(batch.mask, cu_seqlens=batch.cu_seqlens, num_seqs=num_seqs) / max_length
 
 
 def _mean_of(batch: Batch, ids: Int[Tensor, "N"]) -> Tensor:
-    return prompt_mean(batch.mask, group_ids=ids, cu_seqlens=batch.cu_seqlens, num_groups=_count(batch, ids))
+    return losses.prompt_mean(batch.mask, group_ids=ids, cu_seqlens=batch.cu_seqlens, num_groups=_count(batch, ids))
 
 
 def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
@@ -87,7 +76,7 @@ Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a wei
 
 def clipped(log_ratio: Tensor, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Tensor:
     """PPO's clip with DAPO's upper bound, as a `PolicyLoss.surrogate`."""
-    return ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
+    return losses.ppo_clip(log_ratio, batch.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def skip_above(log_ratio: Tensor, batch: Batch, *, surrogate: Surrogate, max_ratio: float) -> Tensor:
@@ -96,7 +85,7 @@ def skip_above(log_ratio: Tensor, batch: Batch, *, surrogate: Surrogate, max_rat
     Differs: ColossalAI's `skip_threshold` (20) skips a whole micro-batch whose mean ratio exceeds it.
     """
     where = {"mask": batch.mask, "cu_seqlens": batch.cu_seqlens}
-    keep = keep_whole_sequences(keep_ratio(log_ratio, low=0.0, high=max_ratio, mask=batch.mask), **where)
+    keep = losses.keep_whole_sequences(losses.keep_ratio(log_ratio, low=0.0, high=max_ratio, mask=batch.mask), **where)
     return keep * surrogate(log_ratio, batch)
 
 
@@ -120,7 +109,7 @@ class PolicyLoss:
 
     surrogate: Surrogate = clipped
     aggregate: Aggregate = per_token
-    correction: Callable[[Tensor], Tensor] = field(default=partial(tis, max_weight=2.0))
+    correction: Callable[[Tensor], Tensor] = field(default=partial(losses.tis, max_weight=2.0))
     loss_unchecked: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -204,7 +193,7 @@ def grpo_update(
     kl_coef: float,
     entropy_coef: float,
     seed: int,
-    kl: Callable[[Tensor, Tensor, Tensor], Tensor] = unbiased_kl,
+    kl: Callable[[Tensor, Tensor, Tensor], Tensor] = losses.unbiased_kl,
     teacher: TeacherLoss | None = None,
     teacher_coef: float = 1.0,
 ) -> Metrics:
@@ -319,19 +308,19 @@ def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch) ->
     mismatch/k3 and mismatch/abs_mean compare old_logp with rollout_logp: 0 up to rounding for an exact engine.
     """
     logp, mask = out.logp.detach(), batch.mask
-    stats = ratio_stats(logp - old_logp, mask=mask)
+    stats = losses.ratio_stats(logp - old_logp, mask=mask)
     gap = old_logp - batch.rollout_logp
     metrics: Metrics = {f"ratio/{name}": value for name, value in stats.items()}
     metrics |= {
         "entropy": mean(out.entropy, mask=mask),
         "mismatch/abs_mean": mean(gap.abs(), mask=mask),
         "mismatch/abs_max": largest(gap.abs(), mask=mask),
-        "mismatch/k3": mean(k3(batch.rollout_logp, old_logp), mask=mask),
+        "mismatch/k3": mean(losses.k3(batch.rollout_logp, old_logp), mask=mask),
     }
     if batch.kept_mass is not None:
         metrics["kept_mass"] = mean(batch.kept_mass, mask=mask)
     if batch.ref_logp is not None:
-        metrics["kl/ref"] = mean(k3(logp, batch.ref_logp), mask=mask)
+        metrics["kl/ref"] = mean(losses.k3(logp, batch.ref_logp), mask=mask)
     return metrics
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit._util import untrusted
-from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapter
+from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapter, model_file
 
 log = logging.getLogger("rlkit.model")
 
@@ -184,7 +184,7 @@ def explained(path: str | os.PathLike[str], part: str) -> Iterator[None]:
             raise ValueError(f"{damaged} is damaged, it is not JSON: copy or download it again") from None
         if isinstance(error, OSError | ImportError):
             raise
-        if part == "tokenizer" and file_of(path, "config.json"):
+        if part == "tokenizer" and model_file(path, "config.json"):
             load_config(path)  # transformers reads it for the tokenizer: the error may be its own
         text = " ".join(str(error).split())[:300]
         fix = {"tokenizer": "; copy or download tokenizer.json again", "config": "; correct config.json"}.get(part, "")
@@ -223,23 +223,12 @@ def _key_of(config: Any, value: Any) -> str | None:
     return next((f for key, x in pairs if (f := key if x == value else _key_of(x, value))), None)
 
 
-def file_of(path: str | os.PathLike[str], name: str) -> Path | None:
-    """A file of a folder or hub id; None where it has none."""
-    from transformers.utils.hub import cached_file
-
-    if Path(path).is_dir():
-        return Path(path) / name if (Path(path) / name).exists() else None
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    cached = cached_file(str(path), name, **quiet)
-    return Path(cached) if cached else None
-
-
 def _check_config_files(path: str | os.PathLike[str]) -> None:
     """ValueError, with the file and the key, for values of which no model can be built, and for an index of weights
     that names other files than safetensors beside it."""
     rows: Any = None
     for name in ("config.json", "generation_config.json"):
-        if (file := file_of(path, name)) is None:
+        if (file := model_file(path, name)) is None:
             continue
         content = untrusted.read_json(file)
         if not isinstance(content, dict):
@@ -287,7 +276,7 @@ def _wrong(key: str, value: Any) -> str | None:
 def _check_tokenizer_files(path: str | os.PathLike[str]) -> None:
     """ValueError, with the file, for a tokenizer that is too large to be read, or nested too deeply."""
     for name in ("tokenizer_config.json", "tokenizer.json", "added_tokens.json"):
-        if (file := file_of(path, name)) is None:
+        if (file := model_file(path, name)) is None:
             continue
         data = untrusted.read(file, "tokenizer_mib")
         num = data.count(b"\n" if name == "added_tokens.json" else b'"content"')

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlkit.model.pretrained import file_of
+from rlkit._util.files import model_file
 from rlkit.parallel.attention import IMPLEMENTATION
 from rlkit.types import Batch, Picture
 
@@ -187,7 +187,7 @@ def copy_processor(model: Any, folder: Path) -> None:
     if not reads_images(model.config) or not model.config.name_or_path:
         return
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        if (file := file_of(model.config.name_or_path, name)) is not None:
+        if file := model_file(model.config.name_or_path, name):
             copyfile(file, folder / name)
 
 

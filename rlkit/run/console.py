@@ -142,6 +142,11 @@ def with_command(text: str, command: str, stream: Any) -> str:
     return f"{text}:\n    " + " \\\n    ".join(lines)
 
 
+def is_live(stream: Any) -> bool:
+    """Whether the stream is a terminal whose lines can be erased."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def _columns(stream: Any) -> int:
     """The width of the terminal that `stream` is."""
     with suppress(OSError, ValueError):
@@ -185,7 +190,7 @@ class _Progress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or time.monotonic() < self.due:
             return
-        live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        live = is_live(sys.stderr)
         text = printable(record.getMessage())
         sys.stderr.write(f"\r\x1b[K{text[: _columns(sys.stderr) - 1]}" if live else f"{text}\n")
         sys.stderr.flush()
@@ -267,13 +272,7 @@ class RunDisplay:
         self._eta = _Eta(steps, max(start, 0))
         self._line = _NotebookLine(steps, self._eta) if steps and in_notebook() else None
         encode_anything()
-        if (
-            self._line is None
-            and steps
-            and sys.stdout is not None
-            and sys.stdout.isatty()
-            and os.environ.get("TERM", "dumb") != "dumb"
-        ):
+        if self._line is None and steps and is_live(sys.stdout):
             with _unless_lost():
                 self._open_bar(steps, max(start, 0))
 

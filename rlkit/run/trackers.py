@@ -45,10 +45,15 @@ def wandb(folder: Path, project: str, run_id: str | None, args: Row) -> Iterator
         project=project, name=folder.name, id=run_id, resume="allow", config=args, dir=str(folder),
         settings=module.Settings(console="off"),
     )  # fmt: skip
+    with _of_artifacts(folder, module, run) as send:
+        yield send(
+            run.id, lambda rows: module.Table(columns=[*rows[0]], data=[[*x.values()] for x in rows]), sure=False
+        )
 
-    def table(step: int, name: str, rows: Sequence[Row]) -> None:
-        data = [[*row.values()] for row in rows]
-        run.log({f"samples/{name}": module.Table(columns=[*rows[0]], data=data)}, step=step)
+
+@contextmanager
+def _of_artifacts(folder: Path, module: Any, run: Any) -> Iterator[Callable[..., Tracker]]:
+    """A function from id, table of rows and `sure` to the tracker of a run with the methods of wandb's."""
 
     def model(path: Path) -> None:
         artifact = module.Artifact(_name(folder), type="model")
@@ -56,9 +61,10 @@ def wandb(folder: Path, project: str, run_id: str | None, args: Row) -> Iterator
         run.log_artifact(artifact)
 
     try:
-        yield Tracker(
-            run.id, lambda step, numbers: run.log(numbers, step=step), table,
-            lambda path: run.log({"curves": module.Image(str(path))}), model, sure=False,
+        yield lambda run_id, table_of, sure: Tracker(
+            run_id, lambda step, numbers: run.log(numbers, step=step),
+            lambda step, name, rows: run.log({f"samples/{name}": table_of(rows)}, step=step),
+            lambda path: run.log({"curves": module.Image(str(path))}), model, sure,
         )  # fmt: skip
     finally:
         run.finish()
@@ -139,23 +145,8 @@ def trackio(folder: Path, project: str, run_id: str | None, args: Row) -> Iterat
     module = load("trackio")
     name = run_id or f"{folder.name}-{args.get('run', time.time_ns())}"  # its runs are told apart by their names
     run = module.init(project=project, name=name, config=args, resume="allow", auto_log_gpu=False, embed=False)
-
-    def table(step: int, name: str, rows: Sequence[Row]) -> None:
-        frame = load("pandas").DataFrame(rows)
-        run.log({f"samples/{name}": module.Table(dataframe=frame)}, step=step)
-
-    def model(path: Path) -> None:
-        artifact = module.Artifact(_name(folder), type="model")
-        artifact.add_dir(str(path))
-        run.log_artifact(artifact)
-
-    try:
-        yield Tracker(
-            name, lambda step, numbers: run.log(numbers, step=step), table,
-            lambda path: run.log({"curves": module.Image(str(path))}), model, sure=True,
-        )  # fmt: skip
-    finally:
-        run.finish()
+    with _of_artifacts(folder, module, run) as send:
+        yield send(name, lambda rows: module.Table(dataframe=load("pandas").DataFrame(rows)), sure=True)
 
 
 TRACKERS = {"wandb": wandb, "mlflow": mlflow, "tensorboard": tensorboard, "trackio": trackio}

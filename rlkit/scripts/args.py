@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,7 @@ from rlkit.settings import (
     SamplingParams,
     Without,
     check,
+    collected,
     is_default,
     named,
     refuse_if,
@@ -149,7 +150,7 @@ class Data:
         """The files of each held-out set; those without a name are the set ""."""
         sets: dict[str, list[str]] = {}
         for text in (self.eval_data,) if isinstance(self.eval_data, str) else self.eval_data or ():
-            name, spec = ("", text) if os.path.exists(text) else split_name(text)
+            name, spec = split_name(text)
             fix = "give each file a name of its own, or one glob, as in 'hard=part-*.jsonl'"
             refuse_if(name and name in sets, f"`eval_data` has two sets {name}: {fix}")
             refuse_if(not spec, f"`eval_data` {text}: no file after the name")
@@ -179,17 +180,12 @@ class Data:
 
         ValueError for a row that has none of the `forms`.
         """
-        from rlkit.compat.libraries import source_of
-        from rlkit.data.load import load_rows, mixed_types, name_splits
+        from rlkit.data.load import mixed_types, name_splits
         from rlkit.data.prompts import shared
         from rlkit.data.turns import PROMPT
 
-        elsewhere, rows = {*self.rename}, []
-        for files, _ in self.parts():
-            unused = set[str]()
-            sources = [source_of(file) for file in files]
-            rows.append(load_rows(sources, rename=self.rename, limit_each=limit_each, unused=unused))
-            elsewhere &= unused
+        elsewhere = {*self.rename}
+        rows = [self._load(files, absent=elsewhere, limit_each=limit_each) for files, _ in self.parts()]
         held_out, absent = self.load_eval(limit=limit, unused=set()) if self.eval_data else ({}, {*self.rename})
         if both := sorted(elsewhere & absent):  # a column that one of the two has need not be in the other
             where = "neither --data nor --eval-data has that column" if self.eval_data else "no file has that column"
@@ -210,18 +206,21 @@ class Data:
 
     def load_eval(self, *, limit: int | None, unused: set[str] | None) -> tuple[dict[str, Any], set[str]]:
         """The rows of each held-out set as they are, and the columns of `rename` that none of the sets has."""
-        from rlkit.compat.libraries import source_of
-        from rlkit.data.load import load_rows
-
-        sets, absent = {}, {*self.rename}
-        for name, files in self.eval_files().items():
-            here = set[str]()
-            sources = [source_of(file, held_out=True) for file in files]
-            sets[name] = load_rows(sources, rename=self.rename, limit=limit, held_out=True, unused=here)
-            absent &= here
+        absent, named = {*self.rename}, self.eval_files().items()
+        sets = {name: self._load(files, absent=absent, limit=limit, held_out=True) for name, files in named}
         if absent and unused is None:
             raise ValueError(f"--rename {min(absent)}: --eval-data does not have that column")
         return sets, absent
+
+    def _load(self, files: list[str], *, absent: set[str], held_out: bool = False, **limits: Any) -> Any:
+        """The rows of some files; the columns of `rename` that these have leave `absent`."""
+        from rlkit.compat.libraries import source_of
+        from rlkit.data.load import load_rows
+
+        unused, sources = set[str](), [source_of(file, held_out=held_out) for file in files]
+        rows = load_rows(sources, rename=self.rename, held_out=held_out, unused=unused, **limits)
+        absent &= unused
+        return rows
 
     def read(self, rows: Any, *forms: Any) -> list[dict[str, Any]]:
         """The rows in the columns of rlkit."""
@@ -260,9 +259,9 @@ def _weighted(text: str) -> tuple[str, float | None]:
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """NAME and the rest of NAME=REST; "" and the text where nothing before a `=` is a name."""
+    """NAME and the rest of NAME=REST; "" and the text where that is a file, or nothing before a `=` is a name."""
     name, equals, rest = text.partition("=")
-    return (name, rest) if equals and name.isidentifier() else ("", text)
+    return (name, rest) if equals and name.isidentifier() and not os.path.exists(text) else ("", text)
 
 
 @dataclass(frozen=True)
@@ -296,14 +295,16 @@ class Evaluation:
 
     def reward_of(self, name: str) -> tuple[str, ...] | None:
         """The rewards of a set; None: those of training."""
-        by_set = self._by_set(self.eval_reward)
-        return tuple(by_set.get(name, by_set.get("", ()))) or None
+        return tuple(self._of_set(self.eval_reward, name)) or None
 
     def sampling_of(self, name: str) -> dict[str, Any]:
         """What differs in the sampling of a set: fields of `SamplingParams`, and `samples`."""
-        by_set = self._by_set(self.eval_sampling)
-        texts = by_set.get(name, by_set.get("", ()))
+        texts = self._of_set(self.eval_sampling, name)
         return self._sampling(texts[0]) if texts else {}
+
+    def _of_set(self, texts: tuple[str, ...], name: str) -> Sequence[str]:
+        by_set = self._by_set(texts)
+        return by_set.get(name, by_set.get("", ()))
 
     def _sampling(self, text: str) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -318,15 +319,12 @@ class Evaluation:
             refuse_if(kind is None, f"`eval_sampling` {text}: {pair} is not one of {allowed}")
         if None in options.values():
             return {}
-        try:
-            samples = options.get("samples", 1)
+        samples, greedy = options.get("samples", 1), options.get("temperature") == 0
+        with collected() as faults:
             SamplingParams(**{k: x for k, x in options.items() if k != "samples"})
-            if samples < 1:
-                raise ValueError("samples must be at least 1")
-            if samples > 1 and options.get("temperature") == 0:
-                raise ValueError("at temperature 0 all samples are the same: drop samples")
-        except ValueError as error:
-            refuse_if(True, f"`eval_sampling` {text}: {error}")
+            refuse_if(samples < 1, "samples must be at least 1")
+            refuse_if(samples > 1 and greedy, "at temperature 0 all samples are the same: drop samples")
+        refuse_if(faults, f"`eval_sampling` {text}: {''.join(faults[:1]).replace('`', '')}")
         return options
 
     def check_sets(self, sets: Iterable[str]) -> None:
@@ -555,10 +553,8 @@ def places_of(flag: str, value: str | tuple[str, ...]) -> dict[str, str]:
     texts = (value,) if isinstance(value, str) else value
     places: dict[str, str] = {}
     for text in texts:
-        name, equals, place = text.partition("=")
-        if not (equals and name.isidentifier() and not os.path.exists(text)):
-            refuse_if(len(texts) > 1, f"`{flag}` {text}: of several each has a name, as in math={text}")
-            name, place = "", text
+        name, place = split_name(text)
+        refuse_if(not name and len(texts) > 1, f"`{flag}` {text}: of several each has a name, as in math={text}")
         refuse_if(not place, f"`{flag}` {text}: nothing stands behind the name")
         refuse_if(name in places, f"`{flag}` has two of the name {name}: rename one")
         places[name] = place
@@ -594,13 +590,8 @@ def _parsed(text: str) -> tuple[str, float | None]:
 OF_VALUES = ("gae", "vapo", "td_lambda", "n_step", "vtrace", "retrace")
 OF_TURNS = ("turn_returns", "gigpo")
 OF_RETURNS = ("returns", "reinforce_pp", *OF_TURNS)
-Estimator = Annotated[
-    str,
-    Range(
-        f"one of {', '.join((*OF_VALUES, *OF_RETURNS))}, perhaps with (arguments), or FILE.py:FUNCTION",
-        lambda x: x.partition("(")[0] in (*OF_VALUES, *OF_RETURNS) or ":" in x,
-    ),
-]
+_NAMED = f"one of {', '.join((*OF_VALUES, *OF_RETURNS))}, perhaps with (arguments), or FILE.py:FUNCTION"
+Estimator = Annotated[str, Range(_NAMED, lambda x: x.partition("(")[0] in (*OF_VALUES, *OF_RETURNS) or ":" in x)]
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from rlkit.scripts.flags import (
     help_text,
     is_flag,
     list_flags,
+    script_of,
     wrong_words,
 )
 from rlkit.settings import collected
@@ -195,7 +196,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     _refuse_assignments(words, names)
     names |= {flag.name for flag in CONFIG if has_config(flags)}
     faults, ours_only = {}, True
-    translated = translate.translate(asked := translate.options(words), flags, _script_of(kind))
+    translated = translate.translate(asked := translate.options(words), flags, script_of(kind))
     system = translated.system if translated else None
     alone = next((flag for flag in flags if flag.positional and flag.name != "command"), None)
     for word, value in zip(words, [*words[1:], ""]):
@@ -203,35 +204,30 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
         name = typed.lstrip("-").replace("-", "_")
         matches = names & {name, name.removeprefix("no_"), name.replace(".no_", ".")}
         short = is_flag(word) and word[1:2] != "-" and len(name) > 1 and typed not in aliases
+        no_flag = word.startswith("--") and (not matches or (alone and name == alone.name))
+        ours = foreign.VALUES.get(name, {}).get(value, "") if word.startswith("--") else ""
         if short and matches:
             faults[typed] = f"needs two dashes: -{typed}"
-        elif (
-            translate.is_assignment(word)
-            or short
-            or (word.startswith("--") and (not matches or (alone and name == alone.name)))
-        ):
-            example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
-            bare = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
-            bare = bare if alone and name in (alone.name, *foreign.OF_RUN) else ""
-            faults[typed] = _unknown(translate.long_name(name, asked), names, in_python, bare=bare, system=system)
+        elif short or no_flag or translate.is_assignment(word):
+            faults[typed] = _unknown(translate.long_name(name, asked), names, in_python, system=system)
+            if alone and name in (alone.name, *foreign.OF_RUN):
+                example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
+                faults[typed] = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
             ours_only = ours_only and not foreign.answer(name, names) and bool(_elsewhere(name, names))
-        elif (
-            word.startswith("--")
-            and (ours := foreign.VALUES.get(name, {}).get(value))
-            and not ours.endswith(f":{value}")  # a name of ours, too: the loader asks "did you mean"
-        ):
+        elif ours and not ours.endswith(f":{value}"):  # a name of ours, too: the loader asks "did you mean"
             faults[f"{typed} {value}"], ours_only = f"is {ours} here", False
     unknown = bool(faults)
     faults = faults or wrong_words(argv, kind)
     if not faults or ("missing" in faults and not complete):
         return
-    rest = "; --help lists the flags" if "missing" in faults else ""
-    if "missing" in faults and "--resume" in words and (place := _kept_args(words, flags)):
-        rest = f"; a resumed run takes its flags again: {place}"
-    if unknown and not ours_only:
-        rest = "; --help WORD finds flags by a word" if "model" in names else "; --help lists the flags"
+    rest = ""
     if "command" in names and "--" not in argv:
         rest = "; the command to run comes after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
+    elif unknown and not ours_only:
+        rest = "; --help WORD finds flags by a word" if "model" in names else "; --help lists the flags"
+    elif "missing" in faults:
+        place = "--resume" in words and _kept_args(words, flags)
+        rest = f"; a resumed run takes its flags again: {place}" if place else "; --help lists the flags"
     if len(faults) == 1:
         fail("{} {}".format(*faults.popitem()) + rest)
     width = max(map(len, faults))
@@ -239,10 +235,6 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     if translated and unknown:
         lines += _translated(translated, kind)
     fail("\n".join([f"{len(faults)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
-
-
-def _script_of(kind: type) -> str:
-    return kind.__module__.rpartition(".")[2]
 
 
 def _translated(translation: translate.Translation, kind: type) -> list[str]:
@@ -287,10 +279,8 @@ def _refuse_assignments(argv: Sequence[str], names: set[str]) -> None:
         fail(f"{typed} {'is' if len(pairs) == 1 else 'are'} no flag{'s' * (len(pairs) > 1)}: write {better}")
 
 
-def _unknown(name: str, names: set[str], in_python: set[str], *, bare: str = "", system: str | None = None) -> str:
+def _unknown(name: str, names: set[str], in_python: set[str], *, system: str | None = None) -> str:
     """What is wrong with a flag that is not in `names`, and what to write."""
-    if bare:
-        return bare
     if name in in_python:
         return "is set in Python only"
     there = _elsewhere(foreign.our_name(name, system), names) or ""  # a critic's option in grpo
@@ -302,11 +292,8 @@ def _elsewhere(name: str, names: set[str]) -> str | None:
     """The commands that have a flag which this one, with the flags `names`, has not."""
     if "command" in names:
         return None
-    scripts = []
-    for script in TRAINERS:
-        kind = importlib.import_module(module_of(script)).Args
-        if name in {flag.name for flag in list_flags(kind)}:
-            scripts.append(script)
+    args_of = {script: importlib.import_module(module_of(script)).Args for script in TRAINERS}
+    scripts = [script for script in TRAINERS if any(flag.name == name for flag in list_flags(args_of[script]))]
     if len(scripts) == len(TRAINERS):
         return "is a flag of the commands that train"
     return f"is for rlkit {' and '.join(filter(None, (', '.join(scripts[:-1]), scripts[-1])))}" if scripts else None
@@ -414,9 +401,8 @@ def _with_short_errors(script: Callable[..., X], *args: Any) -> X:
             fail("\n  ".join([str(error), *more]), code=1 if started else 2)
         if started and not of_folder:
             raise
-        text = (
-            str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
-        )  # an ImportError may hold a user's traceback
+        # an ImportError may hold a user's traceback
+        text = str(error) if isinstance(error, ImportError) else " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror and path is not None:
             text = f"{path}: {error.strerror}"
         fail(spelled(text or type(error).__name__, args[0] if args else None))

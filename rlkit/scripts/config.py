@@ -34,6 +34,7 @@ from rlkit.scripts.flags import (
     is_flag,
     list_flags,
     members_of,
+    script_of,
 )
 from rlkit.scripts.translate import Translation, translate
 from rlkit.settings import collected
@@ -107,7 +108,7 @@ def expand(argv: Sequence[str], kind: type, *, explain: Explain) -> Expanded:
 def _translated(entries: Sequence[Entry], flags: Sequence[Flag], kind: type, explain: Explain) -> Translation | None:
     """A file of another system in flags of the script, with a note for each key that has none; None for one of ours."""
     options = {entry.name: [x for x in _texts(entry.node) if x != "None"] for entry in entries if _is_plain(entry.node)}
-    translation = translate(options, flags, kind.__module__.rpartition(".")[2])
+    translation = translate(options, flags, script_of(kind))
     if translation is None:
         return None
     names = {flag.name for flag in flags}
@@ -126,7 +127,7 @@ def _is_plain(node: Any) -> bool:
 
 def program(kind: type) -> str:
     """The command of a script: rlkit grpo."""
-    return sys.argv[0] if sys.argv[0].startswith("rlkit ") else f"rlkit {kind.__module__.rpartition('.')[2]}"
+    return sys.argv[0] if sys.argv[0].startswith("rlkit ") else f"rlkit {script_of(kind)}"
 
 
 def _bare(name: str) -> str:

@@ -42,6 +42,7 @@ from rlkit.settings import (
     CountOr0,
     Engines,
     For,
+    GroupBaseline,
     LimitOr0,
     NotNegative,
     Optim,
@@ -86,9 +87,7 @@ class Loss:
     """clip the ratio of advantages above at 1 + clip_high"""
     aggregate: Literal["token", "episode", "prompt"] = "token"
     """average the loss over tokens, answers or prompts"""
-    baseline: Literal["group_centered", "group_zscore", "leave_one_out", "group_mean_batch_std", "max_rl", "gpg"] = (
-        "group_centered"
-    )
+    baseline: GroupBaseline = "group_centered"
     """estimator of the reward's advantages (docs/advantages.md)"""
 
     def __post_init__(self) -> None:

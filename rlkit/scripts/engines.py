@@ -63,11 +63,9 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
 def check_truncation(engines: Engines, rollouts: Rollouts) -> None:
     """Refuse (ValueError) truncated samples of older weights from servers, before these start."""
     limits = [f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name)]
-    refuse_if(
-        engines.serves and limits and rollouts.max_age,
-        f"{' and '.join(limits)} with `overlap` or `staleness` needs the tokens that were kept, which servers do not "
-        "report: use `engine` local",
-    )
+    lacks_tokens = "needs the tokens that were kept, which servers do not report: use `engine` local"
+    older = engines.serves and limits and rollouts.max_age
+    refuse_if(older, f"{' and '.join(limits)} with `overlap` or `staleness` {lacks_tokens}")
 
 
 def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:
@@ -157,11 +155,9 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
     from rlkit.model.sharding import is_cut
     from rlkit.run.console import say
 
-    refuse_if(
-        spec.engines.weight_sync_lora == "adapter" and not only_adapter_trains(model),
-        "`weight_sync_lora` adapter: servers take adapters of linear layers only, not of experts or transposed layers: "
-        "name others by `lora_targets`, or drop the flag",
-    )
+    others = spec.engines.weight_sync_lora == "adapter" and not only_adapter_trains(model)
+    fault = "servers take adapters of linear layers only, not of experts or transposed layers"
+    refuse_if(others, f"`weight_sync_lora` adapter: {fault}: name others by `lora_targets`, or drop the flag")
     if spec.engines.engine == "local" and not is_cut(model) and not spec.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 

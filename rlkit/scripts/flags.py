@@ -69,6 +69,11 @@ CONFIG = (
 )
 
 
+def script_of(kind: type) -> str:
+    """The script whose flags the dataclass has: grpo."""
+    return kind.__module__.rpartition(".")[2]
+
+
 def has_config(flags: Sequence[Flag]) -> bool:
     """Whether a command takes --config and --print-config: those that train do."""
     return {"model", "output", "steps"} <= {flag.name for flag in flags}

@@ -29,6 +29,7 @@ from rlkit.settings import (
     Engines,
     Finite,
     For,
+    GroupBaseline,
     LimitOr0,
     Needs,
     Optim,
@@ -78,16 +79,7 @@ class Loss:
     ] = None
     """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
     baseline: Annotated[
-        Literal[
-            "group_centered",
-            "group_zscore",
-            "leave_one_out",
-            "group_mean_batch_std",
-            "max_rl",
-            "gpg",
-            "role_average",
-            "none",
-        ],
+        Literal[GroupBaseline, "role_average", "none"],
         Needs("advantage", of=("none",), why="it compares no rewards; add reinforce_pp, or take another baseline"),
     ] = "group_centered"
     """what a group's rewards are compared with (docs/advantages.md); group_zscore also divides by their standard
@@ -133,11 +125,9 @@ class Args:
     engine: Flat[Engines] = Engines()
 
     def __post_init__(self) -> None:
-        refuse_if(
-            self.rollouts.group_size < 2 and self.loss.baseline not in ("none", "role_average"),
-            "`group_size` must be at least 2: a sample is compared with the others of its prompt (or use ppo, or "
-            "`baseline` role_average, which compares with earlier steps)",
-        )
+        alone = self.rollouts.group_size < 2 and self.loss.baseline not in ("none", "role_average")
+        fix = "(or use ppo, or `baseline` role_average, which compares with earlier steps)"
+        refuse_if(alone, f"`group_size` must be at least 2: a sample is compared with the others of its prompt {fix}")
 
 
 def main(args: Args) -> Path:

@@ -15,15 +15,7 @@ from rlkit.data.load import place_of
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Data, Episodes, Evaluation, Examples, log
-from rlkit.scripts.start import (
-    Brought,
-    Place,
-    check_flags,
-    image_reader,
-    mixture,
-    note_strings,
-    warn_of_repeats,
-)
+from rlkit.scripts.start import Brought, Place, check_flags, image_reader, note_strings, warn_of_repeats
 from rlkit.scripts.trial import own_rewards
 from rlkit.settings import Optim, SamplingParams, is_default, refuse_if
 
@@ -73,13 +65,8 @@ def make_examples(
     longest, few = longest_example(flags, *place.configs.values())
     if few and not is_default(flags, "max_example_tokens"):
         log.warning("%s", few.pop())
-    render: dict[str, Any] = {
-        "tokenizer": place.tokenizer,
-        "max_example_tokens": longest,
-        "images": image_reader(path, place.tokenizer, every_row, place.config),
-        **data.rendering(),
-    }
-
+    render: dict[str, Any] = {"tokenizer": place.tokenizer, "max_example_tokens": longest, **data.rendering()}
+    render["images"] = image_reader(path, place.tokenizer, every_row, place.config)
     num_rows = place.num_rows
 
     def make(rows: Any) -> list[Any]:
@@ -104,7 +91,7 @@ def make_examples(
             log.warning("--stream: what is reported of the data is of the first %d rows of each file", STREAM_HEAD)
     note_strings(data, brought.parts[0])
     warn_of_repeats("--batch-size", flags.batch_size, len(every))
-    return Made(every, mixture(data, sizes), {name: make(part) for name, part in brought.held_out.items()})
+    return Made(every, brought.mixture(sizes), {name: make(part) for name, part in brought.held_out.items()})
 
 
 def longest_example(flags: Examples, *configs: Any) -> tuple[int, list[str]]:

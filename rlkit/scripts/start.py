@@ -57,6 +57,14 @@ class Brought:
     reward: OfTokenizer | None = None
     questions: Mapping[str, Any] = field(default_factory=dict)
 
+    def mixture(self, sizes: Iterable[int]) -> list[Any]:
+        """The parts of the data: size, weight, and whose files they are."""
+        from rlkit.data.order import Part
+        from rlkit.data.sources import identity
+
+        parts = zip(sizes, self.data.parts(), strict=True)
+        return [Part(size, weight, identity(files)) for size, (files, weight) in parts]
+
 
 @dataclass(frozen=True)
 class Place:
@@ -451,12 +459,3 @@ def image_reader(path: str, tokenizer: Any, rows: Iterable[Any], config: Any = N
     from rlkit.data.images import reader_at, shows_images
 
     return reader_at(path, tokenizer, marked=any(map(shows_images, rows)), config=config)
-
-
-def mixture(data: Data, sizes: Iterable[int]) -> list[Any]:
-    """The parts of the data: size, weight, and whose files they are."""
-    from rlkit.data.order import Part
-    from rlkit.data.sources import identity
-
-    parts = zip(sizes, data.parts(), strict=True)
-    return [Part(size, weight, identity(files)) for size, (files, weight) in parts]

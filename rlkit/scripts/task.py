@@ -15,20 +15,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlkit.data.columns import check_names
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
 from rlkit.scripts.engines import EngineSpec, check_engine, check_images, check_truncation, open_engine
-from rlkit.scripts.start import (
-    Brought,
-    Place,
-    check_flags,
-    image_reader,
-    load_policies,
-    mixture,
-    note_strings,
-    warn_of_repeats,
-)
+from rlkit.scripts.start import Brought, check_flags, image_reader, load_policies, note_strings, warn_of_repeats
 from rlkit.scripts.trial import OfTokenizer, function_of, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_clip
 from rlkit.settings import Rollouts, refuse_if
@@ -37,7 +29,7 @@ if TYPE_CHECKING:
     from rlkit.loops.task import Task
     from rlkit.loops.updates import PolicyLoss
     from rlkit.scripts import distill, grpo, ppo
-    from rlkit.scripts.start import Sampled
+    from rlkit.scripts.start import Place, Sampled
 
 
 def bring(args: Sampled) -> Brought:
@@ -88,7 +80,7 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     names = tuple(name for name, (_, weight) in rewards.items() if weight != 0 and name not in sources)
     return Task(
         prompts, score, env=env, eval_sets=sets if args.schedule.eval_steps else {},
-        parts=mixture(brought.data, map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
+        parts=brought.mixture(map(len, rendered)), objectives=names if len(names) > 1 else (), **options,
     )  # fmt: skip
 
 
@@ -167,10 +159,8 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
     no chat template, and a command that does not fit the rows of the `parts` of the data. Does not import torch.
     """
     if len(envs := episodes.envs()) > 1:
-        from rlkit.data.load import check_column
-
         for rows in parts:
-            check_column(rows, episodes.env_column, [*envs], kind="environments")
+            check_names(enumerate(rows), episodes.env_column, [*envs], kind="environments")
         each = {
             name: read_env(replace(episodes, env=spec, env_column="env"), data, rollouts, output=output)
             for name, spec in envs.items()

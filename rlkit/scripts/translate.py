@@ -103,11 +103,10 @@ def translate(asked: Mapping[str, list[str]], flags: Sequence[Flag], script: str
         if flag is None or computed.get(name) == []:
             made.pop(name)
         elif fault := complaint(flag.hint, words):
-            if words in (["None"], ["null"]):  # the default there
-                made.pop(name)
-                continue
-            notes.append(f"{flag} {' '.join(words)}: it {fault}")
             made.pop(name)
+            notes += [f"{flag} {' '.join(words)}: it {fault}"] * (
+                words not in (["None"], ["null"])
+            )  # the default there
         elif name == "minibatches" and words == [f"{flag.default}"]:
             made.pop(name)
     if "track_project" in made and "track" not in made:

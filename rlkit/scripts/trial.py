@@ -88,6 +88,8 @@ def _checked_loss(flag: str, spec: str, function: Callable[..., Any]) -> Callabl
         nonlocal calls
         import torch
 
+        from rlkit.loops.trial import wrong_loss
+
         try:
             loss = function(x, *args, **options)
         except Exception as error:
@@ -95,17 +97,13 @@ def _checked_loss(flag: str, spec: str, function: Callable[..., Any]) -> Callabl
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
             where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
             raise LossError(f"{flag} failed: {type(error).__name__}: {error}{where}") from error
-        expected = f"a loss for each element, a tensor of shape {list(x.shape)} like its first argument"
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"{flag} must return {expected}, got {type(loss).__name__} {loss!r:.80}")
-        if loss.shape != x.shape:
-            raise LossError(f"{flag} must return {expected}, got shape {list(loss.shape)}: do not average it")
-        if x.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
-            fix = "compute it with torch, without .detach(), .item() or no_grad"
-            raise LossError(f"{flag} must return {expected}, and it has no gradient with respect to that: {fix}")
+        fault = wrong_loss(loss, x.shape, graded=x.requires_grad and torch.is_grad_enabled())
         calls += 1
-        if calls == 1 and loss.numel() and bool(loss.isnan().all()):
-            raise LossError(f"{flag} must return {expected}, and all of it is NaN at the first call")
+        if not fault and calls == 1 and loss.numel() and bool(loss.isnan().all()):
+            form = f"a tensor of shape {list(x.shape)} like its first argument"
+            fault = f"must return a loss for each element, {form}, and all of it is NaN at the first call"
+        if fault:
+            raise LossError(f"{flag} {fault.removeprefix('it ')}")
         return loss
 
     return checked
@@ -358,12 +356,10 @@ def reward_trials(functions: Mapping[str, Any], episodes: Episodes, *parts: Any)
     asked = ((one, rows) for one in given.items() for rows in filter(len, rows_of(one[0], episodes, *parts)))
     for (name, (spec, weight)), rows in asked:
         with _told_if_slow(spec):
-            trial = run_sync(
-                try_reward(
-                    functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
-                    alone=len(functions) == 1, stop=not episodes.max_failed, weight=weight,
-                )
-            )  # fmt: skip
+            trial = run_sync(try_reward(
+                functions[name], rows, timeout_s=episodes.reward_timeout, one_turn=episodes.one_turn,
+                alone=len(functions) == 1, stop=not episodes.max_failed, weight=weight,
+            ))  # fmt: skip
         if trial is not None:
             yield spec, functions[name], trial
             sizes[spec] = max([sizes.get(spec, 0.0), *(abs(x) for x in trial.values if math.isfinite(x))])
@@ -391,11 +387,5 @@ def _told_if_slow(spec: str) -> Iterator[None]:
 def trial_lines(trial: Any) -> Sequence[str]:
     """The reward of each text, for `rlkit data`."""
     width = max(len(label) for _, label, _ in trial.tried)
-    rows = [
-        (label, getattr(result, "reward", None), getattr(result, "cause", ""), getattr(result, "fix", ""))
-        for _, label, result in trial.tried
-    ]
-    return [
-        f"  {label:{width}}  {f'{cause}; {fix}' if reward is None else f'{reward:g}'}"
-        for label, reward, cause, fix in rows
-    ]
+    said = [f"{x.reward:g}" if hasattr(x, "reward") else f"{x.cause}; {x.fix}" for *_, x in trial.tried]
+    return [f"  {label:{width}}  {text}" for (_, label, _), text in zip(trial.tried, said, strict=True)]

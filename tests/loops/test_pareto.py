@@ -18,17 +18,17 @@ def line(a, b):
 
 
 def test_the_front_and_its_hypervolume_by_hand(tmp_path):
-    front = pareto.start(["a", "b"])
-    assert pareto.logged(pareto.advance(front, {"eval/reward/a": 1.0}, step=0), tmp_path) == {}
+    assert pareto.logged(["a", "b"], {"eval/reward/a": 1.0}, tmp_path, step=0) == {}
     found = []
     for step, point in enumerate([(1, 1), (3, 2), (2, 4), (2, 3), (0, 9), (math.nan, 5)]):
-        front = pareto.advance(front, line(*map(float, point)), step=step)
-        found.append(pareto.logged(front, tmp_path)["pareto/hypervolume"])
+        evals = line(*map(float, point))
+        found.append(pareto.logged(["a", "b"], evals, tmp_path, step=step)["pareto/hypervolume"])
+        with (tmp_path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": step, **evals}) + "\n")
     assert found == [0, 2, 2 + 2, 4, 4, 4]  # boxes above (1, 1): 2 x 1; with 1 x 3, of which 1 is new beside 2 x 1
     kept = json.loads((tmp_path / "pareto.json").read_text())
     assert [(x["step"], x["point"]) for x in kept["front"]] == [(1, [3, 2]), (2, [2, 4]), (4, [0, 9])]
-    assert pareto.start(["a", "b"], saved=kept) == front
-    assert pareto.start(["a", "c"], saved=kept) == pareto.start(["a", "c"])
+    assert pareto.logged(["a", "c"], line(1.0, 1.0), tmp_path, step=6) == {}
 
 
 REWARDS = "def low(completion, row):\n    return sum(ord(c) < 64 for c in completion) / 8\n"

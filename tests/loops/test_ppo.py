@@ -105,8 +105,8 @@ def test_the_critic_takes_the_step_of_a_padded_one(folder):
     old, returns = (now + 0.2 * torch.randn(now.shape, generator=generator) for _ in range(2))
     batch = with_streams(batch, values=old, returns=returns)
     metrics = value_update(
-        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, clip=0.1, seed=0,
-        optim=Optim(max_norm=1e9, max_tokens=12),
+        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, seed=0,
+        optim=Optim(max_norm=1e9, max_tokens=12), critic=Critic(value_clip=0.1),
     )  # fmt: skip
 
     loss, first = torch.zeros(()), 0
@@ -154,8 +154,8 @@ def test_a_critic_with_bins_takes_the_step_of_a_padded_one(folder, tmp_path):
         first += len(t.ids) + t.truncated
     torch.testing.assert_close(values(critic, batch), torch.cat(expected))
     metrics = value_update(
-        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, clip=0.1, seed=0,
-        optim=Optim(max_norm=1e9, max_tokens=12),
+        batch, values=Policy(critic), optimizer=adamw(critic, lr=0.0), rollouts=Rollouts(), lr=1e-2, seed=0,
+        optim=Optim(max_norm=1e9, max_tokens=12), critic=Critic(value_clip=0.1),
     )  # fmt: skip
     loss = loss / int(batch.mask.sum())
     loss.backward()

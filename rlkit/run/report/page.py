@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,7 @@ def _with(value: Any, more: str) -> str:
 def _start(start: dict[str, Any]) -> dict[str, Any]:
     """What the page shows of a start after the first: its step, its command, and the arguments that changed."""
     changed = [[name, _text(old), _text(new)] for name, (old, new) in start["changed"].items()]
-    return {
-        "step": start.get("step", 0),
-        "unix": start.get("unix"),
-        "command": start.get("command"),
-        "changed": changed,
-    }
+    return {name: start.get(name) for name in ("step", "unix", "command")} | {"changed": changed}
 
 
 def _answers(folder: Path) -> dict[str, Any] | None:
@@ -281,14 +277,8 @@ def _common(prompts: set[str]) -> tuple[int, int]:
     """How many characters all prompts share at their start and at their end: the chat template's."""
     if len(prompts) < 2:
         return 0, 0
-    start = _same(min(prompts), max(prompts))
-    ends = [prompt[start:][::-1] for prompt in prompts]
-    return start, _same(min(ends), max(ends))
-
-
-def _same(a: str, b: str) -> int:
-    """Length of the common beginning of two texts; of the smallest and the largest of a set, that of all."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    start = len(commonprefix([*prompts]))  # noqa: RUF071, texts and not paths
+    return start, len(commonprefix([prompt[start:][::-1] for prompt in prompts]))  # noqa: RUF071
 
 
 def _checked_args(folder: Path) -> dict[str, Any]:

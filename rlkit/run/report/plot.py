@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,118 +49,51 @@ class Panel(NamedTuple):
     picture: bool = True
 
 
+def _panel(title: str, unit: str, labels: Mapping[str, str], *, from_zero: bool = True) -> Panel:
+    """A panel of some metrics with their labels. Those of evaluations are sparse."""
+    curves = (Curve(key, x, key.startswith(("eval/", "pareto/")), key in _RAW) for key, x in labels.items())
+    return Panel(title, unit, tuple(curves), from_zero)
+
+
+_RAW = ("length/max", "staleness/max", "lr", "lr/critic", "memory/peak")  # drawn as they are
+_PHASES = ("rollout", "wait", "score", "train", "sync", "eval")
 PANELS = (
-    Panel(
-        "Loss",
-        "nats per token, or per preference",
-        (Curve("loss", "training"), Curve("eval/loss", "evaluation", sparse=True)),
-    ),
-    Panel(
-        "Preferences met",
-        "share of pairs, or of labels",
-        (Curve("accuracy", "training"), Curve("eval/accuracy", "evaluation", sparse=True)),
-    ),
-    Panel(
-        "Reward",
-        "mean reward per answer",
-        (
-            Curve("reward/mean", "training, sampled"),
-            Curve("eval/sampled", "evaluation, sampled", sparse=True),
-            Curve("eval/greedy", "evaluation, greedy", sparse=True),
-        ),
-        from_zero=False,
-    ),
-    Panel("Policy entropy", "nats per token", (Curve("entropy", "training"),)),
-    Panel("Response length", "tokens per answer", (Curve("length/mean", "mean"), Curve("length/max", "max", raw=True))),
-    Panel(
-        "KL to the reference",
-        "nats per token",
-        (Curve("eval/kl", "evaluation prompts", sparse=True), Curve("kl/ref", "training")),
-    ),
-    Panel(
-        "Hypervolume of the Pareto front",
-        "product of the rewards",
-        (Curve("pareto/hypervolume", "evaluations", sparse=True),),
-    ),
-    Panel(
-        "Critic", "mean over tokens", (Curve("value/mean", "value"), Curve("value/return", "return")), from_zero=False
-    ),
-    Panel(
-        "Margin",
-        "chosen minus rejected",
-        (Curve("margin", "training"), Curve("eval/margin", "evaluation", sparse=True)),
-        from_zero=False,
-        picture=False,
-    ),
-    Panel(
-        "Chosen and rejected",
-        "number per response",
-        (Curve("chosen", "chosen"), Curve("rejected", "rejected")),
-        from_zero=False,
-        picture=False,
-    ),
-    Panel(
-        "Log-probs of the responses",
-        "nats per token",
-        (Curve("logp/chosen", "chosen"), Curve("logp/rejected", "rejected")),
-        from_zero=False,
-        picture=False,
-    ),
-    Panel(
-        "Explained variance of the critic",
-        "share",
-        (Curve("value/explained", "training"),),
-        from_zero=False,
-        picture=False,
-    ),
-    Panel("Truncated episodes", "share", (Curve("truncated", "training"),), picture=False),
-    Panel(
-        "Clipped tokens",
-        "share of tokens",
-        (Curve("ratio/clip_high", "advantage > 0"), Curve("ratio/clip_low", "advantage < 0")),
-        picture=False,
-    ),
-    Panel("Mismatch of engine and trainer", "nats", (Curve("mismatch/abs_mean", "mean"),), picture=False),
-    Panel(
-        "Staleness", "steps", (Curve("staleness/mean", "mean"), Curve("staleness/max", "max", raw=True)), picture=False
-    ),
-    Panel(
-        "Replaced groups", "groups", (Curve("groups/dropped", "dropped"), Curve("groups/ready", "ready")), picture=False
-    ),
-    Panel("Groups that train nothing", "share of groups", (Curve("groups/equal", "training"),), picture=False),
-    Panel("Policy loss", "mean over tokens", (Curve("loss", "training"),), from_zero=False, picture=False),
-    Panel("Gradient norm", "L2 norm before clipping", (Curve("grad_norm", "training"),), picture=False),
-    Panel(
-        "Learning rate",
-        "per step",
-        (Curve("lr", "policy", raw=True), Curve("lr/critic", "critic", raw=True)),
-        picture=False,
-    ),
-    Panel(
-        "Time per phase",
-        "seconds per step",
-        (
-            Curve("time/rollout", "rollout"),
-            Curve("time/wait", "wait"),
-            Curve("time/score", "score"),
-            Curve("time/train", "train"),
-            Curve("time/sync", "sync"),
-            Curve("time/eval", "evaluation"),
-        ),
-        picture=False,
-    ),
-    Panel("Weights sent to the engine", "bytes per step", (Curve("sync/bytes", "read by the engine"),), picture=False),
-    Panel("Time per step", "seconds", (Curve("time/step", "step"),), picture=False),
-    Panel("Throughput", "tokens per second", (Curve("time/tokens_per_s", "training"),), picture=False),
-    Panel("Model FLOPs utilization", "share of the GPUs' peak", (Curve("time/mfu", "training"),), picture=False),
-    Panel("GPU memory", "GiB", (Curve("memory/peak", "peak", raw=True),), picture=False),
-    Panel(
-        "Peak memory by phase",
-        "GiB",
-        (Curve("memory/rollout", "rollout"), Curve("memory/score", "score"), Curve("memory/train", "train")),
-        picture=False,
-    ),
-)
+    _panel("Loss", "nats per token, or per preference", {"loss": "training", "eval/loss": "evaluation"}),
+    _panel("Preferences met", "share of pairs, or of labels", {"accuracy": "training", "eval/accuracy": "evaluation"}),
+    _panel("Reward", "mean reward per answer", {
+        "reward/mean": "training, sampled", "eval/sampled": "evaluation, sampled", "eval/greedy": "evaluation, greedy",
+    }, from_zero=False),
+    _panel("Policy entropy", "nats per token", {"entropy": "training"}),
+    _panel("Response length", "tokens per answer", {"length/mean": "mean", "length/max": "max"}),
+    _panel("KL to the reference", "nats per token", {"eval/kl": "evaluation prompts", "kl/ref": "training"}),
+    _panel("Hypervolume of the Pareto front", "product of the rewards", {"pareto/hypervolume": "evaluations"}),
+    _panel("Critic", "mean over tokens", {"value/mean": "value", "value/return": "return"}, from_zero=False),
+    *(panel._replace(picture=False) for panel in (
+        _panel("Margin", "chosen minus rejected", {"margin": "training", "eval/margin": "evaluation"}, from_zero=False),
+        _panel("Chosen and rejected", "number per response", {x: x for x in ("chosen", "rejected")}, from_zero=False),
+        _panel("Log-probs of the responses", "nats per token",
+               {"logp/chosen": "chosen", "logp/rejected": "rejected"}, from_zero=False),
+        _panel("Explained variance of the critic", "share", {"value/explained": "training"}, from_zero=False),
+        _panel("Truncated episodes", "share", {"truncated": "training"}),
+        _panel("Clipped tokens", "share of tokens",
+               {"ratio/clip_high": "advantage > 0", "ratio/clip_low": "advantage < 0"}),
+        _panel("Mismatch of engine and trainer", "nats", {"mismatch/abs_mean": "mean"}),
+        _panel("Staleness", "steps", {"staleness/mean": "mean", "staleness/max": "max"}),
+        _panel("Replaced groups", "groups", {"groups/dropped": "dropped", "groups/ready": "ready"}),
+        _panel("Groups that train nothing", "share of groups", {"groups/equal": "training"}),
+        _panel("Policy loss", "mean over tokens", {"loss": "training"}, from_zero=False),
+        _panel("Gradient norm", "L2 norm before clipping", {"grad_norm": "training"}),
+        _panel("Learning rate", "per step", {"lr": "policy", "lr/critic": "critic"}),
+        _panel("Time per phase", "seconds per step",
+               {f"time/{phase}": "evaluation" if phase == "eval" else phase for phase in _PHASES}),
+        _panel("Weights sent to the engine", "bytes per step", {"sync/bytes": "read by the engine"}),
+        _panel("Time per step", "seconds", {"time/step": "step"}),
+        _panel("Throughput", "tokens per second", {"time/tokens_per_s": "training"}),
+        _panel("Model FLOPs utilization", "share of the GPUs' peak", {"time/mfu": "training"}),
+        _panel("GPU memory", "GiB", {"memory/peak": "peak"}),
+        _panel("Peak memory by phase", "GiB", {f"memory/{phase}": phase for phase in ("rollout", "score", "train")}),
+    )),
+)  # fmt: skip
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
 
 
@@ -270,11 +203,15 @@ def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> Non
                 axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
                 axis.plot(x, smooth(y), linewidth=1.8, **style)
             low, high = min(low, np.nanmin(y)), max(high, np.max(y, where=np.isfinite(y), initial=-math.inf))
-    axis.set_title(panel.title, loc="left", fontweight="bold", fontsize=11)
-    axis.set(xlabel="step", ylabel=panel.unit)
     axis.locator_params(axis="x", integer=True)
     if panel.from_zero and low >= 0:
         axis.set_ylim(0, 1.08 * high or None)
+    _label(axis, panel.title, xlabel="step", ylabel=panel.unit)
+
+
+def _label(axis: Any, title: str, **labels: str) -> None:
+    axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
+    axis.set(**labels)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
@@ -316,11 +253,7 @@ def _draw_front(
             x, y = zip((first[0], above[0][1]), *above, strict=True)
             style: Any = {"color": color, "alpha": 0.12, "linewidth": 0, "label": f"{start}hypervolume"}
             axis.fill_between(x, y, first[1], step="pre", **style)
-    axis.set_title("Pareto front", loc="left", fontweight="bold", fontsize=11)
-    axis.set(xlabel=f"eval/reward/{pair[0]}", ylabel=f"eval/reward/{pair[1]}")
-    axis.grid(alpha=0.25, linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8)
+    _label(axis, "Pareto front", xlabel=f"eval/reward/{pair[0]}", ylabel=f"eval/reward/{pair[1]}")
 
 
 def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:

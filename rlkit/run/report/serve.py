@@ -26,13 +26,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]").lower()
         state = _state(self._folders)  # before what is read: at worst a page is behind it, and asks again
+        blocks = partial(report.data, *self._folders, live=True)
         answers = {
             "/": ("text/html", lambda: report.page(*self._folders, live=state)),
             "/state": ("text/plain", lambda: state),
-            "/data": (
-                "application/json",
-                lambda: json.dumps({"state": state, "blocks": report.data(*self._folders, live=True)}),
-            ),
+            "/data": ("application/json", lambda: json.dumps({"state": state, "blocks": blocks()})),
         }
         if name not in ("localhost", "127.0.0.1", "::1", self._host) and self._host not in ("0.0.0.0", "::"):
             return self._answer(403, "text/plain", "this name is not that of the server")  # a page of another site asks

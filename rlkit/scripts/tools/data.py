@@ -26,7 +26,7 @@ import tyro
 from rlkit._util.files import check_model_path
 from rlkit._util.text import printable
 from rlkit.data.load import some_rows
-from rlkit.run.console import data_progress, say
+from rlkit.run.console import data_progress, is_live, say
 from rlkit.scripts.args import Data, Episodes
 from rlkit.scripts.cli import run
 from rlkit.scripts.flags import ChatTemplate
@@ -360,7 +360,7 @@ def renderer(args: Args, data: Data, command: str, rows: Any, tokenizer: Any) ->
 
 def shown(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
     """The text, with the trained tokens marked."""
-    colour = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
+    colour = is_live(sys.stdout) and "NO_COLOR" not in os.environ
     before, after, other = (_GREEN, _PLAIN, _DIM) if colour else ("«", "»", "")
     text, start = "", 0
     for end in range(1, len(ids) + 1):

@@ -46,7 +46,7 @@ class Args:
         check(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """What a GPU of each pipeline stage holds, in bytes, and the cache of an engine there, in tokens per server."""
 
@@ -57,30 +57,13 @@ class Row:
     engine: float
     per_token: float
 
-    @property
-    def fullest(self) -> int:
-        """The stage that holds most."""
-        return max(range(len(self.stages)), key=lambda i: sum(self.stages[i].values()))
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """What it holds."""
-        return self.stages[self.fullest]
-
-    @property
-    def total(self) -> float:
-        """Bytes of training at its fullest moment."""
-        return sum(self.parts.values())
-
-    @property
-    def states(self) -> float:
-        """The most bytes that remain on a GPU between updates."""
-        return max(parts["states"] for parts in self.stages)
-
-    @property
-    def fits(self) -> bool:
-        """Whether training alone does."""
-        return self.total <= self.room
+    def __post_init__(self) -> None:
+        totals = [sum(parts.values()) for parts in self.stages]
+        self.fullest = totals.index(max(totals))  # the stage that holds most
+        self.parts = self.stages[self.fullest]
+        self.total = totals[self.fullest]  # bytes of training at its fullest moment
+        self.states = max(parts["states"] for parts in self.stages)  # that remain on a GPU between updates
+        self.fits = self.total <= self.room  # training alone
 
     def cache(self, *, release: bool) -> int:
         """Tokens of keys and values beside training, or with `release` while only its states are there."""

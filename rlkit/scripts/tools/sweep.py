@@ -83,6 +83,10 @@ class Args:
 
     def __post_init__(self) -> None:
         check(self, may_be_empty=("command",))
+        searched = self.range or self.log_range or self.choice
+        refuse_if(not searched, "nothing to search over: give `range`, `log_range` or `choice`")
+        fix = "give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ..."
+        refuse_if(not self.command, f"no command: {fix}")
         for name in self.choice:
             fix = "several values are separated by commas, as in group-size 4,8"
             refuse_if(not name[:1].isalpha(), f"`choice` {name} is no flag: {fix}")
@@ -100,11 +104,6 @@ class Interrupted(KeyboardInterrupt):
 def main(args: Args) -> Any:
     """The finished study."""
     optuna = optional("optuna", "sweep", "sweeps need")
-
-    if not (args.range or args.log_range or args.choice):
-        raise ValueError("nothing to search over: give `range`, `log_range` or `choice`")
-    if not args.command:
-        raise ValueError("no command: give it after --, as in: rlkit sweep --log-range lr 1e-6 1e-4 -- rlkit grpo ...")
     metric, minimize = check_command(args)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -116,43 +115,55 @@ def main(args: Args) -> Any:
             break
         with alone(args.output):  # SQLite gives a waiting trial to two processes that ask at once
             trial = study.ask()
+        folder, state, value, failure = args.output / f"trial_{trial.number:04d}", states.FAIL, None, None
         try:
-            flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
-            flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
-            flags |= {name: trial.suggest_categorical(name, values.split(",")) for name, values in args.choice.items()}
-        except ValueError as error:  # of a flag that was searched in another way
-            study.tell(trial, state=states.FAIL)
-            fault = "has a study over other values, give another folder"
-            raise ValueError(f"`output` {args.output} {fault}: {error}") from None
-        text = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
-        say(f"trial {trial.number}: {text}")
-        folder = args.output / f"trial_{trial.number:04d}"
-        words = [x for name, value in flags.items() for x in (f"--{name}", str(value))]
-        try:
-            value, pruned = run_trial([*args.command, *words, "--output", str(folder)], folder, metric, trial)
+            flags = suggested(trial, args)
+            text = "  ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in flags.items())
+            say(f"trial {trial.number}: {text}")
+            command = [*args.command, *words_of(flags), "--output", str(folder)]
+            value, pruned = run_trial(command, folder, metric, trial)
+            state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
         except RuntimeError as error:
-            study.tell(trial, state=states.FAIL)
-            ended.append(states.FAIL)
+            failure = error
+        except Interrupted:
+            on = f"trial {trial.number} was stopped; the sweep goes on with"
+            say(with_command(on, resume_command(), sys.stdout), whole=True)
+            raise
+        finally:
+            ended.append(state)
+            study.tell(trial, value if state == states.COMPLETE else None, state=state)
+        if failure is not None:
             if ended == [states.FAIL] * min(3, args.trials):
                 number = "the only trial" if len(ended) == 1 else f"the first {len(ended)} trials"
-                fail(f"{number} failed, so the sweep stops: {error}", code=1)
-            say(f"trial {trial.number}: failed, and the sweep goes on: {error}")
+                fail(f"{number} failed, so the sweep stops: {failure}", code=1)
+            say(f"trial {trial.number}: failed, and the sweep goes on: {failure}")
             continue
-        except BaseException as error:
-            study.tell(trial, state=states.FAIL)
-            if isinstance(error, Interrupted):
-                on = f"trial {trial.number} was stopped; the sweep goes on with"
-                say(with_command(on, resume_command(), sys.stdout), whole=True)
-            raise
-        state = states.PRUNED if pruned else states.FAIL if math.isnan(value) else states.COMPLETE
-        ended.append(state)
-        study.tell(trial, value if state == states.COMPLETE else None, state=state)
-        done = [t for t in study.trials if t.state == states.COMPLETE]
-        best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if done else ""
+        best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if complete(study) else ""
         say(f"trial {trial.number}: {metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
     for line in [*table(study, metric), *best_command(study, args.command), *importances(optuna, study, args.output)]:
         say(line)
     return study
+
+
+def suggested(trial: Any, args: Args) -> dict[str, Any]:
+    """The values of a trial; ValueError for a flag that the study has searched in another way."""
+    try:
+        flags = {name: trial.suggest_float(name, *ends) for name, ends in args.range.items()}
+        flags |= {name: trial.suggest_float(name, *ends, log=True) for name, ends in args.log_range.items()}
+        return flags | {name: trial.suggest_categorical(name, x.split(",")) for name, x in args.choice.items()}
+    except ValueError as error:
+        fault = "has a study over other values, give another folder"
+        raise ValueError(f"`output` {args.output} {fault}: {error}") from None
+
+
+def words_of(flags: Mapping[str, Any]) -> list[str]:
+    """The flags and their values as a command line has them."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def complete(study: Any) -> list[Any]:
+    """The trials that ran to their end."""
+    return [trial for trial in study.trials if trial.state.name == "COMPLETE"]
 
 
 @contextmanager
@@ -205,8 +216,7 @@ def enqueue_grid(study: Any, choices: Mapping[str, Sequence[str]]) -> None:
 
 def table(study: Any, metric: str) -> list[str]:
     """Lines of the best trials: metric, number and flags."""
-    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
-    done.sort(key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
+    done = sorted(complete(study), key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
     names = [*dict.fromkeys(name for trial in done for name in trial.params)]
     rows = [[metric, "trial", *names]]
     for trial in done[:_SHOWN]:
@@ -220,10 +230,9 @@ def table(study: Any, metric: str) -> list[str]:
 
 def best_command(study: Any, command: Sequence[str]) -> list[str]:
     """The command of the best trial, to copy."""
-    if not any(trial.state.name == "COMPLETE" for trial in study.trials):
+    if not complete(study):
         return []
-    words = [x for name, value in study.best_trial.params.items() for x in (f"--{name}", str(value))]
-    return [with_command("best", shlex.join([*command, *words]), sys.stdout)]
+    return [with_command("best", shlex.join([*command, *words_of(study.best_trial.params)]), sys.stdout)]
 
 
 def importances(optuna: Any, study: Any, folder: Path) -> list[str]:
@@ -231,7 +240,7 @@ def importances(optuna: Any, study: Any, folder: Path) -> list[str]:
 
     Reference: PED-ANOVA, arXiv:2304.10255. Nothing for fewer than `_FEWEST` trials, or where all have one value.
     """
-    done = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+    done = complete(study)
     if len(done) < _FEWEST or len({trial.value for trial in done}) < 2 or not find_spec("matplotlib"):
         return []
     with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental
@@ -255,12 +264,12 @@ def check_command(args: Args) -> tuple[str, bool]:
     Of a command of rlkit, the searched flags, their values and the evaluation are checked; others are not known.
     """
     words = list(args.command)
-    for name in {**args.range, **args.log_range, **args.choice}:
-        same = [
-            w for w in words if w[:2] == "--" and w[2:].partition("=")[0].replace("_", "-") == name.replace("_", "-")
-        ]
-        if same:
-            raise ValueError(f"{same[0]} of the command is searched by the sweep: drop it there")
+    ends = {name: [str(x) for x in pair] for name, pair in {**args.range, **args.log_range}.items()}
+    searched = ends | {name: values.split(",") for name, values in args.choice.items()}
+    typed = {word[2:].partition("=")[0].replace("_", "-"): word for word in words[::-1] if word[:2] == "--"}
+    for name in searched:
+        if word := typed.get(name.replace("_", "-")):
+            raise ValueError(f"{word} of the command is searched by the sweep: drop it there")
     script = script_of(words)
     if script is None:
         if args.metric is None:
@@ -268,35 +277,27 @@ def check_command(args: Args) -> tuple[str, bool]:
         return args.metric, args.minimize
     at = next(i for i, word in enumerate(words) if word in (script, f"rlkit.scripts.{script}"))
     kind = importlib.import_module(f"rlkit.scripts.{script}").Args
-    ends = {name: [str(x) for x in pair] for name, pair in {**args.range, **args.log_range}.items()}
-    searched = ends | {name: values.split(",") for name, values in args.choice.items()}
-    first = [word for name, values in searched.items() for word in (f"--{name}", values[0])]
-    try:
-        of_command = with_config([*words[at + 1 :], *first], kind).words
-    except ValueError as error:
-        raise ValueError(f"rlkit {script}: {error}") from None
     names = {flag.name for flag in list_flags(kind)}
-    for name, values in searched.items():
-        if name.replace("-", "_") not in names:
-            better = answer(name.replace("-", "_"), names)
-            raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
-        for value in values:
+    for name in (name for name in searched if name.replace("-", "_") not in names):
+        better = answer(name.replace("-", "_"), names)
+        raise ValueError(f"rlkit {script} has no flag --{name}" + (f": it {better}" if better else ""))
+    try:
+        first = words_of({name: values[0] for name, values in searched.items()})
+        of_command = with_config([*words[at + 1 :], *first], kind).words
+        for name, value in ((name, value) for name, values in searched.items() for value in values):
             argv = [*of_command, f"--{name}", value]
             if faults := wrong_words(argv, kind):
-                raise ValueError("rlkit {}: {} {}".format(script, *faults.popitem()))
-            try:
-                parsed(argv, kind)
-            except ValueError as error:
-                raise ValueError(f"rlkit {script}: {error}") from None
+                raise ValueError("{} {}".format(*faults.popitem()))
+            parsed(argv, kind)
+    except ValueError as error:
+        raise ValueError(f"rlkit {script}: {error}") from None
     metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]
     evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in of_command)
     if metric.startswith("eval/") and not evaluated:
         raise ValueError(f"`metric` {metric} is measured on held-out data: give rlkit {script} --eval-data")
-    output = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--output"), None)
-    if output is not None:
-        raise ValueError(
-            f"--output of the command is set by the sweep: drop it; trials are in {args.output}/trial_0000 ..."
-        )
+    if "output" in typed:
+        fix = f"drop it; trials are in {args.output}/trial_0000 ..."
+        raise ValueError(f"--output of the command is set by the sweep: {fix}")
     return metric, minimize or args.minimize
 
 
