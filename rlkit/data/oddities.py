@@ -38,11 +38,12 @@ _ESCAPED = re.compile(  # \n is no command of LaTeX
 )
 _ENTITY = re.compile(r"&(lt|gt|amp|quot|apos|nbsp|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
 _PLACE = re.compile(  # not \boxed{answer}, x_{ij}, nor a first token of markup
-    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)"
+    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)|"
+    r"<(image|video|audio)>"
 )
 _PLACES = {  # what a template calls a text that is asked, and one that is answered
     "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
-    "article", "content", "sentence", "user_input", "question_text",
+    "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio",
 }  # fmt: skip
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
@@ -152,6 +153,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
     entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
     names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
+    names -= {"image"} if row.get("images") else set()
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
     golds = _golds(row)
@@ -228,7 +230,7 @@ def _entity(text: str) -> re.Match[str] | None:
 
 def _places(text: str, names: set[str]) -> Iterable[str]:
     """The placeholders of these names, as they stand in a text."""
-    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<|", "%(")) else ():
+    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<", "%(")) else ():
         if {*map(str.lower, filter(None, match.groups()))} <= names:
             yield match[0]
 

@@ -516,7 +516,7 @@ def test_code_formulas_json_and_html_are_not_escaped_too_often(text, said):
 
 
 @pytest.mark.parametrize(
-    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s"]
+    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s", "<image>"]
 )
 def test_a_placeholder_that_every_row_has_is_named(place, said):
     texts = [f"Solve {i} of: {place}" for i in range(3)]
