@@ -293,12 +293,14 @@ def _texts(gold: str | None, other: str | None) -> dict[str, str]:
 async def _elsewhere(case: _Case, form: str) -> str:
     """The line about a function for which the gold answer of another row gets no more than "", in whatever form.
 
-    `form` is the one that passes on the row. The others are up to four that differ: the longest answer, and the
-    first with a capital letter, a comma, and another sign or a blank; and a whole number of this row that is a float,
-    or the text of one in all rows, as a policy writes it.
+    `form` is the one that passes on the row. The others are up to five that differ: the longest answer, and the first
+    with a capital letter, a comma, another sign or a blank, and another kind of end (`short`); and a whole number
+    of this row that is a float, or the text of one in all rows, as a policy writes it.
     """
     golds = {i: text for i, text in case.golds.items() if i != case.index}
     differing = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
+    ends = bool(case.short(case.gold or ""))
+    differing.append(next((i for i, text in golds.items() if bool(case.short(text)) != ends), None))
     chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *differing] if i is not None}
     number = isinstance(case.gold_of(case.rows[case.index]), float) and (case.gold or "").endswith(".0")
     if number or all(text.endswith(".0") for text in case.golds.values()):

@@ -182,6 +182,10 @@ MISTAKES = {
         f"{TAG}return float(bool(m) and bool(m[1]) and m[1] in row['answer'])", PARIS,
         "~gives 1 to '<result>ar</result>', as much as to 'Paris', the gold answer of line 1"),
     "the last digit": ("return float(completion[-1:] == row['answer'][-1])", NUMBERS, "~gives 1 to '1', as much as to '711'"),
+    "no mark in one row": (
+        "_, mark, end = row['answer'].partition('#### ')\nreturn float(bool(mark) and completion.strip() == end)",
+        [{"prompt": x, "answer": f"So {x}" + f"\n#### {x}" * (x != "14")} for x in ("12", "13", "14")],
+        "~but 0 to 'So 14', the gold answer of line 3"),
     "a digit anywhere": ("return float({*completion} >= {*row['answer']})", NUMBERS, "~gives 1 to '117', as much as to '711'"),
     "without its sign": (
         "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and int(n[-1]) == abs(int(row['answer'])))",
