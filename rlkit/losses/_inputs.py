@@ -18,7 +18,7 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     data = {"log_ratio": "advantages", "logp": "ref_logp"}.get(name, "")
     if data in tensors and tensors[data].requires_grad and not first.requires_grad:
         raise ValueError(
-            f"{data} require a gradient and {name} does not: the order is ({name}, {data}), and advantages that are "
+            f"{data} has a gradient and {name} has none: the order is ({name}, {data}), and advantages that are "
             "computed from values, and log-probs of a reference, need .detach()"
         )
     if name == "log_ratio":

@@ -66,10 +66,6 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
             streams.append(_checked(t, f"groups[{g}][{i}]"))
             if t.continues:
                 _check_continues(t, group[i - 1] if i else None, f"groups[{g}][{i}]")
-    if len(streams) > 1 and all(map(_repeats_prompt, streams)):
-        raise ValueError(
-            "the ids of all samples begin with their prompt_ids: give those after it, ids[len(prompt_ids):]"
-        )
     samples = [t for group in groups for t in group]
     temperatures = sorted({t.temperature for t in samples if t.temperature is not None})
     if len(temperatures) > 1:
@@ -109,6 +105,10 @@ def _token_streams(
     streams: Sequence[_Streams], samples: Sequence[Trajectory], heads: Sequence[np.ndarray], lens: Sequence[int]
 ) -> dict[str, Tensor]:
     """The `[T]` streams; each sequence is written in its place, so that nothing but they grows with T."""
+    if len(streams) > 1 and all(map(_repeats_prompt, streams)):
+        raise ValueError(
+            "the ids of all samples begin with their prompt_ids: give those after it, ids[len(prompt_ids):]"
+        )
     num = sum(lens)
     tokens, targets, versions = np.empty(num, np.int64), np.zeros(num, np.int64), np.full(num, -1, np.int32)
     mask, rewards, logp = np.zeros(num, np.bool_), np.zeros(num, np.float32), np.zeros(num, np.float32)

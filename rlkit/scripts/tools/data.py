@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,14 +237,13 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
             render = renderer(args, data, command, rows, tokenizer)
         items, dropped = read(rows)
         notes = [record.getMessage().removeprefix(f"{rows.source}: ") for record in said if dropped]
-        form = form_of(data, rows, range(len(rows)), command)
-        verdict = "; ".join([form, *(note for note in notes if note.startswith("dropped "))])
+        verdict = "; ".join([form_of(data, rows, command), *(note for note in notes if note.startswith("dropped "))])
         return Reading(verdict, 1.0, [len(ids) for ids, _ in items], said, read)
     except ValueError as error:
         few = _some(rows, range(min(len(rows), _SEEN)))
         good = [] if isinstance(error, NothingLeft) else checked(few, read)[0]
         why = " ".join(str(error).split()).partition("; columns found")[0]
-        form = f"{form_of(data, few, good, command)}, but not all rows" if good else "no"
+        form = f"{form_of(data, few, command, *good)}, but not all rows" if good else "no"
         return Reading(f"{form}: {why}", len(good) / len(few), None, said, read)
     finally:
         logger.filters = before
@@ -258,11 +257,11 @@ def with_forms(data: Data, rows: Any, command: str) -> tuple[Any, list[tuple[Any
     return read, check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))
 
 
-def form_of(data: Data, rows: Any, indices: Iterable[int], command: str) -> str:
-    """The name of the form of the first of these rows that is one alone, and that of the other system it is in."""
+def form_of(data: Data, rows: Any, command: str, *indices: int) -> str:
+    """The name of the form of the first of these rows (of all) that is one alone, and that of the other system."""
     from rlkit.compat.rows import source_of
 
-    for index in indices:
+    for index in indices or range(len(rows)):
         with suppress(ValueError):  # of a null column that other rows have
             ((form, _),) = with_forms(data, _some(rows, [index]), command)[1]
             foreign = source_of(rows[index], rows.places[index])
