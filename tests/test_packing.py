@@ -307,11 +307,25 @@ good = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0])
         (replace(good, reward=float("inf")), "reward is inf"),
         (replace(good, ids=[], mask=[], logp=[], versions=[]), "no tokens and not truncated"),
         (replace(good, mask=[True, False], token_rewards=[0.0, 1.0]), "token_rewards must be 0"),
+        (replace(good, mask=[False, True], versions=[0, -1]), "mask is inverted"),
     ],
 )
 def test_errors_name_the_bad_trajectory(bad, message):
     with pytest.raises(ValueError, match=rf"groups\[1\]\[1\]: .*{message}"):
         pack([[good], [good, bad]])
+
+
+def test_samples_that_all_hold_their_prompt_again_are_refused():
+    """What `generate` of transformers returns: the prompt and the answer."""
+    prompt = [*range(5, 37)]
+    whole = Trajectory(prompt, [*prompt, 1, 2], [True] * 34, [-1.0] * 34, [0] * 34)
+    with pytest.raises(ValueError, match=r"begin with their prompt_ids: .* ids\[len\(prompt_ids\):\]"):
+        pack([[whole], [whole]])
+    fixed, one = replace(whole, versions=[-1] * 34), replace(whole, ids=[1, *prompt, 2])
+    for groups in ([[fixed, fixed]], [[whole, one]], [[whole]]):
+        assert pack(groups).mask.sum() == 34 * len(groups[0])
+    short = replace(good, prompt_ids=[2, 3])
+    assert pack([[short, short]]).mask.all()  # which copies
 
 
 def test_bad_calls_raise():

@@ -18,7 +18,7 @@ from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
 from rlkit.data.messages import CALLS, Converted, json_of, mappings, null_arguments
-from rlkit.data.schema import ANSWERS, GOLD, PAIRED, RESPONSES
+from rlkit.data.schema import ANSWERS, GOLD, LABELS, PAIRED, RESPONSES
 from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
@@ -38,12 +38,16 @@ _ESCAPED = re.compile(  # \n is no command of LaTeX
 )
 _ENTITY = re.compile(r"&(lt|gt|amp|quot|apos|nbsp|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
 _PLACE = re.compile(  # not \boxed{answer}, x_{ij}, nor a first token of markup
-    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)"
+    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)|"
+    r"<(image|video|audio)>"
 )
 _PLACES = {  # what a template calls a text that is asked, and one that is answered
     "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
-    "article", "content", "sentence", "user_input", "question_text",
+    "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio",
 }  # fmt: skip
+_FINAL = re.compile(
+    r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL
+)  # a gold answer's end
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
 _FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
@@ -152,6 +156,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
     entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
     names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
+    names -= {"image"} if row.get("images") else set()
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
     golds = _golds(row)
@@ -165,9 +170,10 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
     given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
+    differing = [*_two_golds(row)] * bool(asks)
     every = (
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
-        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
+        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain, differing),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -177,10 +183,19 @@ def _parts(find: Callable[[str], re.Match[str] | None], texts: Iterable[str]) ->
     return [" ... ".join(filter(None, match.groups())) for text in texts if (match := find(text))]
 
 
-def _golds(row: Converted) -> list[str]:
+def _golds(row: Converted, *names: str) -> list[str]:
     """The gold answers of a row that are texts or numbers, as texts, in the order of their columns."""
-    cells = [value.get("ground_truth") if isinstance(value, Mapping) else value for value in map(row.own.get, GOLD)]
+    cells = [x.get("ground_truth") if isinstance(x, Mapping) else x for x in map(row.own.get, names or GOLD)]
     return [text for cell in cells if isinstance(cell, str | int | float) and (text := str(cell).strip())]
+
+
+def _two_golds(row: Converted) -> Iterable[str]:
+    """The gold answers of a row that end with different whole numbers, or letters; a number as such may be a place."""
+    names = [name for name in GOLD if name not in LABELS and not isinstance(row.own.get(name), int | float)]
+    ends = {m[1].replace(",", "").lstrip("0") for x in _golds(row, *names) if (m := _FINAL.fullmatch(x))}
+    for some in ({x for x in ends if x.isalpha() is letter} for letter in (False, True)):
+        if len(some) > 1:
+            yield " and ".join(sorted(some))
 
 
 def _ends_with(prompt: str, gold: str) -> bool:
@@ -228,7 +243,7 @@ def _entity(text: str) -> re.Match[str] | None:
 
 def _places(text: str, names: set[str]) -> Iterable[str]:
     """The placeholders of these names, as they stand in a text."""
-    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<|", "%(")) else ():
+    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<", "%(")) else ():
         if {*map(str.lower, filter(None, match.groups()))} <= names:
             yield match[0]
 
@@ -393,4 +408,5 @@ _OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("have an answer that repeats one sentence", _mostly),
     ("have a prompt that ends with its own answer", _given_away),
     ("have a gold answer that stands for a missing value", _missing_golds),
+    (f"have gold answers that differ, of which rewards read the first ({', '.join(GOLD)})", list),
 )

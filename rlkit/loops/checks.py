@@ -10,10 +10,11 @@ from rlkit._util.ranks import on_all_ranks
 from rlkit.data.order import check_parts
 from rlkit.loops.task import Task
 from rlkit.model.forward import Policy, PolicyFn
+from rlkit.rollout.calling import report_once
 from rlkit.rollout.groups import check_sampling, single_turn
 from rlkit.rollout.saved import check_saved
 from rlkit.rollout.shared import SharedEngine
-from rlkit.settings import Critic, Optim, Penalties, Rollouts, SamplingParams, Schedule
+from rlkit.settings import Critic, Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine
 
 _log = logging.getLogger("rlkit.rollout")
@@ -132,7 +133,13 @@ def check_state(state: Mapping[str, Any], penalties: Penalties) -> None:
         raise ValueError(f"state holds what is saved and restored, and has no {' and no '.join(missing)}")
 
 
-def check_kept_mass(batch: Batch, params: SamplingParams) -> None:
-    """Refuse a batch of truncated sampling that `prepare` has not given its kept probability mass."""
-    if params.truncates and batch.kept_mass is None:
+def check_prepared(batch: Batch, rollouts: Rollouts) -> None:
+    """Refuse a batch of truncated sampling that `prepare` has not given its kept probability mass.
+
+    One without `old_logp` for several optimizer steps is reported once: every ratio is then 1, unless to rollout_logp.
+    """
+    if rollouts.params.truncates and batch.kept_mass is None:
         raise ValueError("top_p, top_k and min_p need `kept_mass`: call with_kept_mass(...) in `prepare`")
+    if batch.old_logp is None and (num := rollouts.minibatches * rollouts.epochs) > 1:
+        fix = ", and logp - logp.detach() is 0 in each: call with_old_logp in it, or compare with rollout_logp"
+        report_once("prepare", f"fills no old_logp for {num} optimizer steps on a batch", fix)

@@ -15,7 +15,7 @@ from torch import nn
 
 from rlkit.data.order import Leg, resumed, to_save
 from rlkit.loops import carried, pareto
-from rlkit.loops.checks import check_kept_mass, check_rl
+from rlkit.loops.checks import check_prepared, check_rl
 from rlkit.loops.evaluate import Clock, answer_of, evaluate_sets, is_due, joined, mean_advantages, rollout_metrics
 from rlkit.loops.task import Prepare, Step, Task, Update, prompt_order
 from rlkit.loops.token_report import keeps_tokens, token_streams
@@ -125,7 +125,7 @@ async def rl(
                 with samples.training(stream.prompts, groups, step=done) as record:
                     groups, record.places = watch.groups(groups, step=done)
                     batch = await call(prepare, masked(groups, rollouts, version=index), step)
-                    check_kept_mass(batch, rollouts.params)
+                    check_prepared(batch, rollouts)
                     record.advantages = mean_advantages(batch, num_samples=len(record.places))
                     batch = step.check(batch)
                     if keeps_tokens(done, steps=schedule.steps):

@@ -15,11 +15,11 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_same_shape(**tensors)
     name, first = next(iter(tensors.items()))
     check_mask(mask, **{name: first})
-    data = tensors.get("advantages")
-    if name == "log_ratio" and data is not None and data.requires_grad and not first.requires_grad:
+    data = {"log_ratio": "advantages", "logp": "ref_logp"}.get(name, "")
+    if data in tensors and tensors[data].requires_grad and not first.requires_grad:
         raise ValueError(
-            "advantages require a gradient and log_ratio does not: the order is (log_ratio, advantages), and "
-            "advantages that are computed from values need .detach()"
+            f"{data} has a gradient and {name} has none: the order is ({name}, {data}), and advantages that are "
+            "computed from values, and log-probs of a reference, need .detach()"
         )
     if name == "log_ratio":
         _check_no_ratio(first, mask)

@@ -54,10 +54,12 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
 
 
 def _check_numbers(**values: Any) -> None:
-    """TypeError for a value that is no number, such as text of a YAML file, where 1e-5 is text."""
+    """TypeError for a value that is no number, such as text of a YAML file, where 1e-5 is text; ValueError for `lr`."""
     for name, x in values.items():
         if not isinstance(x, Tensor | float | int):
             raise TypeError(f"{name} must be a number, got {show(x)}" + f"; use float({name})" * isinstance(x, str))
+        if name == "lr" and not isinstance(x, Tensor) and not 0 <= x <= 1:
+            raise ValueError(f"lr must be from 0 to 1, got {x}; 1e-6 to 1e-4 is usual for AdamW")
 
 
 def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.Optimizer:

@@ -41,6 +41,7 @@ _FLOATS = ("token_rewards", "rollout_logp", "old_logp", "ref_logp", "kept_mass",
 _PER_TOKEN = ("tokens", "targets", "mask", "versions", *_FLOATS, "experts", "support", "teacher_ids", "teacher_logp")
 _PER_SEQ = ("rewards", "truncated", "roles", "teachers", "teacher_prompts")
 _IDS = ("group_ids", "episode_ids")
+_LONG = 32  # tokens: a shorter prompt may be copied
 
 
 def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) -> Batch:
@@ -55,7 +56,8 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     Errors: TypeError, naming group, sample and field, for anything but lists of numbers; ValueError, naming group and
     sample, for an empty prompt, a log-prob above 0, streams of different lengths, a non-finite
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
-    no other piece or whose reward differs from the one before it; and for trajectories of different temperatures.
+    no other piece or whose reward differs from the one before it; for trajectories of different temperatures; for a
+    mask that is True at all tokens of version -1 and at no other; and for sampled `ids` that all begin with the prompt.
     """
     groups = _lists(groups)
     streams: list[_Streams] = []
@@ -103,6 +105,10 @@ def _token_streams(
     streams: Sequence[_Streams], samples: Sequence[Trajectory], heads: Sequence[np.ndarray], lens: Sequence[int]
 ) -> dict[str, Tensor]:
     """The `[T]` streams; each sequence is written in its place, so that nothing but they grows with T."""
+    if len(streams) > 1 and all(map(_repeats_prompt, streams)):
+        raise ValueError(
+            "the ids of all samples begin with their prompt_ids: give those after it, ids[len(prompt_ids):]"
+        )
     num = sum(lens)
     tokens, targets, versions = np.empty(num, np.int64), np.zeros(num, np.int64), np.full(num, -1, np.int32)
     mask, rewards, logp = np.zeros(num, np.bool_), np.zeros(num, np.float32), np.zeros(num, np.float32)
@@ -498,6 +504,12 @@ def _token_rewards(streams: _Streams, t: Trajectory) -> np.ndarray:
     return rewards
 
 
+def _repeats_prompt(streams: _Streams) -> bool:
+    """Whether the tokens of a sample, no fixed data, begin with its prompt, which is long."""
+    prompt, sampled = streams.prompt_ids, (streams.versions >= 0).any()
+    return bool(sampled) and len(prompt) >= _LONG and np.array_equal(streams.ids[: len(prompt)], prompt)
+
+
 def _last_true(mask: list[bool]) -> int:
     return len(mask) - 1 - mask[::-1].index(True)
 
@@ -547,6 +559,8 @@ def _checked(t: Trajectory, where: str) -> _Streams:
         raise ValueError(f"{where}: mask must hold bools; use [label != -100 for label in labels]")
     small = streams.mask.dtype == np.int8  # of `compact`: read where it is
     streams = streams._replace(mask=streams.mask.view(np.bool_) if small else streams.mask.astype(np.bool_))
+    if 0 < (unsampled := streams.versions < 0).sum() < num and (streams.mask == unsampled).all():
+        raise ValueError(f"{where}: mask is inverted: it is True at the tokens of version -1, which nobody sampled")
     if not isinstance(t.reward, Real) and getattr(t.reward, "shape", None) != ():
         raise TypeError(f"{where}: reward must be a number, got {show(t.reward)}")
     if not math.isfinite(t.reward):

@@ -20,6 +20,7 @@ FORMS = (  # in which rewards look for an answer
 DECIMAL_COMMA = re.compile(r"-?[\d.]+,\d{1,2}")
 _MARK = re.compile(r"<\w+>|.{1,30}[:#>=]\s*")  # a constant after which a function may look for an answer
 _SAID = re.compile(r"\b(?:answer|result)(?: is|:)\s+(.+?)[.\s]*\Z", re.IGNORECASE)
+_LIST = re.compile(r"""\[\s*["'](.+?)["']\s*,\s*["'].*["']\s*\]""", re.DOTALL)  # the text of one, of several texts
 _CHOICE = re.compile(r"\(?([A-J])[.):]\s+\S")
 _WITH_UNIT = re.compile(r"([$€£]?-?\d[\d.,/]*)\s+[^\W\d]+\.?")
 _CAPTURES = re.compile(r"\((?:\?P<\w+>)?[.\\\[-]")  # a text that is a regular expression
@@ -72,25 +73,29 @@ def answers(gold: str) -> list[str]:
 
 
 def short(gold: str, *, mathematics: bool = False) -> str:
-    """The answer that a gold answer ends with, where it is a longer text; else empty.
+    """The answer that a gold answer ends with, where it is a longer text, or the first of a list's text; else empty.
 
     With `mathematics` also the letter of a choice, and the number before a unit.
     """
     marked = gold.rpartition("####")[2] if "####" in gold else last_boxed(gold) or last_tag(gold)
     forms = (_CHOICE.match(gold), _WITH_UNIT.fullmatch(gold.strip())) if mathematics else ()
-    found = next(filter(None, (_SAID.search(gold), *forms)), None)
+    found = next(filter(None, (_LIST.fullmatch(gold.strip()), _SAID.search(gold), *forms)), None)
     answer = (marked or (found[1] if found else "")).strip()
     return answer if answer != gold.strip() else ""
 
 
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
-    """Wrong answers that share the characters of a gold answer: digits of a whole number, part of a word, words
-    backwards, and with `decimal_comma` the two sides of it in turn."""
-    digits = gold.replace(",", "").removeprefix("-")
+    """Wrong answers that share the characters of a gold answer: digits of a whole number, it backwards and without its
+    sign, part of a word, words backwards, the article for a choice A, and with `decimal_comma` its two sides in turn.
+    """
+    sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
     if decimal_comma:
         return [",".join(gold.split(",")[::-1])]
-    if digits.isdecimal():
-        return [*dict.fromkeys(x for x in (digits[0], digits[-1]) if int(x) != int(digits))]
+    if digits.isdecimal() and int(digits) > 9:
+        parts = (digits[0], digits[-1], sign + digits[::-1], digits)
+        return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits))]
+    if gold == "A":
+        return ["It is a word.", "xAx"]
     if _CHOICE.match(gold) or re.search(r"[\d\\{}=+*/^<>_$-]", gold):
         return []
     backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)

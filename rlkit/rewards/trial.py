@@ -31,6 +31,7 @@ from rlkit.rollout.calling import is_async, report_once
 _SHOWN = 60  # characters of an answer
 _AMONG = 1000  # rows of which others are tried
 _SAME = 10  # rows: fewer may have one gold answer by chance
+_RIVALS = 20  # gold answers of other rows
 _COMPARE = "compare how the function reads an answer with how the data writes it"
 
 
@@ -165,6 +166,8 @@ async def _of_golds(case: _Case, trial: Trial, *, alone: bool, stop: bool) -> Tr
         trial = await _of_gold(case, trial, alone=alone)
     elif case.seen - {*PROMPTS}:
         trial = replace(trial, note=_note_of_empty(case.name, trial.tried))
+    if not (trial.note or is_ours(case.function) or _reads_gold(case)):
+        trial = replace(trial, note=await _jumps(case, trial.tried))
     if trial.note or (column := _column(case)) is None:
         return trial
     case = replace(case, gold_of=lambda row: first_value(row, column), column=column)
@@ -289,12 +292,14 @@ def _texts(gold: str | None, other: str | None) -> dict[str, str]:
 async def _elsewhere(case: _Case, form: str) -> str:
     """The line about a function for which the gold answer of another row gets no more than "", in whatever form.
 
-    `form` is the one that passes on the row. The others are up to four that differ: the longest answer, and the
-    first with a capital letter, a comma, and another sign or a blank; and a whole number of this row that is a float,
-    or the text of one in all rows, as a policy writes it.
+    `form` is the one that passes on the row. The others are up to five that differ: the longest answer, and the first
+    with a capital letter, a comma, another sign or a blank, and another kind of end (`short`); and a whole number
+    of this row that is a float, or the text of one in all rows, as a policy writes it.
     """
     golds = {i: text for i, text in case.golds.items() if i != case.index}
     differing = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
+    ends = bool(case.short(case.gold or ""))
+    differing.append(next((i for i, text in golds.items() if bool(case.short(text)) != ends), None))
     chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *differing] if i is not None}
     number = isinstance(case.gold_of(case.rows[case.index]), float) and (case.gold or "").endswith(".0")
     if number or all(text.endswith(".0") for text in case.golds.values()):
@@ -318,13 +323,19 @@ async def _elsewhere(case: _Case, form: str) -> str:
 
 
 async def _loose(case: _Case, form: str) -> str:
-    """The line about a function that gives a wrong answer near a gold answer as much as that, or the form without one.
+    """The line about a function that gives a wrong answer as much as a gold answer, or the form without one.
 
-    The gold answer is the first of which there are such answers (`near`).
+    The wrong answers are those near a gold answer, the first of which there are such (`near`), and for the row other
+    gold answers (`_rivals`).
     """
     comma = all(DECIMAL_COMMA.fullmatch(text) for text in case.golds.values())
     tried = ((i, text, near(case.short(text) or text, decimal_comma=comma)) for i, text in case.golds.items())
-    at, gold, wrong = next((one for one in tried if one[2]), (case.index, case.gold or "", []))
+    first = next((one for one in tried if one[2]), (case.index, case.gold or "", []))
+    return await _as_much(case, form, *first) or await _as_much(case, form, case.index, case.gold or "", _rivals(case))
+
+
+async def _as_much(case: _Case, form: str, at: int, gold: str, wrong: Sequence[str]) -> str:
+    """The line about a function that gives one of the `wrong` answers as much as the gold answer of a row."""
     right = answers(gold)
     texts = [form.format(text) for text in (*right, "", *wrong)]
     *numbers, nothing = await case.numbers([*texts, ""], at=at)
@@ -337,6 +348,29 @@ async def _loose(case: _Case, form: str) -> str:
     why = "it multiplies letters, and rlkit.rewards.text:exact_match compares words" if words else _COMPARE
     whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
     return f"{case.name} gives {best:g} to {_shown(same[0])}, as much as to {_shown(gold)}, {whose}: {why}"
+
+
+def _rivals(case: _Case) -> list[str]:
+    """Gold answers of other rows that are wrong for the row: other whole numbers where its own is one, or words."""
+    kinds = (r"-?\d+", lambda text: str(int(text))), (r"[^\W\d_]+", str.casefold)
+    if is_ours(case.function) or isinstance(case.gold_of(case.rows[case.index]), list | tuple):  # another may be in it
+        return []
+    mine, *texts = (case.short(text) or text for text in (case.gold or "", *case.golds.values()))
+    pattern, value = next(((x, value) for x, value in kinds if re.fullmatch(x, mine)), ("", str))
+    others = {value(x): x for x in texts if re.fullmatch(pattern, x) and value(x) != value(mine)}
+    return [*others.values()][:_RIVALS]
+
+
+async def _jumps(case: _Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function whose reward goes up and down with the number of blanks after a text; else empty."""
+    text, given = case.gold or "7", [_number(result) for *_, result in tried]
+    numbers = await case.numbers([text + " " * num for num in range(16)]) if len({*given}) > 1 else given
+    steps = [b - a for a, b in pairwise(numbers) if a != b]
+    wide = max(numbers) - min(numbers) >= 0.5 * (max(given) - min(given))
+    if sum(a * b < 0 for a, b in pairwise(steps)) < 3 or not wide:
+        return ""
+    some = ", ".join(f"{x:g}" for x in numbers[:6])
+    return f"{case.name} gives {some} to {_shown(text)} with 0 to 5 blanks after it: is it a hash, or odd and even?"
 
 
 def _all_the_same(case: _Case) -> str:

@@ -77,9 +77,10 @@ FORMS = {  # two pictures before a text
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_the_same_prompt(form, pictures, made):
+def test_every_form_is_the_same_prompt(form, pictures, made, caplog):
     row = FORMS[form](*map(str, pictures))
-    (prompt,), _ = rl_prompts(read([row]), **made, max_prompt_tokens=99)
+    (prompt, _), _ = rl_prompts(read([row, row]), **made, max_prompt_tokens=99)
+    assert "placeholder" not in caplog.text  # each mark has its picture
     tokenizer = made["tokenizer"]
     text = "<|im_start|>user\n"
     text += "".join(f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (6, 4))

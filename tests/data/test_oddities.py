@@ -516,7 +516,7 @@ def test_code_formulas_json_and_html_are_not_escaped_too_often(text, said):
 
 
 @pytest.mark.parametrize(
-    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s"]
+    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s", "<image>"]
 )
 def test_a_placeholder_that_every_row_has_is_named(place, said):
     texts = [f"Solve {i} of: {place}" for i in range(3)]
@@ -732,3 +732,30 @@ def test_prompts_of_a_system_message_alone_are_named(said):
     system = {"role": "system", "content": "You quiz. Capital of France?"}
     (line,) = said({"messages": [system], "answer": "Paris"}, {"prompt": [system, user("hi")]}, road="prompts")
     assert line == "kept 1 of 2 prompts that are a system message alone: the question is to be a user message: row 1"
+
+
+BOXED = "We add.\n\n$\\boxed{{{0}}}$."
+TWO = (
+    "have gold answers that differ, of which rewards read the first (answer, ground_truth, solution, label, gt_answer, "
+)
+
+
+@pytest.mark.parametrize(
+    ("golds", "note"),
+    [
+        ({"answer": "5", "ground_truth": "6"}, "5 and 6"), ({"answer": 5, "gt_answer": 6.0}, ""),
+        ({"answer": "1,005", "solution": "So.\n#### 1005"}, ""),
+        ({"answer": "x\n#### 12", "solution": "13"}, "12 and 13"),
+        ({"answer": "025", "solution": BOXED.format(25)}, ""),
+        ({"answer": "4", "solution": BOXED.format(25)}, "25 and 4"),
+        ({"answer": "A", "reward_model": {"ground_truth": "B"}}, "A and B"), ({"answer": "B", "ground_truth": "1"}, ""),
+        ({"answer": 1, "ground_truth": "42"}, ""), ({"answer": "42", "label": "1"}, ""),
+        ({"answer": 42, "label": 1}, ""),
+        ({"answer": "1/2", "solution": "0.5"}, ""), ({"answer": "x = 2", "solution": "Thus x = 3."}, ""),
+        ({"answer": "5", "solution": BOXED.format(6) + " Or so."}, ""), ({"answer": "Paris", "solution": "A"}, ""),
+        ({"answer": "3", "solution": BOXED.format("x+4")}, ""), ({"answer": "A", "solution": "PIZZA"}, ""),
+    ],
+)  # fmt: skip
+def test_gold_answers_that_differ_are_named(golds, note, said):
+    lines = [x for x in said({"prompt": "q", **golds}, {"prompt": "r", "answer": "1"}, road="prompts") if TWO in x]
+    assert [x.rpartition(": ")[2] for x in lines] == [f"row 1 ({note})"] * bool(note)

@@ -623,7 +623,8 @@ OWN_KL = {  # (refused or named in the loss, in the reward)
     "k3 of detached log-probs": (lambda p, q: L.k3(p.detach(), q) + 0 * p, "has gradient 0 on average", ""),
     "k3 that is detached": (lambda p, q: L.k3(p, q).detach(), "it has no gradient with respect to that", ""),
     "away": (lambda p, q: 2 * L.k3(p, q).detach() - L.k3(p, q), "pushes the policy away from the reference", ""),
-    "exchanged": (lambda p, q: L.k3(q, p), *["with logp and ref_logp exchanged"] * 2),
+    "exchanged": (lambda p, q: (p - q).exp() - 1 - (p - q), *["with logp and ref_logp exchanged"] * 2),
+    "exchanged in k3": (lambda p, q: L.k3(q, p), *["ref_logp has a gradient and logp has none: the order"] * 2),
     "kl_div": (lambda p, q: F.kl_div(p, q, log_target=True, reduction="none"), *["weighs each token by its proba"] * 2),
     "kl_div, exchanged": (
         lambda p, q: F.kl_div(q, p, log_target=True, reduction="none"), *["weighs each token by its probability"] * 2),

@@ -275,5 +275,7 @@ def test_a_learning_rate_as_text_is_refused(make):
     model = small_model()
     with pytest.raises(TypeError, match=r"^lr must be a number, got str '1e-5'; use float\(lr\)$"):
         make(model, lr="1e-5")
+    with pytest.raises(ValueError, match=r"^lr must be from 0 to 1, got 1000000.0"):
+        make(model, lr=1e6)
     with pytest.raises(TypeError, match=r"^weight_decay must be a number, got NoneType None$"):
         make(model, lr=1e-5, weight_decay=None)

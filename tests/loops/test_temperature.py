@@ -12,7 +12,7 @@ import torch
 from rlkit.advantages import group_centered
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.loops.checks import check_kept_mass
+from rlkit.loops.checks import check_prepared
 from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task, rl
 from rlkit.loops.updates import PolicyLoss, grpo_update
@@ -114,11 +114,18 @@ def test_trajectories_of_two_temperatures_are_not_packed():
 
 def test_a_nucleus_needs_its_kept_mass_in_an_own_loop(tmp_path):
     """Which the embedded engine reports; of another engine it is computed."""
-    params = SamplingParams(top_p=0.5)
+    rollouts = Rollouts(top_p=0.5)
     with pytest.raises(ValueError, match=r"`kept_mass`: call with_kept_mass\(...\) in `prepare`"):
-        check_kept_mass(pack(sampled(small_model())), params)
-    check_kept_mass(pack(sampled(small_model(), top_p=0.5)), params)
+        check_prepared(pack(sampled(small_model())), rollouts)
+    check_prepared(pack(sampled(small_model(), top_p=0.5)), rollouts)
     own_loop(tmp_path / "run", Policy(small_model()), top_p=0.5)
+
+
+def test_several_steps_of_an_own_loop_without_old_log_probs_are_named(tmp_path, caplog):
+    own_loop(tmp_path / "one", Policy(small_model()))
+    assert "old_logp" not in caplog.text
+    own_loop(tmp_path / "six", Policy(small_model()), minibatches=2, epochs=3)
+    assert "prepare fills no old_logp for 6 optimizer steps on a batch, and logp - logp.detach() is 0" in caplog.text
 
 
 def step(model, batch, *, lr=1.0, kl_coef=0.0, **changes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlkit import losses
 from rlkit.losses import (
     abs_kl,
     k1,
@@ -213,3 +215,14 @@ def test_dtypes_errors_and_compilation(f: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match="ref_logp must have the shape of logp"):
         f(a, b[:2])
     torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(a, b), f(a, b))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs_kl", "unbiased_kl", "k3_straight_through"])
+def test_exchanged_arguments_are_named(name: str) -> None:
+    """What requires a gradient in the reference's place is the policy's log-prob."""
+    logp, ref = -torch.ones(2, requires_grad=True), -torch.ones(2)
+    fn = partial(getattr(losses, name), **({"old_logp": ref} if name == "unbiased_kl" else {}))
+    with pytest.raises(ValueError, match=r"ref_logp has a gradient and logp has none: the order is \(logp, ref_logp\)"):
+        fn(ref, logp)
+    assert fn(logp, ref).requires_grad
+    assert not fn(logp.detach(), ref).requires_grad

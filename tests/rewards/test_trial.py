@@ -182,6 +182,25 @@ MISTAKES = {
         f"{TAG}return float(bool(m) and bool(m[1]) and m[1] in row['answer'])", PARIS,
         "~gives 1 to '<result>ar</result>', as much as to 'Paris', the gold answer of line 1"),
     "the last digit": ("return float(completion[-1:] == row['answer'][-1])", NUMBERS, "~gives 1 to '1', as much as to '711'"),
+    "no mark in one row": (
+        "_, mark, end = row['answer'].partition('#### ')\nreturn float(bool(mark) and completion.strip() == end)",
+        [{"prompt": x, "answer": f"So {x}" + f"\n#### {x}" * (x != "14")} for x in ("12", "13", "14")],
+        "~but 0 to 'So 14', the gold answer of line 3"),
+    "a digit anywhere": ("return float({*completion} >= {*row['answer']})", NUMBERS, "~gives 1 to '117', as much as to '711'"),
+    "without its sign": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and int(n[-1]) == abs(int(row['answer'])))",
+        [{"prompt": "p", "answer": "-12"}], "~gives 1 to '12', as much as to '-12', the gold answer of line 1"),
+    "one more": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) - int(row['answer'])) <= 1)",
+        [ROWS[0], ROWS[2], {"prompt": "p", "answer": "8"}], "~gives 1 to '8', as much as to '7', the gold answer of line 1"),
+    "the first letter": (
+        "return float(completion[:1] == row['answer'][0])", [*PARIS, {"prompt": "Of Czechia?", "answer": "Prague"}],
+        "~gives 1 to 'Prague', as much as to 'Paris', the gold answer of line 1"),
+    "a choice anywhere": (
+        "return float(row['answer'] in completion)", [{"prompt": "A. x B. y", "answer": x} for x in "BA"],
+        "~gives 1 to 'xAx', as much as to 'A', the gold answer of line 2"),
+    "a hash": ("import zlib\nreturn zlib.crc32(completion.encode()) % 97 / 97", ROWS, "~with 0 to 5 blanks after it: is it a hash"),
+    "an odd length": ("return float(len(completion) % 2)", ROWS, "~gives 1, 0, 1, 0, 1, 0 to '7' with 0 to 5 blanks after"),
     "the whole solution alone": (
         "return float(row['answer'] in completion)", BAGS,
         "~gives 1 to '711 bags\\n#### 711', the row's whole gold answer, and too little to '711' alone: right if a completion"),
@@ -326,6 +345,10 @@ OF_SHIPPED = [  # the column, the gold answers, and what is said
     ("text:f1", "so there are {0} apples in all\n#### {0}", "and too little to '10' alone"),
     ("text:exact_match", "{0}.0", "but 0 to '10', the gold answer as a policy writes it"),
     ("text:exact_match", "{0}.5", ""), ("text:contains", "{0}", ""), ("text:exact_match", "The bag {0}", ""),
+    ("text:contains", '["{0} apples", "{0}"]', "the row's whole gold answer, and too little to '10 apples' alone"),
+    ("text:exact_match", "['{0}', 'ten']", "the row's whole gold answer, and too little to '10' alone"),
+    ("text:contains", "A", "gives 1 to 'It is a word.', as much as to 'A', the gold answer of line 1"),
+    ("text:exact_match", "A", ""), ("text:exact_match", "[{0}, 3]", ""),
     ("math:boxed", "The answer is {0}.", "the row's whole gold answer, and too little to '10' alone"),
     ("math:boxed", "C. bag {0}", "the row's whole gold answer, and too little to 'C' alone"),
     ("math:boxed", "{0} dollars", "the row's whole gold answer, and too little to '10' alone"),
@@ -410,7 +433,7 @@ def test_of_another_row_little_is_tried(tmp_path):
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
     assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 4  # wrong answers near the first
+    assert calls[9:] == ["yes"] * 10  # wrong answers near the first, and those of other rows
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):

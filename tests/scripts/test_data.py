@@ -166,6 +166,8 @@ NO_TEXT = "column 'prompt' must be a string or a list of at least one message, g
         ([{"prompt": "q", "completion": "", "label": True}, *({**row, "label": 0} for row in ASKED)],
          {"kto": "labelled response; dropped 1 of 4 examples that have an empty response and are desirable: line 1"},
          "line 2, as rlkit kto reads it"),
+        ([{"question": f"q{i}", "answer": f"a{i}" if i else None} for i in range(3)],
+         {"grpo, ppo": "prompt, from a question with an answer"}, "line 2, as rlkit grpo reads it"),
         ([{"text": ""}, {"text": "abc"}], {"sft": "text; dropped 1 of 2 rows that have no text: line 1"},
          "line 2, as rlkit sft reads it"),
     ],

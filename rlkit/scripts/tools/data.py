@@ -154,10 +154,8 @@ def show_rewards(args: Args, data: Data, rows: Any) -> bool:
 
 def show_rendered(args: Args, command: str, view: Reading, rows: Any, good: Sequence[int], tokenizer: Any) -> None:
     """Print the row that is asked for, or the first one of which something is trained, and the lengths."""
-    from rlkit.data.drop import NothingLeft
-
     for index in [*[i for i in good if i == args.row - 1], *good]:
-        with suppress(NothingLeft):
+        with suppress(ValueError):  # it is dropped, or no row alone
             with muted():  # what is said of this row is said of the file
                 items, _ = view.read(
                     some_rows(rows, [index]), sure=True
@@ -244,13 +242,13 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
             render = renderer(args, data, command, rows, tokenizer)
         items, dropped = read(rows)
         notes = [record.getMessage().removeprefix(f"{rows.source}: ") for record in said if dropped]
-        verdict = "; ".join([form_of(data, rows, 0, command), *(note for note in notes if note.startswith("dropped "))])
+        verdict = "; ".join([form_of(data, rows, command), *(note for note in notes if note.startswith("dropped "))])
         return Reading(verdict, 1.0, [len(ids) for ids, _ in items], said, read)
     except ValueError as error:
         few = some_rows(rows, range(min(len(rows), _SEEN)))
         good = [] if isinstance(error, NothingLeft) else checked(few, read)[0]
         why = " ".join(str(error).split()).partition("; columns found")[0]
-        form = f"{form_of(data, few, good[0], command)}, but not all rows" if good else "no"
+        form = f"{form_of(data, few, command, *good)}, but not all rows" if good else "no"
         return Reading(f"{form}: {why}", len(good) / len(few), None, said, read)
     finally:
         logger.filters = before
@@ -264,13 +262,16 @@ def with_forms(data: Data, rows: Any, command: str) -> tuple[Any, list[tuple[Any
     return read, check_columns(read, *forms_for(command), apply_chat_template=bool(data.chat_template))
 
 
-def form_of(data: Data, rows: Any, index: int, command: str) -> str:
-    """The name of a row's form, and of the form of another system that it is in."""
+def form_of(data: Data, rows: Any, command: str, *indices: int) -> str:
+    """The name of the form of the first of these rows (of all) that is one alone, and that of the other system."""
     from rlkit.compat.rows import source_of
 
-    ((form, _),) = with_forms(data, some_rows(rows, [index]), command)[1]
-    foreign = source_of(rows[index], rows.places[index])
-    return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
+    for index in indices or range(len(rows)):
+        with suppress(ValueError):  # of a null column that other rows have
+            ((form, _),) = with_forms(data, some_rows(rows, [index]), command)[1]
+            foreign = source_of(rows[index], rows.places[index])
+            return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
+    return "rows"
 
 
 def _is_answered(row: Any) -> bool:
