@@ -149,7 +149,7 @@ async def test_fifty_functions_of_each_fault(kind, nothing_left):
         await asyncio.sleep(0.02)
         try:
             return await post(base_url, ASK, status=[404])
-        except aiohttp.ClientConnectorError:  # the last episode has ended too
+        except aiohttp.ClientConnectionError:  # the last episode has ended too, before or while it answers
             return 404
 
     async def agent(prompt, base_url):

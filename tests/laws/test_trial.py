@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 
 import mutants_losses
@@ -249,12 +248,9 @@ def test_what_a_loss_may_do_is_named(name, caplog):
         assert f"(law {law})" in line
 
 
-def test_right_losses_pass_in_milliseconds(caplog):
-    PolicyLoss(right)
-    begun = time.perf_counter()
+def test_right_losses_pass(caplog):
     for function in (right, with_sums, lambda log_ratio, advantages, *, mask: -log_ratio.exp() * advantages * mask):
         PolicyLoss(function)
-    assert time.perf_counter() - begun < 1.0
     assert not caplog.records
 
 
