@@ -24,15 +24,12 @@ ROOMS = {  # those of folders inside count apart from the folder round them
     "agents": 1610, "compat": 2260, "rewards/sandbox": 1095, "scripts/tools": 1225,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
-    "compat/rows.py:_instead": 46,
-    "data/files.py:_csv": 42,
-    "loops/ppo.py:ppo": 53,
-    "loops/rl.py:rl": 60,
-    "loops/supervised.py:supervised": 47,
-    "loops/updates.py:grpo_update": 46,
-    "scripts/cli.py:_refuse_wrong": 51,
-    "scripts/tools/sweep.py:main": 53,
-    "scripts/tools/sweep.py:check_command": 44,
+    "compat/rows.py:_instead": 45,
+    "loops/ppo.py:ppo": 45,
+    "loops/rl.py:rl": 59,
+    "loops/supervised.py:supervised": 45,
+    "loops/updates.py:grpo_update": 45,
+    "scripts/cli.py:_refuse_wrong": 46,
 }
 LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/decode/triton.py:rotate_kernel": 18,
@@ -41,7 +38,7 @@ LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/linear_logp/triton.py:stats_kernel": 18,
     "kernels/linear_logp/triton.py:gradient_kernel": 21,
     "loops/distill.py:distill": 16,
-    "loops/evaluate.py:evaluate": 16,
+    "loops/evaluate.py:evaluate": 15,
     "loops/grpo.py:grpo": 13,
     "loops/ppo.py:ppo": 14,
     "loops/preference.py:dpo": 13,

@@ -76,12 +76,12 @@ def refuse_media(row: Row, place: str) -> None:
             raise column_error(place, fault, row, f"; drop the row, or train on its text with --rename {name} OTHER")
 
 
-def check_names(rows: Iterable[tuple[int, Row]], column: str, names: Sequence[str], *, kind: str) -> None:
-    """ValueError for one of the numbered rows (from 0) whose `column` names none of several."""
-    for index, row in rows:
+def check_names(rows: Iterable[tuple[str, Row]], column: str, names: Sequence[str], *, kind: str) -> None:
+    """ValueError for one of the (place, row) whose `column` names none of several."""
+    for place, row in rows:
         if (name := row.get(column)) not in names:
             has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
-            raise ValueError(f"row {index + 1}: {has}, and the {kind} are {', '.join(names)}")
+            raise ValueError(f"{place}: {has}, and the {kind} are {', '.join(names)}")
 
 
 def joined_parts(parts: Sequence[Any], place: str) -> str:

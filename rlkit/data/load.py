@@ -61,12 +61,9 @@ def some_rows(rows: Sequence[Row], indices: Sequence[int]) -> Rows:
     return Rows((rows[i] for i in indices), source=getattr(rows, "source", ""), places=places)
 
 
-def check_column(rows: Sequence[Row], column: str, names: Sequence[str], *, kind: str) -> None:
-    """Refuse (ValueError, with its place) a row whose `column` has none of the names, which choose one of `kind`."""
-    for index, row in enumerate(rows):
-        if (name := row.get(column)) not in names:
-            has = f"{column!r} is {name!r}" if column in row else f"there is no column {column!r}"
-            raise ValueError(f"{place_of(rows, index)}: {has}, and the {kind} are {', '.join(names)}")
+def placed(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
+    """The place and the row of each."""
+    return ((place_of(rows, index), row) for index, row in enumerate(rows))
 
 
 def load_rows(

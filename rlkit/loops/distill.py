@@ -155,7 +155,7 @@ def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) 
 
 def check_routes(task: Task, names: Sequence[str], *, column: str) -> None:
     """Refuse (ValueError) a row whose `column` names none of the teachers."""
-    check_names(((prompt.index, prompt.row) for prompt in task.prompts), column, names, kind="teachers")
+    check_names(((f"row {x.index + 1}", x.row) for x in task.prompts), column, names, kind="teachers")
 
 
 def routed(task: Task, names: Sequence[str], *, column: str) -> Task:

@@ -158,7 +158,7 @@ def parallelize(
     (Zamba's), for heads that the sizes do not divide, for `compile` with tensor parallelism, and for adapters of
     experts with `ep`.
     """
-    mesh, sizes = mesh.weighing(attention_share(model)), mesh.sizes
+    sizes = mesh.sizes
     if _layers(model) is None:
         raise ValueError(f"model type {model.config.model_type!r} has no list of layers to cut over ranks")
     in_layers = Counter(p for layer in _layers(model) for p in layer.parameters())
@@ -172,7 +172,7 @@ def parallelize(
     if sizes.ep > 1 and fused:
         fault = f"ep={sizes.ep} trains no adapters of experts ({fused[0]})"
         raise ValueError(f"{fault}: give other targets (--lora-targets)")
-    verdict = check_loaded(model, forward)
+    verdict, mesh = check_loaded(model, forward), mesh.weighing(attention_share(model))
     model.to(torch.float32)
     for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
         p.data = p.data.to(dtype)

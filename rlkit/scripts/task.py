@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.columns import check_names
+from rlkit.data.load import placed
 from rlkit.data.vocabulary import check_vocabulary
 from rlkit.run.console import data_progress
 from rlkit.scripts.args import Correction, Data, Episodes, Lora, Model, log
@@ -160,7 +161,7 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
     """
     if len(envs := episodes.envs()) > 1:
         for rows in parts:
-            check_names(enumerate(rows), episodes.env_column, [*envs], kind="environments")
+            check_names(placed(rows), episodes.env_column, [*envs], kind="environments")
         each = {
             name: read_env(replace(episodes, env=spec, env_column="env"), data, rollouts, output=output)
             for name, spec in envs.items()

@@ -270,12 +270,13 @@ def reward_functions(episodes: Episodes, *parts: Any, flag: str) -> dict[str, An
 
 def check_sources(episodes: Episodes, *parts: Any, flag: str) -> None:
     """ValueError for a row of the `parts` that no reward judges; a source that no row has is logged."""
-    from rlkit.data.load import check_column
+    from rlkit.data.columns import check_names
+    from rlkit.data.load import placed
 
     sources, column = episodes.reward_sources(), episodes.reward_column
     of_all = any(weight != 0 for name, (_, weight) in episodes.rewards().items() if name not in sources)
     for rows in parts if sources and not of_all else ():
-        check_column(rows, column, [*dict.fromkeys(sources.values())], kind=f"sources of `{flag}`")
+        check_names(placed(rows), column, [*dict.fromkeys(sources.values())], kind=f"sources of `{flag}`")
     here = {row.get(column) for rows in parts for row in rows} if sources else set()
     for source in {*sources.values()} - here:
         has = f"its {column} is {', '.join(sorted(map(repr, here)))}" if here - {None} else f"no row has {column}"

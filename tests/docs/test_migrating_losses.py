@@ -35,13 +35,21 @@ def logp_of(theta: Tensor, state: int, action: int) -> Tensor:
 
 
 class Table(Policy):
-    """A policy whose model is a table of logits."""
+    """A policy whose model has a table of logits as its one parameter."""
 
     def __post_init__(self) -> None:
-        """A table is no model."""
+        """It is no model of transformers."""
 
     def __call__(self, batch: Batch) -> LogProbs:
-        return policy(self.model, batch)
+        return policy(next(self.model.parameters()), batch)
+
+
+class Logits(torch.nn.Module):
+    device = torch.device("cpu")
+
+    def __init__(self, theta: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.theta = theta
 
 
 def policy(theta: Tensor, batch: Batch) -> LogProbs:
@@ -139,7 +147,7 @@ def test_the_update_has_the_loss_that_the_page_states(
     loss = {"surrogate": partial(clipped, clip_low=0.2, clip_high=0.2), **options}
     loss.pop("kl_coef", None)
     grpo_update(
-        batch_of(start, ref, baseline), policy=Table(theta), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
+        batch_of(start, ref, baseline), policy=Table(Logits(theta)), optimizer=torch.optim.SGD([theta], lr=lr), lr=lr,
         loss=PolicyLoss(**loss), rollouts=Rollouts(epochs=3), optim=Optim(max_norm=float("inf"), max_tokens=8),
         kl_coef=kl_coef, entropy_coef=0.0, seed=0,
     )  # fmt: skip

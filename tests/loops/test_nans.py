@@ -221,7 +221,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, loop):
 
     def train(steps, lr, **more):
         if loop is grpo:
-            return run(grpo, out, steps=steps, lr_at=lambda _: lr, **more)
+            return run(grpo, out, steps=steps, lr_at=lambda step: lr if step >= 2 else 1e-3, **more)
         own = {"loss": partial(LOSSES[loop], beta=0.1), "reference": small_model()} if loop in LOSSES else {}
         own |= {"make_optimizer": lambda groups: Rash(groups, lr), "warmup_steps": 0, "batch_size": 4}
         return call(loop, small_model(), tokenizer(), fixed[loop], output=out, steps=steps, **own, **more)

@@ -21,7 +21,7 @@ from rlkit.model.heads import load_value_model
 from rlkit.model.optim import adamw
 from rlkit.packing import pack, with_advantages, with_streams
 from rlkit.packing.balancing import largest_piece, plan_microbatches
-from rlkit.settings import Optim, Rollouts, Schedule
+from rlkit.settings import Critic, Optim, Rollouts, Schedule
 from rlkit.types import Trajectory
 
 
@@ -73,7 +73,7 @@ def policy_step(model, batch, max_tokens):
 def critic_step(model, batch, max_tokens):
     """Two optimizer steps of a critic."""
     return value_update(
-        batch, values=Policy(model), optimizer=adamw(model, lr=1e-2), lr=1e-2, clip=0.5, seed=0,
+        batch, values=Policy(model), optimizer=adamw(model, lr=1e-2), lr=1e-2, critic=Critic(value_clip=0.5), seed=0,
         rollouts=Rollouts(prompts_per_step=4, minibatches=2), optim=Optim(max_tokens=max_tokens),
     )  # fmt: skip
 

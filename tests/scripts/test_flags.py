@@ -335,7 +335,8 @@ def test_the_check_of_the_words_accepts_what_tyro_accepts():
         ("grpo", "--success-range None --parallel.tp=2 --no_chat_template --template-args={}"),
         ("plot", "a b -o x.png"), ("plot", "-o x.png a"), ("chat", "--prompt x run"), ("chat", "run --prompt x"),
         ("track", "--to wandb run"), ("track", "run --follow --to=mlflow"),
-        ("sweep", "--range lr 1 2 lr_schedule -1 inf -- rlkit sft --steps x"), ("sweep", "--seed 3 rlkit"),
+        ("sweep", "--range lr 1 2 lr_schedule -1 inf -- rlkit sft --steps x"),
+        ("sweep", "--choice lr 1,2 --seed 3 rlkit"),
     ]:  # fmt: skip
         kind = importlib.import_module(cli.module_of(command)).Args
         argv = (needed * (command == "grpo") + words).split()

@@ -203,7 +203,7 @@ def test_a_teacher_that_is_the_student_is_named(task, tmp_path, caplog):
         (path, {"lora": Lora(lora_rank=4)}, True), (path, {"lora": Lora(lora_rank=4, lora_base="nf4")}, False),
     ):  # fmt: skip
         args = distill.Args(of_model, Data("d"), distill.Loss(teachers), **more)
-        prompt = asked(images=(), row={"teacher": "a"})
+        prompt = asked(images=(), index=0, row={"teacher": "a"})
         distill.checked_teachers(args, place, asked(prompts=[prompt], eval_sets={}))
         assert ["--teacher is --model itself" in x for x in caplog.messages] == [True] * named, (teachers, more)
         caplog.clear()

@@ -157,9 +157,8 @@ def show_rendered(args: Args, command: str, view: Reading, rows: Any, good: Sequ
     for index in [*[i for i in good if i == args.row - 1], *good]:
         with suppress(ValueError):  # it is dropped, or no row alone
             with muted():  # what is said of this row is said of the file
-                items, _ = view.read(
-                    some_rows(rows, [index]), sure=True
-                )  # alone it does not show whether all begin alike
+                # alone it does not show whether all begin alike
+                items, _ = view.read(some_rows(rows, [index]), sure=True)
             say(f"{rows.places[index]}, as rlkit {command} reads it:")
             sys.stdout.write("".join(f"{shown(tokenizer, *item)}\n" for item in items))
             break
