@@ -359,8 +359,11 @@ def _arrow(path: Path, datasets: Any) -> Iterator[Row]:
     with path.open("rb") as file:
         start = file.read(6)
     with pyarrow.memory_map(str(path)) as source:
-        if start[:4] == b"FEA1" or start == b"ARROW1":  # both versions of Feather, of which Arrow's file is one
+        if start[:4] == b"FEA1":
             batches = feather.read_table(source).to_batches()
+        elif start == b"ARROW1":  # batch by batch: a table would be whole in memory where the file is compressed
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(source)
             if b"huggingface" in (batches.schema.metadata or {}):  # its column types are read by `datasets` alone

@@ -45,9 +45,8 @@ _PLACES = {  # what a template calls a text that is asked, and one that is answe
     "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
     "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio",
 }  # fmt: skip
-_FINAL = re.compile(
-    r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL
-)  # a gold answer's end
+# a gold answer's end
+_FINAL = re.compile(r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL)
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
 _FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
