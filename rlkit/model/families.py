@@ -131,8 +131,9 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
         forward: `rlkit.model.forward.forward`, which is what is checked (an argument, since it imports this module).
         model_class: a `PreTrainedModel` with a language-model head; by default that of `AutoModelForCausalLM`.
 
-    Errors: ValueError for quantized weights, and for a model that is not causal.
+    Errors: ValueError for quantized weights but those of `rlkit.model.fp8`, and for a model that is not causal.
     """
+    config = unquantized(config)
     check_unquantized(config)
     try:
         small = shrunk(config)

@@ -100,7 +100,7 @@ def load_model(
     """
     config = load_config(path)
     families.check_causal_lm(config)
-    families.check_architecture(unquantized(config), forward)
+    families.check_architecture(config, forward)
     model, missing = read_pretrained(vision.auto_class(config), path, config, dtype=dtype, hold=dtype == "auto")
     if dtype == "auto" and any(x.dtype in (torch.bfloat16, torch.float16) for x in model.buffers()):
         # constants such as Gemma's scale, which fp32 does not round

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from rlkit.losses import hl_gauss, hl_gauss_value
 from rlkit.model import families
 from rlkit.model.forward import DTYPES, compute_tokens, forward, no_report, read_pretrained, resized, token_outputs
-from rlkit.model.fp8 import unquantized
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.pretrained import NO_CODE, load_config
 from rlkit.model.routing import own_routing
@@ -153,7 +152,7 @@ def _load(task: str, path: str | os.PathLike[str], device: str, bins: Bins = Bin
     config = load_config(path)
     families.check_causal_lm(config)
     kind = _class_of(task, config)
-    checked = families.check_architecture(unquantized(config), forward)
+    checked = families.check_architecture(config, forward)
     num, value_range = head_of(config, bins)
     with no_report():  # the head is initialised on purpose
         model, missing = read_pretrained(kind, path, config, dtype=torch.float32, num_labels=num)
