@@ -33,13 +33,14 @@ def retry_smaller(
     already; the parameters held gradients before; there are several ranks, of which the others wait in the collectives
     of a micro-batch that one cannot finish.
     """
-    least = largest_piece(batch, whole_groups=whole_groups)
-    empty = all(p.grad is None for p in model.parameters())
+    empty, tokens = all(p.grad is None for p in model.parameters()), max_tokens
     while True:
-        tokens = min(max_tokens, max(_lowered.get(model, max_tokens), least))
+        if model in _lowered:
+            tokens = min(max_tokens, max(_lowered[model], largest_piece(batch, whole_groups=whole_groups)))
         try:
             return gradients(tokens)
         except torch.OutOfMemoryError as error:
+            least = largest_piece(batch, whole_groups=whole_groups)
             tokens = min(tokens, batch.num_tokens + batch.prefix_tokens.numel())
             if reason := _refusal(tokens, least, empty=empty, whole_groups=whole_groups):
                 error.add_note(reason)
@@ -57,10 +58,8 @@ def retry_smaller(
 def _refusal(tokens: int, least: int, *, empty: bool, whole_groups: bool) -> str:
     """Why a micro-batch of so many tokens cannot be repeated in smaller ones; "" if it can."""
     if distributed():
-        return (
-            "micro-batches are not made smaller on several ranks, which wait for each other within each of them: "
-            "lower --max-tokens"
-        )
+        fault = "micro-batches are not made smaller on several ranks, which wait for each other within each of them"
+        return f"{fault}: lower --max-tokens"
     if not empty:
         return "micro-batches were not made smaller: the parameters had gradients before, which an attempt adds to"
     one = "group" if whole_groups else "sequence"
