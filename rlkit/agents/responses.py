@@ -21,9 +21,8 @@ def read(body: Mapping[str, Any], stored: Mapping[str, list[dict[str, Any]]]) ->
     need(isinstance(instructions, str | None), "`instructions` must be a string")
     if before is not None and (not isinstance(before, str) or before not in stored):
         raise BadRequest(f"there is no response {str(before)[:80]!r} in this episode", "previous_response_not_found")
-    items = (
-        [{"role": "user", "content": inputs}] if isinstance(inputs, str) else shared.objects(inputs, "items of `input`")
-    )
+    items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else inputs
+    items = shared.objects(items, "items of `input`")
     images: dict[str, bytes] = {}
     messages = [m for i, item in enumerate(items) for m in _messages(item, f"input[{i}]", images)]
     messages = shared.joined_turns([*(stored[before] if before else ()), *messages])
