@@ -409,9 +409,14 @@ def make_job(
     return Job(Path(folder), step, keep, tensors, size, files)
 
 
+def folder_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
 def write_job(job: Job, *, group: dist.ProcessGroup | None = None) -> Path:
     """Write a checkpoint, publish it and delete old ones. `group`: all ranks, for the use of this thread only."""
-    final = job.folder / f"step_{job.step:08d}"
+    final = job.folder / folder_name(job.step)
     temp = job.folder / (_files.TEMP_PREFIX + final.name)
     per_rank = len(job.files[_rank_file()])
     needed = job.size + sum(map(len, job.files.values())) + (world_size() - 1) * per_rank + (1 << 16)
@@ -465,9 +470,8 @@ def _publish(step: int, files: list[dict[str, dict[str, int]]], temp: Path, fina
 
 
 def _prune(folder: Path, keep: int, spared: tuple[int, ...]) -> None:
-    names = [f"step_{step:08d}" for step in spared]
     for path in _complete(folder)[:-keep]:
-        if path.name not in names:
+        if path.name not in map(folder_name, spared):
             _files.remove_folder(path)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from rlkit._util.ranks import Stopped, on_all_ranks, on_rank0, world_size
 from rlkit._util.text import Explained
-from rlkit.model.checkpoint import BackgroundSaver, load_latest
+from rlkit.model.checkpoint import BackgroundSaver, folder_name, load_latest
 from rlkit.model.lora import adapters, save_adapter
 from rlkit.model.optim import broken_weights
 from rlkit.model.weights import export_hf
@@ -189,7 +189,7 @@ def _saved(job: Job, step: int, then: Callable[[], object] | None) -> None:
     if then is not None:
         then()
     if job.schedule.on_save and job.run.active:
-        folder, log = job.run.checkpoints / f"step_{step:08d}", job.run.folder / "on_save.log"
+        folder, log = job.run.checkpoints / folder_name(step), job.run.folder / "on_save.log"
         job.commands.extend(on_save.start(job.schedule.on_save, folder, log=log, say=job.run.say))
 
 
@@ -295,7 +295,7 @@ def _best_steps(job: Job, step: int) -> tuple[int, ...]:
     if not num or metric is None or not job.run.active:
         return ()
     values = _values(job.run.folder, metric, step=step)
-    there = [s for s in values if s == step or (job.run.checkpoints / f"step_{s:08d}").exists()]
+    there = [s for s in values if s == step or (job.run.checkpoints / folder_name(s)).exists()]
     return tuple(sorted(there, key=lambda s: (values[s], s))[-num:])
 
 
