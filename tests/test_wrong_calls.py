@@ -108,8 +108,18 @@ def test_a_stream_that_is_none_is_named_with_the_function_that_fills_it():
 
 
 def test_a_number_that_is_none_is_named():
-    refused(lambda: tis(torch.zeros(4), max_weight=None), "max_weight must be positive, got None", ValueError)
+    refused(lambda: tis(torch.zeros(4), max_weight=None), "it must be at least 1, got None", ValueError)
     refused(lambda: ppo_clip(torch.zeros(4), torch.ones(4), clip_low=None), "clip_low must be at least 0, got None")
+
+
+def test_a_reversed_ratio_and_data_with_gradients_are_refused():
+    leaf, old, advantages = torch.zeros(4, requires_grad=True), torch.zeros(4), torch.ones(4)
+    logp = leaf + 0
+    refused(lambda: ppo_clip(old - logp, advantages), "its sign is logp - old_logp", ValueError)
+    refused(lambda: ppo_clip(logp - old, advantages + leaf), "advantages has a gradient: the order is", ValueError)
+    refused(lambda: k3(logp, logp), "log-probs of a reference, need .detach()", ValueError)
+    for right in (logp - old, logp - logp.detach(), -(old - logp), leaf, old, old - logp.detach()):
+        ppo_clip(right, advantages)
 
 
 def test_a_baseline_of_another_form_is_refused_by_its_call():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, upcast
+from rlkit._util.tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, traced, upcast
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -16,13 +16,16 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     name, first = next(iter(tensors.items()))
     check_mask(mask, **{name: first})
     data = {"log_ratio": "advantages", "logp": "ref_logp"}.get(name, "")
-    if data in tensors and tensors[data].requires_grad and not first.requires_grad:
+    given = tensors.get(data)
+    if given is not None and given.requires_grad and (not first.requires_grad or not (traced() or given.is_leaf)):
         raise ValueError(
-            f"{data} has a gradient and {name} has none: the order is ({name}, {data}), and advantages that are "
-            "computed from values, and log-probs of a reference, need .detach()"
+            f"{data} has a gradient{'' if first.requires_grad else f' and {name} has none'}: the order is "
+            f"({name}, {data}), and advantages that are computed from values, and log-probs of a reference, need "
+            ".detach()"
         )
     if name == "log_ratio":
         _check_no_ratio(first, mask)
+        _check_sign(first)
     return tuple(masked(upcast(x), mask) for x in tensors.values())
 
 
@@ -40,6 +43,21 @@ def _check_no_ratio(log_ratio: Tensor, mask: Tensor | None) -> None:
     if (x == 1).all() or x.unique().numel() >= (2 if ((x - 1).abs() < 1e-5).all() else 64):
         fault = f"log_ratio is at least {x.min():.3g} at all {x.numel()} tokens: is it a ratio?"
         raise ValueError(f"{fault} Give its logarithm, logp - old_logp")
+
+
+def _check_sign(log_ratio: Tensor) -> None:
+    """ValueError for old_logp - logp: a difference of which the second term alone has a gradient."""
+    last = None if traced() else log_ratio.grad_fn
+    terms = [node is not None for node, _ in last.next_functions] if last else []
+    if last and last.name().startswith("SubBackward") and terms == [False, True]:
+        raise ValueError("log_ratio is a constant minus what has a gradient: its sign is logp - old_logp")
+
+
+def check_cap(max_weight: float) -> None:
+    """A bound of the ratio is at least 1, so that it does not scale the loss of on-policy tokens."""
+    if max_weight is None or not max_weight >= 1:
+        fix = f"; for a distance of {max_weight:g} give {1 + max_weight:g}" if max_weight and max_weight > 0 else ""
+        raise ValueError(f"max_weight bounds the ratio, 1 on-policy: it must be at least 1, got {max_weight}{fix}")
 
 
 def check_at_least(bound: float, **values: float | Tensor) -> None:

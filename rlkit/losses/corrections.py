@@ -27,7 +27,14 @@ from rlkit._util.tensors import (
     traced,
     upcast,
 )
-from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_one_number, check_positive, prepared
+from rlkit.losses._inputs import (
+    check_alone,
+    check_at_least,
+    check_between,
+    check_cap,
+    check_one_number,
+    prepared,
+)
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 from rlkit.types import Mask, Tokens
@@ -60,7 +67,7 @@ def tis(log_ratio: Tokens, *, max_weight: float, mask: Mask = None) -> Tokens:
     Differs: RL2 `tis_coef` uses the *current* log-probs over the rollout's.
     Reference: https://fengyao.notion.site/off-policy-rl, verl PR#2953.
     """
-    check_positive(max_weight=max_weight)
+    check_cap(max_weight)
     return clipped_is(log_ratio, low=0.0, high=max_weight, mask=mask)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_log_probs, check_same_shape
-from rlkit.losses._inputs import check_at_least, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_cap, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
 from rlkit.types import Mask, Tokens
@@ -119,7 +119,7 @@ def aspo(
     Limits: on-policy it is `reinforce`.
     Reference: arXiv:2510.06062.
     """
-    check_positive(max_weight=max_weight)
+    check_cap(max_weight)
     negative = ppo_clip(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     fixed = log_ratio.detach()
@@ -206,6 +206,7 @@ def cispo(
     """
     check_at_least(0, min_weight=min_weight)
     check_at_least(min_weight, max_weight=max_weight)
+    check_cap(max_weight)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     return _weighted(bounded_exp(log_ratio).clamp(min_weight, max_weight), log_ratio, advantages)
 
@@ -265,7 +266,7 @@ def dppo(
     Reference: arXiv:2602.04879, equation 13; verl `compute_policy_loss_dppo_tv`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
-    check_positive(max_weight=max_weight)
+    check_cap(max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
     check_log_probs(old_logp=old_logp)
     change = (old_logp + log_ratio.detach()).exp() - old_logp.exp()
@@ -293,7 +294,7 @@ def dppo_kl(
     Reference: arXiv:2602.04879, equation 14; verl `compute_policy_loss_dppo_kl`.
     """
     check_at_least(0, delta_low=delta_low, delta_high=delta_high)
-    check_positive(max_weight=max_weight)
+    check_cap(max_weight)
     log_ratio, advantages, old_logp = prepared(mask, log_ratio=log_ratio, advantages=advantages, old_logp=old_logp)
     check_log_probs(old_logp=old_logp)
     fixed = log_ratio.detach()

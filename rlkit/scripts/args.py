@@ -19,12 +19,12 @@ from rlkit.run.console import data_progress
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.settings import (
     Above1,
+    AtLeast1,
     Below1,
     Count,
     CountOr0,
     Finite,
     For,
-    Limit,
     Needs,
     ParallelArgs,
     Positive,
@@ -613,7 +613,7 @@ class Correction:
     correction: Literal["tis", "icepop", "none"] = "tis"
     """weight of tokens sampled by older weights or an engine with other numerics: tis caps it at --tis-max-weight.
     icepop drops tokens whose weight is outside [0.5, 5]; none gives all tokens weight 1"""
-    tis_max_weight: Annotated[Limit, For("correction", "tis")] = 2.0
+    tis_max_weight: Annotated[AtLeast1, For("correction", "tis")] = 2.0
     """cap of the weight with --correction tis (inf: no cap)"""
 
     def __post_init__(self) -> None:

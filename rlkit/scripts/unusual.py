@@ -37,7 +37,6 @@ UNUSUAL = (
     Unusual("success_range", lambda x, f: 1 <= x < 10 < f["success_range"][1] <= 100,
             "bounds of the mean score itself; if percents are meant of scores between 0 and 1, give shares: 0.01 0.99"),
     Unusual("temperature", lambda x, _: x > 5, "samples are close to random tokens; 0.6 to 1.2 is usual"),
-    Unusual("tis_max_weight", lambda x, _: x < 1, "on-policy tokens, of ratio 1, get this weight too; 2 is usual"),
     Unusual("entropy_target", lambda x, f: x > f["uniform"], _ENTROPY),
     Unusual("entropy_limit", lambda x, f: x > f["uniform"], _ENTROPY),
     Unusual("entropy_coef", lambda x, _: x < 0, "a negative bonus lowers the entropy; a positive one raises it"),

@@ -246,6 +246,7 @@ def test_dro_is_the_policy_gradient_plus_a_quadratic_pull() -> None:
         ("ppo_clip", {"clip_high": float("nan")}, "clip_high must be at least 0"),
         ("dual_clip", {"clip_c": 1.0}, "clip_c must be above 1"),
         ("cispo", {"max_weight": -1.0}, "max_weight must be at least 0"),
+        ("cispo", {"max_weight": 0.2}, "max_weight bounds the ratio.* for a distance of 0.2 give 1.2"),
         ("sapo", {"tau_neg": 0.0}, "tau_neg must be positive"),
         ("dro", {"beta": -1.0}, "beta must be at least 0"),
     ],

@@ -800,7 +800,6 @@ UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "entropy_coef=-0.01": "--entropy-coef -0.01: a negative bonus lowers the entropy",
     "temperature=6.0": "--temperature 6: samples are close to random tokens",
     "temperature=1.5": "",
-    "tis_max_weight=0.5": "--tis-max-weight 0.5: on-policy tokens, of ratio 1, get this weight too",
     "tis_max_weight=1.0": "",
     "entropy_target=6.0": "--entropy-target 6: no policy has that entropy: the uniform one has ln V = 5.57 nats",
     "entropy_limit=5.6": "--entropy-limit 5.6: no policy has that entropy",
