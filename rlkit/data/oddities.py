@@ -81,6 +81,7 @@ _OF_ERRORS = re.compile(  # in a prompt that such an answer may fit
     r"\b(errors?|rate.?limit\w*|traceback|exceptions?|bugs?|logs?|api|json|code|python|outputs?|print|import|apolog\w+)\b",
     re.IGNORECASE,
 )
+_SCORES = ("score", "rating", "reward", "avg_rating")
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
 _REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
@@ -273,6 +274,33 @@ def _characters(text: str) -> Iterable[str]:
         yield repr(match[0])
 
 
+def name_two_golds(
+    rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]
+) -> None:
+    """Log prompts that stand there with another gold answer too."""
+    asked = [turn.prompt * (form is PROMPT and not turn.images) for (form, _), (turn, *_) in zip(read, turns)]
+    golds: dict[str, dict[str, str]] = {prompt: {} for prompt in asked}  # the first of those that are equal
+    for prompt, (_, row) in zip(asked, read):
+        golds[prompt] |= {gold.casefold(): gold[:30] for gold in _golds(row)[:1] if prompt}
+    notes = [(index, [*golds[prompt].values()]) for index, prompt in enumerate(asked)]
+    why = "stand there with another gold answer too"
+    several, shown = (lambda note: len(note) > 1), (lambda note: f" ({' and '.join(note)})")
+    drop(rows, notes, several, unit="prompts", why=why, keep=True, note=shown)
+
+
+def name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]]) -> None:
+    """Log labels of which a column of scores says the reverse throughout."""
+    numbers: dict[bool | None, list[tuple[int, float]]] = {True: [], False: [], None: []}
+    for index, (form, row) in enumerate(read):
+        score = next((x for x in map(row.own.get, _SCORES) if type(x) in (int, float)), None)
+        if form is LABELLED and score is not None:
+            numbers[columns.truth(row.get("label"))].append((index, score))
+    good, bad = numbers[True], numbers[False]
+    if good and bad and max(x for _, x in good) < min(x for _, x in bad):
+        why = "have the label true and a lower score than all that have false"
+        drop(rows, good, lambda _: True, unit="rows", why=why, keep=True, note=lambda score: f" ({score:g})")
+
+
 def name_repeats(rows: Sequence[Row], turns: Sequence[Sequence[Turn]], form: Form) -> None:
     """Log that at least half of the rows repeat others, or that all have one prompt, or one answer; not of prompts."""
     if form is PROMPT or len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
@@ -350,6 +378,14 @@ def _result_as_user(row: Converted) -> bool:
     return not {*kinds} & {*RESULTS} and any(kinds[i : i + 3] == due for i in range(len(kinds)))
 
 
+def _result_of_no_call(row: Converted) -> bool:
+    """Whether a tool's message answers an id that no call has, where calls have ids."""
+    said = mappings(row.get("messages") or row.get("prompt"))
+    ids = [call.get("id") for message in said for call in mappings(message.get("tool_calls"))]
+    answered = [of for message in said if (of := message.get("tool_call_id")) is not None]
+    return bool(ids) and None not in ids and not all(of in ids for of in answered)
+
+
 def _only_system(row: Converted) -> bool:
     """Whether all messages of a prompt, which are given as such, are of the system."""
     said = mappings(row.get("messages") or row.get("prompt"))
@@ -358,8 +394,7 @@ def _only_system(row: Converted) -> bool:
 
 def _scored_less(row: Row) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
-    whats, forms = ("score", "rating", "reward", "avg_rating"), ("{}_{}", "{}-{}", "{1}_{0}")
-    for form, score in product(forms, whats):
+    for form, score in product(("{}_{}", "{}-{}", "{1}_{0}"), _SCORES):
         with suppress(ValueError):
             chosen, rejected = (float(str(row.get(form.format(side, score)))) for side in PAIRED)
             return chosen < rejected
@@ -384,6 +419,7 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((PAIR, LABELLED), "rows", _says_label, "begin a response with the word for its label, and train on that", 0.8),
     ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
+    ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
 )

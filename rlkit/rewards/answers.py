@@ -86,7 +86,8 @@ def short(gold: str, *, mathematics: bool = False) -> str:
 
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     """Wrong answers that share the characters of a gold answer: digits of a whole number, it backwards and without its
-    sign, part of a word, words backwards, the article for a choice A, and with `decimal_comma` its two sides in turn.
+    sign, part of a word, words backwards, also after the first letter, the article for a choice A, and with
+    `decimal_comma` its two sides in turn.
     """
     sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
     if decimal_comma:
@@ -99,4 +100,5 @@ def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     if _CHOICE.match(gold) or re.search(r"[\d\\{}=+*/^<>_$-]", gold):
         return []
     backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)
-    return [gold[1:3]] * (gold.isalpha() and len(gold) > 4) + [backwards] * (backwards != gold)
+    words = [gold[1:3], gold[0] + backwards] if gold.isalpha() and len(gold) > 4 else []
+    return words + [backwards] * (backwards != gold)

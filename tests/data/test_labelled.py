@@ -141,3 +141,19 @@ def test_an_unknown_role_and_a_part_that_is_not_text_are_refused():
     image = {"prompt": "hi", "completion": messages([{"type": "image_url", "image_url": "x"}]), "label": True}
     with pytest.raises(ValueError, match=r"row 2: completion\[0\].content\[0\] is 'image_url'"):
         examples(FORMATS["strings"], image)
+
+
+REVERSED = "rows that have the label true and a lower score than all that have false: "
+
+
+@pytest.mark.parametrize(
+    ("scores", "line"),
+    [
+        ((9, 8.5, 1, 2), f"kept 2 of 2 {REVERSED}row 3 (1), row 4 (2)"),
+        ((None, 8, "1", 2), f"kept 1 of 1 {REVERSED}row 4 (2)"), ((1, 8, 9, 2), ""), ((8, 8, None, None), ""),
+    ],
+)  # fmt: skip
+def test_labels_that_all_scores_contradict_are_named(caplog, scores, line):
+    rows = [{"prompt": f"p{i}", "response": "yo", "label": i > 1, "score": x} for i, x in enumerate(scores)]
+    examples(*rows)
+    assert [x for x in caplog.messages if "lower score" in x] == [line] * bool(line)

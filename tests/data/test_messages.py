@@ -245,7 +245,8 @@ OPEN = {**tool("add"), "function": {"name": "add", "parameters": {"additionalPro
     [
         ([two(), *results("c1", "c2")], [WEATHER_TOOL], None),
         ([two(), said("tool", "both")], [WEATHER_TOOL], None),
-        ([two(), *results("other")], [WEATHER_TOOL], None),
+        ([two(), *results("other")], [WEATHER_TOOL],
+         "kept 1 of 2 rows that have the result of a tool under a tool_call_id that no call has: line 2"),
         ([two(), user("20, 20")], [WEATHER_TOOL], None),
         ([two(), *results("c1", "c2"), two(), *results("c1", "c2")], [], None),
         ([two("weather", "add"), *results("c1", "c2")], [], None),

@@ -759,3 +759,27 @@ TWO = (
 def test_gold_answers_that_differ_are_named(golds, note, said):
     lines = [x for x in said({"prompt": "q", **golds}, {"prompt": "r", "answer": "1"}, road="prompts") if TWO in x]
     assert [x.rpartition(": ")[2] for x in lines] == [f"row 1 ({note})"] * bool(note)
+
+
+def test_a_prompt_with_two_gold_answers_is_named(said):
+    rows = [{"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": 6}, {"prompt": "2+2", "answer": "5"}]
+    (line,) = said(*rows, road="prompts")
+    assert line == "kept 2 of 3 prompts that stand there with another gold answer too: row 1 (4 and 5), row 3 (4 and 5)"
+    assert not [
+        x for x in said(*rows[:2], {**rows[0], "answer": " 4"}, {"prompt": "2+2"}, road="prompts") if "gold" in x
+    ]
+
+
+def test_a_result_of_no_call_is_named(said):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }};{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+    def row(made, answered):
+        call = {"id": made, "type": "function", "function": {"name": "f", "arguments": {}}}
+        result = {"role": "tool", "content": "1", "tool_call_id": answered}
+        return {"messages": [user("hi"), assistant("", tool_calls=[call]), result, assistant("one")]}
+
+    lines = said(row("a", "a"), row("a", "b"), row(None, "b"), row("a", None), tokenizer=tokenizer)
+    why = "have the result of a tool under a tool_call_id that no call has"
+    assert [x for x in lines if "tool_call_id" in x] == [f"kept 1 of 4 rows that {why}: row 2"]

@@ -194,8 +194,8 @@ MISTAKES = {
         "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) - int(row['answer'])) <= 1)",
         [ROWS[0], ROWS[2], {"prompt": "p", "answer": "8"}], "~gives 1 to '8', as much as to '7', the gold answer of line 1"),
     "the first letter": (
-        "return float(completion[:1] == row['answer'][0])", [*PARIS, {"prompt": "Of Czechia?", "answer": "Prague"}],
-        "~gives 1 to 'Prague', as much as to 'Paris', the gold answer of line 1"),
+        "return float(completion[:1] == row['answer'][0])", PARIS,
+        "~gives 1 to 'PsiraP', as much as to 'Paris', the gold answer of line 1"),
     "a choice anywhere": (
         "return float(row['answer'] in completion)", [{"prompt": "A. x B. y", "answer": x} for x in "BA"],
         "~gives 1 to 'xAx', as much as to 'A', the gold answer of line 2"),
