@@ -624,6 +624,13 @@ def test_ctrl_c_before_training_shows_no_traceback(debug):
     assert done.stderr.strip().splitlines()[-1] == "KeyboardInterrupt"
 
 
+def test_ctrl_c_ends_by_the_signal_where_torch_imports_tabulate_at_exit(tmp_path):
+    (tmp_path / "tabulate.py").write_text("from collections import namedtuple\nRow = namedtuple('Row', 'cells')\n")
+    at_exit = "import atexit, importlib\natexit.register(importlib.import_module, 'tabulate')"  # as torch._dynamo does
+    done = subprocess.run([sys.executable, "-c", at_exit + INTERRUPTED], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGINT
+
+
 def test_a_swept_command_keeps_its_own_flags():
     argv = ["--range", "x", "0", "1", "--", "rlkit", "dpo", "--beta", "0.1", "--max-steps", "3"]
     sweep = importlib.import_module("rlkit.scripts.tools.sweep")
