@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +71,8 @@ def update(size: str, length: int, *, checkpointing: bool) -> Row:
         policy, optimizer = make_policy(model), adamw(model, lr=1e-6)
         ids = torch.randint(300, (length,), generator=torch.manual_seed(0)).tolist()
         answer = ids[PROMPT:]
-        one = Trajectory(ids[:PROMPT], answer, [True] * len(answer), [-10.0] * len(answer), [0] * len(answer))
+        logp = -math.log(model.config.vocab_size)
+        one = Trajectory(ids[:PROMPT], answer, [True] * len(answer), [logp] * len(answer), [0] * len(answer))
         batch = pack([[one]])
         batch = with_streams(batch, advantages=torch.randn(batch.num_tokens))
         peak_gb()

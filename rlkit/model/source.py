@@ -272,8 +272,8 @@ def _facts(model: Any, written: Mapping[str, torch.Size]) -> Iterator[tuple[str,
         plain = vars(model).get("_model", model)
         there = headed in written or headed in _as_read(plain, plain.state_dict(), written).values()
         yield "tie_word_embeddings", not there
-    if embedded in written:
-        yield "vocab_size", written[embedded][0]
+    if embedded in written and written[embedded][0] == len(getattr(head, "weight", embedding.weight)):
+        yield "vocab_size", written[embedded][0]  # an embedding may have a row more than there are words (Moshi)
     layers = getattr(getattr(model.base_model, "language_model", model.base_model), "layers", None)
     if isinstance(layers, torch.nn.ModuleList):
         yield "num_hidden_layers", len(layers)

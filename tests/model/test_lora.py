@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TRAINED = re.findall(r"^\| `([\w-]+)` \| (?:un)?packed", PAGE.read_text(), re.MULTILINE)
 REFUSED = {"falcon"}  # its layers have a forward of their own
 PEFT_LOSES = {"laguna", "inkling2_text", "inkling2_loop_text"}  # peft 0.21 renames layers of its own files, too
-IN_CI = ["llama", "gpt2", "mixtral", "phimoe", "gpt_oss", "deepseek_v3", "qwen3_vl_moe", "nemotron_h", "falcon"]
+IN_CI = ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_vl_moe", "nemotron_h", "falcon", "moshi"]
 IDS = torch.tensor([[5, 9, 3, 20, 31, 8]])
 
 
