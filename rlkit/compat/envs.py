@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit.compat.games import gem, gymnasium, textarena
 from rlkit.compat.libraries import Published, library_of, resolved, wrapper_for
-from rlkit.compat.recognise import GAME_LIBRARIES, kind_of, takes_prompt
+from rlkit.compat.recognise import GAME_LIBRARIES, kind_of
 from rlkit.compat.tasks import aviary, openenv, verifiers, verifiers_tasks
 from rlkit.data.prompts import prompt_messages
 from rlkit.rewards.failures import unwrapped
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 def adapted(foreign: Any, tokenizer: PreTrainedTokenizerBase) -> Env | None:
     """The environment of a foreign function, class or object, by its `kind_of`; None for an `env` or a `factory`.
 
-    What `resolved` finds is made by its library's adapter, at most `at_once` episodes at a time. Any other class is
-    called with the prompt if its first argument is required or named `prompt`, else without arguments (see `gym_env`).
+    What `resolved` finds is made by its library's adapter, at most `at_once` episodes at a time. A class is called
+    with the prompt if its first argument is required or named `prompt`, else without arguments (see `gym_env`).
     Errors: ValueError for what is no environment.
     """
     foreign = resolved(foreign)
@@ -52,9 +52,6 @@ def adapted(foreign: Any, tokenizer: PreTrainedTokenizerBase) -> Env | None:
     if isinstance(foreign, Published):
         env = _ADAPTERS[kind](foreign.made, tokenizer, **foreign.options)
         return env if foreign.at_once is None else _few_at_once(env, foreign.at_once)
-    if kind == "object":
-        made_alone = isinstance(foreign, type) and not takes_prompt(foreign)
-        return of_prompt((lambda _: foreign()) if made_alone else foreign, tokenizer)
     return None if kind in ("env", "factory") else _ADAPTERS[kind](foreign, tokenizer)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlkit.rollout.calling import call
 from rlkit.rollout.envs.calls import answer_of
 from rlkit.rollout.envs.chat import Chat, Turn
-from rlkit.rollout.envs.gym import Step, gym_env
+from rlkit.rollout.envs.gym import Step, gym_env, seed_of
 from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.types import Trajectory
 
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 Make = Callable[[Prompt], Any]
 _SEEDING = threading.Lock()  # GEM and TextArena seed, and draw from, Python's global generator
-
-
-def seed_of(prompt: Prompt) -> int:
-    """The seed of an episode: the row's column `seed`, or the prompt's index."""
-    seed = prompt.row.get("seed", prompt.index)
-    return seed if isinstance(seed, int) else prompt.index
 
 
 def gymnasium(make: Make, tokenizer: PreTrainedTokenizerBase, *, token_rewards: bool = False) -> Env:

@@ -20,6 +20,7 @@ from functools import cache, partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
@@ -96,9 +97,9 @@ def _of_class(kind: type, name: str) -> Published | None:
         return _of_object(_alone(kind), name, again=None)
     if paste := wrapper_for(kind):
         raise ValueError(f"the class {name}: {paste}")
-    if library in GAME_LIBRARIES and not takes_prompt(kind):
-        kind_of(kind)  # refuses what cannot be made
-        return Published(library, lambda _: kind(), _seeds(name))
+    is_game = hasattr(kind, "reset") and hasattr(kind, "step") and not takes_prompt(kind)
+    if is_game and (form := kind_of(kind)) in ("object", *GAME_LIBRARIES):
+        return Published(form, lambda _: kind(), _seeds(name))
     return None
 
 
@@ -170,23 +171,50 @@ def environment_of(spec: str) -> Any:
     """What `--env` names: `published`, or the object of FILE.py:NAME, `resolved`. Made once for each text."""
     if (made := published(spec)) is not None:
         return made
+    check_named(spec)
     foreign = load_object(spec)
     return called(lambda: resolved(foreign), foreign, spec)
 
 
+def is_place(spec: str) -> bool:
+    """Whether a text is FILE.py:NAME, or MODULE:NAME of an installed package. Imports nothing."""
+    module, _, name = spec.rpartition(":")
+    if module.endswith(".py"):
+        return re.fullmatch(r"\S+:\w+", spec) is not None
+    dotted = all(part.isidentifier() for part in (*module.split("."), name))
+    found = find_spec(module.partition(".")[0]) if dotted else None
+    return found is not None and found.origin is not None  # that of a folder without code is None
+
+
+def check_named(spec: str) -> None:
+    """ValueError, with what to write, for a text of `--env` that names no library, file or installed module."""
+    name, _, rest = spec.partition(":")
+    if name in LIBRARIES or is_place(spec):
+        return
+    if name.endswith(".py"):
+        load_object(spec)  # which says what is missing
+        return
+    near = [one for one in LIBRARIES if one.startswith(name)] + get_close_matches(name, LIBRARIES, n=1)
+    near = [f"{name}.py"] if Path(f"{name}.py").is_file() else near
+    other = "for another package write `def make(): return ...`, and give FILE.py:make (docs/environments.md)"
+    fix = f"did you mean {near[0]}:{rest or 'ID'}?" if near else other
+    known = f"FILE.py:NAME, MODULE:NAME of an installed package, nor {', '.join(LIBRARIES)} with an id"
+    raise ValueError(f"it is neither {known}: {fix}")
+
+
 def source_of(spec: str, *, held_out: bool = False) -> str | Source:
     """The rows that an environment brings, for `load_rows`; a text that names none as it is."""
-    is_place = re.fullmatch(r"\S+\.py:\w+", spec)
-    if not is_place and spec.partition(":")[0] not in LIBRARIES:
+    if not is_place(spec) and spec.partition(":")[0] not in LIBRARIES:
         return spec
 
     def rows() -> Iterator[tuple[str, Any]]:
         if (rows_of := getattr(environment_of(spec), "rows", None)) is None:
-            raise ValueError(f"{spec} brings no rows of its own: give --data FILE, a row for each episode")
+            fix = "give --data FILE, a row for each episode, or what makes the environment without arguments"
+            raise ValueError(f"{spec} brings no rows of its own: {fix}")
         for number, row in enumerate(rows_of(held_out), start=1):
             yield f"row {number}", dict(row)
 
-    return Source(spec, rows)
+    return Source(f"{spec} held out" if held_out else spec, rows)
 
 
 def _said(text: str) -> list[dict[str, str]]:

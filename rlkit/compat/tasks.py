@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.agents.endpoint import agent_env
-from rlkit.compat.games import seed_of
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.calls import BadCall, Call
 from rlkit.rollout.envs.chat import Chat, Turn
-from rlkit.rollout.envs.gym import Step, gym_env
+from rlkit.rollout.envs.gym import Step, gym_env, seed_of
 from rlkit.rollout.envs.tools import call_reader, wants_structure, with_calls
 from rlkit.rollout.groups import Env, Prompt, Sampler
 from rlkit.types import Trajectory

@@ -81,7 +81,7 @@ def read_rows(
         odd.append(odd_texts(row, cells, asked, asked if form is TEXT else answers))
         used |= {*also, *(IMAGE_COLUMNS if row.get("images") else ())}
         if form is PROMPT:
-            used |= {*FOR_REWARDS}
+            used |= {*FOR_REWARDS, "seed"}  # an environment reads that one
         unused.add(index, row, used, [*asked, *results], answers, of_row.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from rlkit._util.numbers import show as _show
 from rlkit._util.numbers import to_number
 from rlkit._util.text import Explained
 from rlkit.rewards.failures import fix_of, lost_processes, name_of, place_in, unwrapped
+from rlkit.rewards.load import in_packages
 from rlkit.rewards.timeouts import AWAIT, TimedOut, run_async, run_in_thread
 from rlkit.rollout.calling import Watched, is_async, own_copy, report_absent, report_once
 
@@ -207,7 +209,8 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         raise TypeError(_of_class(function, parameters))
     leading = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
     if fault := _not_ours(getattr(unwrapped(function), "__name__", "NAME"), leading, parameters):
-        raise TypeError(f"{name_of(function)} {fault}")
+        call = f"{{name}}({_given(parameters) or ', '.join(f'{p.name}=...' for p in leading)})"
+        raise TypeError(_around(function, call) or f"{name_of(function)} {fault}")
     further = [p for p in parameters if p not in leading and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first = leading[0].name if leading else ""
     if available is None:
@@ -251,6 +254,23 @@ def _not_ours(name: str, leading: list[inspect.Parameter], parameters: list[insp
     return f"would get a completion and its row, and names them {names}: write (completion, row); {fix}"
 
 
+def _around(function: Any, call: str) -> str:
+    """What to write around a function or class of an installed package, with a `call` of it; empty for the user's."""
+    inner = unwrapped(function)
+    module, name = getattr(inner, "__module__", None) or "", getattr(inner, "__name__", "")
+    there = sys.modules.get(module)
+    if not in_packages(getattr(there, "__file__", None)) or getattr(there, name, None) is not inner:
+        return ""
+    lines = f"from {module} import {name}", f"def score(completion, row): return {call.format(name=name)}"
+    fix = f"write `{lines[0]}` and `{lines[1]}` in a file of yours, with the completion and columns of the row"
+    return f"{module}:{name} is not a function of (completion, row): {fix}, and give --reward FILE.py:score"
+
+
+def _given(parameters: Sequence[inspect.Parameter]) -> str:
+    """The arguments that a call needs, each as `name=...`."""
+    return ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in VARIABLE)
+
+
 def _other_letters(names: list[str]) -> bool:
     """Whether a name of one letter says prompt or row where a completion comes, or completion or text for the row."""
     if len(names) < 2:
@@ -262,11 +282,13 @@ def _other_letters(names: list[str]) -> bool:
 
 def _of_class(kind: type, parameters: list[inspect.Parameter]) -> str:
     """What to write in place of a class."""
-    arguments = ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty and p.kind not in VARIABLE)
     name, call = kind.__name__, inspect.getattr_static(kind, "__call__", None)
     methods = [key for key, value in vars(kind).items() if inspect.isfunction(value) and not key.startswith("_")]
     file = name_of(kind).rpartition(":")[0] or "FILE.py"
-    made = f"{name}({arguments})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")
+    methods.sort(key=lambda method: method not in ("score", "grade", "verify", "evaluate", "compute"))
+    made = f"{name}({_given(parameters)})" + (f".{methods[0]}" if methods and not inspect.isfunction(call) else "")
+    if fix := _around(kind, f"{made}(...)"):
+        return fix
     return f"{name_of(kind)} is a class: write `reward = {made}` in the file, and give --reward {file}:reward"
 
 

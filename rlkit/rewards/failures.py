@@ -149,7 +149,7 @@ def called(make: Callable[[], Made], foreign: Any, spec: str) -> Made:
         if not (place := place_in(foreign, error)):
             raise
         fix = fix_of(foreign, error, None) or "correct it"
-        raise ValueError(f"`env` {spec}: {type(error).__name__}: {error}{place}; {fix}") from error
+        raise ValueError(f"`env` {spec}: {type(error).__name__}: {error!s:.300}{place}; {fix}") from error
 
 
 def lost_processes(function: Callable[..., Any], error: BaseException) -> str:

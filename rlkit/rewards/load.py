@@ -83,6 +83,11 @@ def _hint(spec: str) -> str:
     return f"; did you mean {' or '.join(sorted(near))}?" if near else ""
 
 
+def in_packages(file: str | None) -> bool:
+    """Whether a file is one of an installed package, which nobody edits."""
+    return bool({"site-packages", "dist-packages"} & {*Path(file or "").parts})
+
+
 def functions_in(path: Path) -> list[str]:
     """The functions that a file defines at its top level, or assigns as the result of a call."""
     names = re.findall(r"^(?:(?:async )?def (\w+)\(|(\w+) = [\w.]+\()", path.read_text(errors="replace"), re.MULTILINE)
@@ -165,12 +170,11 @@ def _import_error(place: str, error: BaseException) -> ImportError:
             f"{place}{line}: a relative import finds no package: write `from NAME import ...` (the file's folder is on "
             "sys.path), or make its folder a package by an empty __init__.py"
         )
-    if isinstance(error, ModuleNotFoundError) and frames and frames.tb_next is None:
-        return ImportError(
-            f"{place}{line}: no module {error.name!r}: remove the import (no class of another "
-            "system, as slime's Sample, is needed), or install it where rlkit runs "
-            f"({sys.executable} -m pip install ...)"
-        )
+    own = not (frames and in_packages(frames.tb_frame.f_code.co_filename))  # else nobody removes its imports
+    if isinstance(error, ModuleNotFoundError) and frames and (frames.tb_next is None or not own):
+        remove = "remove the import (no class of another system, as slime's Sample, is needed), or " * own
+        where = f"where rlkit runs ({sys.executable} -m pip install ...)"
+        return ImportError(f"{place}{line}: no module {error.name!r}: {remove}install it {where}")
     if isinstance(error, SystemExit):
         return ImportError(
             f"{place}{line}: the file ends the program (exit code {error.code}) while it is imported: what reads the "

@@ -415,10 +415,10 @@ class Episodes:
     ideal: Annotated[tuple[Finite, ...], For("combine", "tchebycheff")] = ()
     """with --combine tchebycheff: the best value of each reward with a weight other than 0, in their order"""
     env: str | tuple[str, ...] | None = None
-    """FILE.py:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that returns one, a
-    class with reset and step, or one of another system (docs/environments.md). Or LIBRARY:ID of gem, textarena,
-    verifiers, openenv, aviary or gymnasium, which brings its own --data. Several as NAME=FILE.py:NAME, chosen by
-    --env-column. None: one question, one answer"""
+    """FILE.py:NAME or MODULE:NAME of an environment: `async def env(prompt, sample)`, a function of the tokenizer that
+    returns one, a class with reset and step, or one of another system (docs/environments.md). Or LIBRARY:ID of gem,
+    textarena, verifiers, openenv, aviary or gymnasium, which brings its own --data. Several as NAME=FILE.py:NAME,
+    chosen by --env-column. None: one question, one answer"""
     opponent: Annotated[str | None, Needs("env")] = None
     """who plays the other players of a game of TextArena: self (the policy, which trains as all of them), or
     FILE.py:FUNCTION from the text so far to an action"""

@@ -151,8 +151,13 @@ def with_own_data(argv: Sequence[str], kind: type) -> list[str]:
     """The command line, and where it has `--env` and no `--data`, the rows that the environment brings as its data."""
     flags = [flag for flag in list_flags(kind) if flag.name in ("data", "env", "model")]
     words, *_ = assigned(argv, flags)
-    alone = len(flags) == 3 and "data" not in words and len(words.get("env", ())) == 1
-    return ["--data", *words["env"], *argv] if alone else list(argv)
+    if len(flags) != 3 or "data" in words or len(words.get("env", ())) != 1:
+        return list(argv)
+    from rlkit.compat.libraries import check_named
+    from rlkit.scripts.trial import function_of
+
+    function_of("env", words["env"][0], load=check_named)
+    return ["--data", *words["env"], *argv]
 
 
 def parsed(argv: Sequence[str], kind: type) -> Any:

@@ -12,7 +12,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 from rlkit._util.extras import MissingExtra
 from rlkit.compat import envs
 from rlkit.compat.actions import actions_of, show_observation
-from rlkit.compat.libraries import LIBRARIES, published, source_of, with_opponent
+from rlkit.compat.libraries import LIBRARIES, environment_of, published, source_of, with_opponent
 from rlkit.compat.recognise import OF_MESSAGES, Published
 from rlkit.data.load import load_rows
 from rlkit.scripts import grpo, sft
@@ -111,6 +111,74 @@ async def test_at_most_so_many_episodes_are_played_at_once():
 
     env = envs.adapted(Published("object", lambda _: Game(), at_once=2), tokenizer)
     await asyncio.gather(*(env(prompt_of(tokenizer), Script(tokenizer, "a")) for _ in range(5)))
+
+
+ALONE = """
+seeds = []
+
+class Game:
+    def reset(self, seed, options):
+        seeds.append(seed)
+        return "go"
+
+    def step(self, turn):
+        return "", 1.0, True
+
+class Silent(Game):
+    def reset(self): ...
+"""
+
+
+async def test_a_class_made_without_arguments_plays_seeds_of_which_none_is_held_out(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    tokenizer, spec = tokenizer_with("chatml"), f"{tmp_path}/alone.py:Game"
+    train, held_out = (load_rows([source_of(spec, held_out=x)]) for x in (False, True))
+    assert (len(train), len(held_out)) == (1024, 64)
+    assert not {*train.sources} & {*held_out.sources}, "the same name is said to be not held out"
+    Game = environment_of(spec).source
+    game = envs.adapted(environment_of(spec), tokenizer)
+    for rows in (train, held_out):
+        await game(with_row(tokenizer, rows[3], index=3), Script(tokenizer, "a"))
+    assert Game.reset.__globals__["seeds"] == [train[3]["seed"], held_out[3]["seed"]] == [3, 1_000_003]
+    silent = envs.adapted(environment_of(f"{tmp_path}/alone.py:Silent"), tokenizer)
+    asked = {"messages": [{"role": "user", "content": "question"}], "seed": 5}
+    await silent(with_row(tokenizer, asked), Script(tokenizer, "a"))
+    with pytest.raises(TypeError, match=r"Silent.reset returns None, for the prompt of the row.* give --data FILE"):
+        await silent(with_row(tokenizer, load_rows([source_of(f"{tmp_path}/alone.py:Silent")])[3]), Script(tokenizer))
+
+
+def test_an_environment_of_an_installed_package_is_named_by_its_module(monkeypatch, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "rlkit_test_package.py").write_text(ALONE)
+    (tmp_path / "site" / "rlkit_test_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert len(load_rows([source_of("rlkit_test_package:Game")])) == 1024
+    line = ["--model", "m", "--env", "rlkit_test_package:Game"]
+    assert with_own_data(line, grpo.Args) == ["--data", line[-1], *line]
+    for data in (
+        "rlkit_test_folder:train",
+        "squad:plain",
+        "owner/rlkit_test_package:Game",
+        "rlkit_test_package::train",
+    ):
+        assert source_of(data) == data, "rows, not an environment"
+
+
+def test_what_names_no_environment_is_refused_before_any_data_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").write_text("def make(): ...")
+    for spec, said in {
+        "gym:FrozenLake-v1": r"did you mean gymnasium:FrozenLake-v1\?",
+        "rlkit_no_package:tw-simple": r"another package write `def make\(\): return ...`, and give FILE.py:make",
+        "rlkit_no_package": r"nor gem, textarena, gymnasium",
+        "game:make()": r"did you mean game.py:make",
+        "game.py": r"game.py has \['make'\]",
+    }.items():
+        with pytest.raises(ValueError, match=said) as raised:
+            with_own_data(["--model", "m", "--env", spec], grpo.Args)
+        assert str(raised.value).startswith(f"`env` {spec}: ")
+        with pytest.raises(ValueError, match=said):
+            environment_of(spec)
 
 
 def test_a_file_whose_environment_has_no_rows_asks_for_data(tmp_path):

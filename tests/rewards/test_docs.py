@@ -38,7 +38,7 @@ HELPERS = {
 
 
 def test_the_code_prints_what_the_page_says():
-    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (printed,) = re.findall(r"prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -46,8 +46,19 @@ def test_the_code_prints_what_the_page_says():
     assert out.getvalue() == printed
 
 
+async def test_the_function_around_a_scorer_of_a_package(tmp_path):
+    pytest.importorskip("if_verifiable")
+    *_, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "around.py").write_text(code)
+    asked = ["punctuation:no_comma", "keywords:existence"]
+    row = {"key": 1, "prompt": "?", "instruction_id_list": asked, "kwargs": [{}, {"keywords": ["blue"]}]}
+    samples = [Sample(text, row, 0, {}) for text in ("a blue sky", "a sky", "a, b")]
+    score = load_function(f"{tmp_path}/around.py:score")
+    assert [r.reward for r in await run_reward(score, samples, timeout_s=60)] == [1.0, 0.5, 0.0]
+
+
 async def test_the_reward_of_each_source(tmp_path):
-    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    _, code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "by_source.py").write_text(code)
     score = load_function(f"{tmp_path}/by_source.py:score")
     rows = [{"source": "gsm8k", "answer": "1/2"}, {"source": "squad", "answer": "Paris"}]

@@ -6,7 +6,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from rlkit.compat.rewards import adapted
 from rlkit.rewards import load_function
+from rlkit.rewards.call import check_signature
 
 
 @pytest.fixture
@@ -150,6 +152,52 @@ def test_a_missing_package_is_named_in_one_line(folder, monkeypatch):
         with pytest.raises(ImportError, match=said) as caught:
             load_function(spec)
         assert "\n" not in str(caught.value)
+
+
+SCORERS = """
+def wer(reference=None, hypothesis=None): return float(reference != hypothesis)
+def grade(benchmark, sample, response): return 1.0
+class Scorer:
+    def __init__(self, kinds): ...
+    def many(self, targets, prediction): ...
+    def score(self, target, prediction): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("wer", "wer(reference=..., hypothesis=...)"),
+        ("grade", "grade(benchmark=..., sample=..., response=...)"),
+        ("Scorer", "Scorer(kinds=...).score(...)"),
+    ],
+)
+def test_a_scorer_of_an_installed_package_gets_the_wrapper_to_write(folder, monkeypatch, name, call):
+    write(folder / "site-packages" / "rlkit_test_scorers.py", SCORERS)
+    monkeypatch.syspath_prepend(folder / "site-packages")
+    monkeypatch.delitem(sys.modules, "rlkit_test_scorers", raising=False)
+    function = load_function(f"rlkit_test_scorers:{name}")
+    with pytest.raises(TypeError, match=r"give --reward FILE\.py:score") as caught:
+        check_signature(adapted(function))
+    text = str(caught.value)
+    assert "RL2" not in text
+    written = text.split("`")[1::2]
+    assert written == [f"from rlkit_test_scorers import {name}", f"def score(completion, row): return {call}"]
+    exec("\n".join(written), space := {})
+    check_signature(space["score"])
+    write(folder / "own.py", f"from rlkit_test_scorers import Scorer\nscore = Scorer(0).score\n{SCORERS}")
+    for own in ("score", "wer"):  # a bound method has no name to import, and the user's own file can be edited
+        with pytest.raises(TypeError, match=r"write \(completion, row\)|would get a completion"):
+            check_signature(load_function(f"own.py:{own}"))
+
+
+def test_a_missing_package_of_an_installed_one_is_to_be_installed(folder, monkeypatch):
+    write(folder / "site-packages" / "rlkit_test_outer.py", "import rlkit_test_inner")
+    write(folder / "site-packages" / "rlkit_test_inner.py", "import rlkit_test_missing")
+    monkeypatch.syspath_prepend(folder / "site-packages")
+    with pytest.raises(ImportError, match=r"no module 'rlkit_test_missing': install it where") as caught:
+        load_function("rlkit_test_outer:score")
+    assert "remove" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,18 @@ async def test_a_program_with_the_openai_package():
     assert piece.reward == 1.0
 
 
+async def test_the_class_around_a_package_whose_score_runs(monkeypatch):
+    steps, closed = iter([("no", 0, False, {}), ("yes", 2, False, {}), ("end", 3, True, {})]), []
+    game = SimpleNamespace(reset=lambda: ("go", {}), step=lambda _: next(steps), close=lambda: closed.append(1))
+    gym = SimpleNamespace(register_game=lambda file, **_: file, make=lambda _: game)
+    monkeypatch.setitem(sys.modules, "textworld", SimpleNamespace(gym=gym))
+    monkeypatch.setitem(sys.modules, "textworld.gym", gym)
+    tokenizer = tokenizer_with("chatml")
+    env = envs.adapted(run("class TextWorld", __name__="my_env").TextWorld, tokenizer)
+    (piece,) = await env(prompt_of(tokenizer), Script(tokenizer, "a", "b", "c"))
+    assert (piece.reward, piece.info["turn_rewards"], closed) == (3.0, [0.0, 2.0, 1.0], [1])
+
+
 async def test_the_lines_for_the_command_line(tmp_path):
     """Each is a function of the tokenizer, and `--env` runs it."""
     tokenizer = tokenizer_with("chatml")

@@ -68,7 +68,7 @@ def gym_env(
 
     An object in Gymnasium's form, whose `reset` returns (observation, info), gets the text of a turn, and its `step`
     returns (observation, reward, terminated, truncated, info). A `reset` with arguments `seed` and `options`, in either
-    form, gets the prompt's index and the row. Errors: TypeError for other results, with the class. An empty
+    form, gets `seed_of` the prompt and the row. Errors: TypeError for other results, with the class. An empty
     observation is named once.
 
     `make(prompt)` is called for every sample of a group, so state that the samples share (a secret, a seed) must come
@@ -86,14 +86,14 @@ def gym_env(
         if not (hasattr(game, "reset") and hasattr(game, "step")):
             raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
         try:
-            arguments = {"seed": prompt.index, "options": dict(prompt.row)}
+            arguments = {"seed": seed_of(prompt), "options": dict(prompt.row)}
             opening = await call(partial(game.reset, **accepted(game.reset, arguments)))
             gymnasium = isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping)
             opening = opening[0] if gymnasium else opening
             if _is_tokens(opening):
                 talk: Chat | _TokenTalk = _TokenTalk(opening, sample, tokenizer)
             else:
-                messages = None if opening is None else _messages(opening, f"{type(game).__name__}.reset")
+                messages = _opening(opening, prompt, f"{type(game).__name__}.reset")
                 talk = Chat(
                     prompt, sample, tokenizer=tokenizer, messages=messages, system_prompt=system_prompt,
                     template_args=template_args,
@@ -104,6 +104,12 @@ def gym_env(
                 await call(game.close)
 
     return env
+
+
+def seed_of(prompt: Prompt) -> int:
+    """The seed of an episode: the row's column `seed`, or the prompt's index."""
+    seed = prompt.row.get("seed", prompt.index)
+    return seed if isinstance(seed, int) else prompt.index
 
 
 async def _play(
@@ -143,9 +149,7 @@ def _step(game: Any, returned: Any, gymnasium: bool) -> Step:
                 raise TypeError(f"{name} returned {values}: the order is {form}")
             _check_ends(name, done=answer.done, truncated=answer.truncated)
             return answer
-    old = num == 4
-    fix = "; in Gymnasium's form reset returns (observation, info), step five values, and it gets the turn's text"
-    raise TypeError(f"{name} must return {form}, got {returned!r:.200}{fix if old else ''}")
+    raise TypeError(f"{name} must return {form}, got {returned!r:.200}{_OLD_GYM if num == 4 else ''}")
 
 
 def _check_ends(name: str, **ends: Any) -> None:
@@ -171,6 +175,17 @@ class _TokenTalk:
         self._turns.append(observation)
 
 
+def _opening(opening: Any, prompt: Prompt, name: str) -> Any:
+    """The messages of an opening; None for the prompt's own. TypeError where that is only the name of a seed."""
+    if opening is not None:
+        return _messages(opening, name)
+    row = prompt.row
+    if row.keys() == {"messages", "seed"} and row["messages"][-1]["content"].endswith(f", seed {row['seed']}"):
+        fix = "return the opening, or give --data FILE"
+        raise TypeError(f"{name} returns None, for the prompt of the row, and a row of a seed alone has none: {fix}")
+    return None
+
+
 def _messages(observation: Any, name: str) -> Any:
     """The messages of an observation of the method `name`; token ids as they are. TypeError for anything else."""
     if isinstance(observation, str) or parts_of(observation) is not None:
@@ -187,6 +202,11 @@ def _messages(observation: Any, name: str) -> Any:
     raise TypeError(f"{name} must {verb} {forms}, got {show(observation)}")
 
 
+_OLD_GYM = (
+    "; in Gymnasium's form reset returns (observation, info), step five values, and it gets the turn's text. Around "
+    "gym's old four values write a class whose step returns observation, reward, done, False, info, and in place of a "
+    "running score its increase (docs/environments.md)"
+)
 _NO_TEXT = "; reset may return None, to begin with the prompt of the row"
 
 
