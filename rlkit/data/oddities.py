@@ -106,6 +106,7 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
     for (why, narrowed), notes in zip(_OF_TEXTS, zip(*texts, strict=True), strict=True):
         noted = [*enumerate(narrowed(notes) if sheet or why != _OF_SHEET else [])]
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
+    _name_reversed_scores(rows, read)
 
 
 def _mostly(notes: Sequence[str], least: float = 0.5) -> Sequence[str]:
@@ -278,7 +279,7 @@ def name_two_golds(
     rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]
 ) -> None:
     """Log prompts that stand there with another gold answer too."""
-    asked = [turn.prompt * (form is PROMPT and not turn.images) for (form, _), (turn, *_) in zip(read, turns)]
+    asked = [turn.prompt * (not turn.images) for (turn, *_) in turns]
     golds: dict[str, dict[str, str]] = {prompt: {} for prompt in asked}  # the first of those that are equal
     for prompt, (_, row) in zip(asked, read):
         golds[prompt] |= {gold.casefold(): gold[:30] for gold in _golds(row)[:1] if prompt}
@@ -288,7 +289,7 @@ def name_two_golds(
     drop(rows, notes, several, unit="prompts", why=why, keep=True, note=shown)
 
 
-def name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]]) -> None:
+def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]]) -> None:
     """Log labels of which a column of scores says the reverse throughout."""
     numbers: dict[bool | None, list[tuple[int, float]]] = {True: [], False: [], None: []}
     for index, (form, row) in enumerate(read):
@@ -301,9 +302,10 @@ def name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Convert
         drop(rows, good, lambda _: True, unit="rows", why=why, keep=True, note=lambda score: f" ({score:g})")
 
 
-def name_repeats(rows: Sequence[Row], turns: Sequence[Sequence[Turn]], form: Form) -> None:
-    """Log that at least half of the rows repeat others, or that all have one prompt, or one answer; not of prompts."""
-    if form is PROMPT or len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
+def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]) -> None:
+    """Log that at least half of the examples repeat others, or that all have one prompt, or one answer."""
+    form, _ = read[-1]
+    if len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
     first, at, same = turns[0][0], 0 if form is PAIR else -1, list[str]()

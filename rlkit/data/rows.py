@@ -21,14 +21,7 @@ from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, column_error, place_of
 from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings
-from rlkit.data.oddities import (
-    name_foreign,
-    name_oddities,
-    name_repeats,
-    name_reversed_scores,
-    name_two_golds,
-    odd_texts,
-)
+from rlkit.data.oddities import name_foreign, name_oddities, name_repeats, name_two_golds, odd_texts
 from rlkit.data.schema import FOR_REWARDS, IN_SFT, LABELS, OF_TEMPLATE, PAIRED, PROMPTS, RESPONSES
 from rlkit.data.template import NO_PROMPT, RESULTS, Template
 from rlkit.data.turns import (
@@ -90,9 +83,7 @@ def read_rows(
         _log.warning("the system prompt %r is in no row: each has a system message of its own", told[:60])
     unused.report(template.not_read, where=where)
     name_oddities(rows, converted, odd)
-    name_two_golds(rows, converted, turns)
-    name_reversed_scores(rows, converted)
-    name_repeats(rows, turns, form)
+    (name_two_golds if form is PROMPT else name_repeats)(rows, converted, turns)
     if not template.apply:
         name_foreign(rows, [turn.whole or turn.prompt for turn, *_ in turns], markup_of(template.tokenizer))
     markup_of(template.tokenizer).report_opened(turns[0][0].prompt if form is PROMPT else "")

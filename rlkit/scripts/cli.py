@@ -77,10 +77,6 @@ TOOLS = {
 COMMANDS = TRAINERS | TOOLS | {"copy": "copy a script to a file of your own"}
 
 
-class LossError(Explained):
-    """A loss function of the user that failed, or returned something else than a loss per element."""
-
-
 def main(argv: list[str] | None = None) -> None:
     """`rlkit COMMAND ...`."""
     encode_anything()

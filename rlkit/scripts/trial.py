@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit._util.extras import MissingExtra
 from rlkit._util.ranks import is_first
+from rlkit._util.text import Explained
 from rlkit.scripts.args import OF_RETURNS, OF_VALUES, Episodes, Evaluation, KlEstimator
-from rlkit.scripts.cli import LossError
 from rlkit.settings import Critic, Penalties, is_default, refuse_if
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ _log = logging.getLogger("rlkit.rewards")
 _FAR = 50  # times larger: rewards beside which others hardly train
 _SLOW_S = 10.0
 OfTokenizer = Callable[[Any], Any]  # built from the user's code and a tokenizer
+
+
+class LossError(Explained):
+    """A loss function of the user that failed, or returned something else than a loss per element."""
 
 
 def function_of(flag: str, spec: str, *, load: Callable[[str], Any] | None = None) -> Any:

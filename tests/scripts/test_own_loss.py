@@ -9,7 +9,8 @@ import pytest
 import screens
 
 from rlkit.scripts import cli, grpo
-from rlkit.scripts.cli import LossError, run
+from rlkit.scripts.cli import run
+from rlkit.scripts.trial import LossError
 
 OWN = """
 from rlkit.losses import gspo, ppo_clip
