@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 
 from rlkit._util.ranks import is_first, launched, local_world_size
@@ -153,9 +154,20 @@ def _handled_by(handler: Handler) -> Iterator[None]:
     try:
         yield
     finally:
+        keep_interrupt()
         _handling.remove(handler)
         for number, before in old.items():
             signal.signal(number, before)
+
+
+def keep_interrupt() -> None:
+    """Let a KeyboardInterrupt that nobody catches end the process by SIGINT, also where tabulate is installed.
+
+    torch._dynamo imports it at exit, and its named tuples evaluate code: Python then forgets the interrupt, and the
+    status is 1.
+    """
+    with suppress(ImportError):
+        import_module("tabulate")
 
 
 def _handlers_now() -> dict[int, Any]:

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from itertools import takewhile
@@ -34,7 +34,7 @@ from rlkit._util.text import Explained, masked, printable
 from rlkit.compat import flags as foreign
 from rlkit.run.console import TRAINING, encode_anything, say, warnings_that_fit, with_command, wrapped
 from rlkit.run.cores import SPINS
-from rlkit.run.signals import resume_command
+from rlkit.run.signals import keep_interrupt, resume_command
 from rlkit.scripts import config, translate
 from rlkit.scripts.flags import (
     CONFIG,
@@ -340,9 +340,7 @@ def on_ranks(script: Callable[..., X], *args: Any) -> X | None:
         number = getattr(stopped, "number", None)  # of rlkit._util.ranks.Stopped, after the save; else nothing is saved
         if number not in (None, signal.SIGINT) and alone:
             sys.exit(128 + number)
-        if alone:  # torch._dynamo imports it at exit, and its named tuples make Python forget the interrupt: status 1
-            with suppress(ImportError):
-                importlib.import_module("tabulate")
+        keep_interrupt()
         if alone and not (number is None and _given(args).get("debug")):
             sys.excepthook = lambda *_: None if number else sys.stderr.write("KeyboardInterrupt\n")
             raise KeyboardInterrupt from None  # Python ends by SIGINT for this type only, not for a subclass

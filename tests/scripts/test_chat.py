@@ -163,8 +163,9 @@ def test_tokens_show_as_they_are_sampled_and_ctrl_c_stops_the_answer_only(tmp_pa
 def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
     path = save_model(tmp_path / "model", positions=60_000)
     flags = ["--temperature", "0", "--max-new-tokens", "50000", "--prompt", "one"]
-    script = f"import os, signal, threading, time\nfrom rlkit.scripts import chat, cli\nflags = {[path, *flags]}\n"
-    script += (
+    script = (
+        "import os, signal, threading, time\nfrom rlkit.scripts import cli\nfrom rlkit.scripts.tools import chat\n"
+        f"flags = {[path, *flags]}\n"
         "main = chat.Chat.ask\n"
         "def ask(self, prompt):\n"
         "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
