@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import partial
 
@@ -29,14 +30,19 @@ from rlkit.losses import (
     dppo,
     dppo_kl,
     dual_clip,
+    kl_in_reward,
     m2po,
     opd_advantages,
     opsm,
+    reverse_kl,
     select_between,
+    value_clip,
+    value_mse,
 )
-from rlkit.model.forward import Policy
+from rlkit.model.forward import Policy, with_old_logp
+from rlkit.rollout.groups import sampler
 from rlkit.segments import broadcast_to_tokens, cumulative, seq_lens
-from rlkit.types import Trajectory
+from rlkit.types import Completion, LogProbs, SamplingParams, Trajectory
 
 
 def trajectory(**fields):
@@ -120,6 +126,52 @@ def test_a_reversed_ratio_and_data_with_gradients_are_refused():
     refused(lambda: k3(logp, logp), "log-probs of a reference, need .detach()", ValueError)
     for right in (logp - old, logp - logp.detach(), -(old - logp), leaf, old, old - logp.detach()):
         ppo_clip(right, advantages)
+
+
+def test_a_target_with_a_gradient_before_a_prediction_without_is_refused():
+    x, y, logits = torch.zeros(4, requires_grad=True), torch.ones(4), torch.zeros(4, 3, requires_grad=True)
+    refused(lambda: value_mse(y, x), "values has no gradient, and what follows it has one", ValueError)
+    refused(lambda: value_clip(y, y, x, clip=0.2), "values is the first argument", ValueError)
+    refused(lambda: reverse_kl(logits.detach(), logits), "student_logits is the first argument", ValueError)
+    for right in ((x, y), (y, y), (x, x * 2)):
+        value_mse(*right)
+    reverse_kl(logits, logits * 2)
+
+
+def test_rewards_that_the_mask_hides_and_a_negative_kl_coef_are_refused():
+    mask, bounds = torch.tensor([True, True, False]), torch.tensor([0, 3])
+    last = torch.tensor([0.0, 0.0, 1.0])
+    refused(
+        lambda: gae(last, 0 * last, mask=mask, cu_seqlens=bounds), "all rewards are where the mask is False, such as"
+    )
+    for rewards in (last.roll(1), last + 1, 0 * last, last * float("nan")):
+        gae(rewards, 0 * last, mask=mask, cu_seqlens=bounds)
+    gae(last, 0 * last, mask=mask & False, cu_seqlens=bounds)
+    refused(lambda: kl_in_reward(last, -last, -last, kl_coef=-0.1, mask=mask), "kl_coef must be at least 0, got -0.1")
+
+
+def test_an_engine_without_log_probs_is_refused():
+    def of(logp):
+        return pack([[trajectory(ids=[4] * 16, mask=[True] * 16, logp=[logp] * 16, versions=[0] * 16)]])
+
+    def policy(batch):
+        return LogProbs(torch.full(batch.mask.shape, -5.0) * batch.mask, torch.zeros(batch.mask.shape))
+
+    refused(
+        lambda: with_old_logp(policy, of(0.0), max_tokens=99), "rollout_logp is 0 at all 16 tokens, and old_logp -5 on"
+    )
+    assert with_old_logp(policy, of(-0.001), max_tokens=99).old_logp.sum() == -80
+
+
+def test_a_finish_reason_that_no_engine_has_is_refused():
+    async def generate(prompt_ids, *, params):
+        return Completion(ids=[1], logp=[-1.0], versions=[0], finish_reason=params.stop[0])
+
+    def ended(reason):
+        return asyncio.run(sampler(generate, SamplingParams(stop=(reason,)), (0,))([1]))
+
+    refused(lambda: ended("eos_token"), "finish_reason must be one of ('stop', 'length', 'abort'), got 'eos_token'")
+    assert ended("stop").ids == [1]
 
 
 def test_a_baseline_of_another_form_is_refused_by_its_call():

@@ -21,7 +21,7 @@ from rlkit.data.forms import RENAME, Form, LacksColumn
 from rlkit.data.load import PythonText, Row, Rows, column_error, place_of
 from rlkit.data.messages import Converted, decoded, json_of, mappings, messages_of
 from rlkit.data.packages import reasoning_gym as reasoning_gym
-from rlkit.data.prompt_columns import columns_in, filled, letter_of
+from rlkit.data.prompt_columns import columns_in, count_from_1, filled, letter_of
 from rlkit.data.rows import check_dicts, checked
 from rlkit.data.schema import ANSWERS, IN_SFT, LABELS, PAIRED, PROMPTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SFT, TEXT, ends_with_answer
@@ -166,6 +166,10 @@ def _of_columns(rows: Sequence[Row], template: str) -> Callable[[Row, Foreign | 
     if lettered := None not in letters:
         _log.warning(
             "the answer %s is the place of a choice, and is read as its letter, %s", rows[0]["answer"], letters[0]
+        )
+    elif count_from_1(template, rows):
+        _log.warning(
+            "the answers are 1 to the number of choices, and stay numbers: of places write the letters A, B, ..."
         )
 
     def convert(row: Row, source: Foreign | None, forms: Sequence[Form], place: str) -> Row:

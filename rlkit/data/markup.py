@@ -43,7 +43,9 @@ _STOP = re.compile(rf"({'|'.join(map(re.escape, _STOPS))})\s*\Z")
 _HEADER = re.compile(  # the start of a first turn, after the bos of its model
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*(\[INST\](?=.*\[/INST\])|<｜User｜>"
     r"|<\|start_header_id\|>(?=\w+<\|end_header_id\|>)|<start_of_turn>(?=user|model)"
-    r"|<\|im_start\|>(?=system|user|assistant)|<\|(?:system|user|assistant)\|>(?=\s))", re.DOTALL,
+    r"|<\|im_start\|>(?=system|user|assistant)|<\|(?:system|user|assistant)\|>(?=\s)|<\|channel\|>(?=\w+<\|message\|>)"
+    r"|\[THINK\](?=.*\[/THINK\])|<\|python_tag\|>|\[TOOL_CALLS\](?=\s*\[?[{\w])|<\|tool_calls_section_begin\|>)",
+    re.DOTALL,
 )  # fmt: skip
 _SPEAKERS = (
     ("\n\nHuman:", "\n\nAssistant:"), ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
@@ -295,7 +297,8 @@ class Markup:
         Two names of speakers count where the text ends with the second, or begins as no dialogue in it would.
         """
         if header := _HEADER.match(text):
-            return "" if self._is_own(header[1]) else header[1]
+            own = self._is_own(header[1]) or header[1] in {*self._added.values(), *self.written}
+            return "" if own else header[1]
         held = f"\n\n{text.strip()}"
         for first, second in _SPEAKERS:
             whole = held.endswith(second) or held.startswith(_WHOLE) or text.startswith("\n\nHuman:")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, product
-from string import punctuation
+from string import ascii_uppercase, punctuation
 from typing import Any
 
 from rlkit.data import columns
@@ -18,6 +18,7 @@ from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
 from rlkit.data.messages import CALLS, Converted, json_of, mappings, null_arguments
+from rlkit.data.prompt_columns import is_texts
 from rlkit.data.schema import ANSWERS, GOLD, LABELS, PAIRED, RESPONSES
 from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
@@ -91,6 +92,11 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
     "|\u00c3[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00bf]|\u00d0[\u00b0-\u00ba\u00bc-\u00bf]|\u00d1[\u00b0-\u00ba\u00bc-\u00bf]"
 )
+_UNESCAPED = re.compile(  # \frac, \boxed, \times, \right: the first letter was read as that of an escape
+    r"\f(?:rac|orall)|\x08(?:oxed|eta|egin|inom|ar\{)|\t(?:imes|heta|herefore|(?:ext(?:bf|it|rm)?|frac|ilde)\{)|\r(?:ight|ho\b)"
+)
+_OPTION = re.compile(r"^\s*\(?([A-J])[.):]\s+(.+?)\s*$", re.MULTILINE)
+_PICTURE = re.compile(r"!\[[^\]\n]*\]\([^)\s]+\.(?:png|jpe?g|gif|webp)\)", re.IGNORECASE)
 _VOCABULARY = re.compile(  # of tokenizers: a blank and a line break. Maltese begins words with both letters
     r"(?<=[a-z\d,])\u0120(?=\w)|(?<=[a-z\d.,:;!?])\u010a|(?<=\w)\u2581(?=\w)"
 )
@@ -148,10 +154,11 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
-    missing = [repr(text.strip()) for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
+    short = [text for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
+    said = [] if answers is asked else answers
+    missing = [repr(x.strip()) for x in short if x not in said or not any(x.strip() in y != x for y in asked[-1:])]
     odd = [note for text in texts for note in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
-    said = [] if answers is asked else answers
     turns, results = (_parts(pattern.search, said) for pattern in (_FURTHER, _RESULT))
     values = [repr(text[:30]) for text in said if _is_value(text)]
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
@@ -160,6 +167,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     names -= {"image"} if row.get("images") else set()
     places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
     places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
+    places += ["![...](...)"] * (answers is not asked and not row.get("images") and any(map(_PICTURE.search, asked)))
     golds = _golds(row)
     damaged = [text for text in (*said, *golds) if _is_damaged(text, asked)]
     errors = [repr(text[:30]) for text in said if _API_ERROR.match(text) and not any(map(_OF_ERRORS.search, asked))]
@@ -171,10 +179,12 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
     given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
-    differing = [*_two_golds(row)] * bool(asks)
+    differing = [*_two_golds(row), *_two_choices(row)] * bool(asks)
+    no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
     every = (
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
-        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain, differing),
+        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
+        *(differing, no_choice),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -197,6 +207,30 @@ def _two_golds(row: Converted) -> Iterable[str]:
     for some in ({x for x in ends if x.isalpha() is letter} for letter in (False, True)):
         if len(some) > 1:
             yield " and ".join(sorted(some))
+
+
+def _two_choices(row: Converted) -> Iterable[str]:
+    """The text of the choice that the gold answer names by its letter or place, where a column has another choice."""
+    lists, gold = [x for x in row.own.values() if is_texts(x)], row.own.get("answer")
+    at = ascii_uppercase.find(gold) if isinstance(gold, str) and len(gold) == 1 else gold if type(gold) is int else -1
+    for name in ("answer_text", "correct_answer", "correct_option", "correct_choice") if len(lists) == 1 else ():
+        other = row.own.get(name)
+        if 0 <= at < len(lists[0]) and isinstance(other, str) and other in lists[0] and other != lists[0][at]:
+            yield f"{lists[0][at][:30]!r} and {other[:30]!r}"
+
+
+def _no_choice(prompt: str, gold: str) -> str:
+    """A gold answer that is none of the letters of the choices that a prompt has on lines of their own; "" for none.
+
+    A text counts where it is that of a choice, and the prompt asks for a letter.
+    """
+    options = dict(_OPTION.findall(prompt))
+    letters = "".join(options)
+    if len(options) < 2 or not ascii_uppercase.startswith(letters) or gold in letters:
+        return ""
+    letter = gold in ascii_uppercase[:_SOME] and not re.search(rf"\b{gold}[.):]", prompt)
+    text = gold in options.values() and re.search(r"\bletter\b", prompt) is not None
+    return f"{gold[:30]!r} of A to {letters[-1]}" if letter or text else ""
 
 
 def _ends_with(prompt: str, gold: str) -> bool:
@@ -261,6 +295,8 @@ def _is_value(text: str) -> bool:
 
 def _characters(text: str) -> Iterable[str]:
     """The characters of a text that are seldom meant."""
+    if command := _UNESCAPED.search(text):
+        yield f"{command[0]!r} of LaTeX in JSON, where a backslash is written twice"
     if "\0" in text:
         yield "NUL"
     if "<0x0A>" in text:
@@ -308,18 +344,18 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     if len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
-    first, at, same = turns[0][0], 0 if form is PAIR else -1, list[str]()
+    first, same, pairs = turns[0][0], list[str](), form is PAIR
     if first.prompt and all(of_row[0].prompt == first.prompt for of_row in turns):
         same.append("prompt")
-    answer = turns[0][at].whole.removeprefix(turns[0][at].prompt)
-    if all(of_row[at].whole.removeprefix(of_row[at].prompt) == answer for of_row in turns):
+    said = [[turn.whole.removeprefix(turn.prompt) for turn in (of_row[:1] if pairs else of_row)] for of_row in turns]
+    if all(answers == said[0] for answers in said):  # conversations may end with the same word
         same.append("answer")
     source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
     if num <= len(turns) / 2:
         texts = "all the same text" if num == 1 else f"{num} different texts"
         _log.warning("%sthe %d rows are %s: each trains as often as it is there", source, len(turns), texts)
     elif same and len(turns) >= _SOME:
-        repeated = "the same chosen response" if form is PAIR and same == ["answer"] else f"the same {same[0]}"
+        repeated = "the same chosen response" if pairs and same == ["answer"] else f"the same {same[0]}"
         _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), repeated)
 
 
@@ -388,6 +424,13 @@ def _result_of_no_call(row: Converted) -> bool:
     return bool(ids) and None not in ids and not all(of in ids for of in answered)
 
 
+def _one_id_twice(row: Converted) -> bool:
+    """Whether two calls of one message have one id."""
+    said = mappings(row.get("messages") or row.get("prompt"))
+    ids = [[call["id"] for call in mappings(message.get("tool_calls")) if call.get("id")] for message in said]
+    return any(len(of) > len({*map(str, of)}) for of in ids)
+
+
 def _only_system(row: Converted) -> bool:
     """Whether all messages of a prompt, which are given as such, are of the system."""
     said = mappings(row.get("messages") or row.get("prompt"))
@@ -405,6 +448,12 @@ def _scored_less(row: Row) -> bool:
     return False
 
 
+def _ranked_less(row: Row) -> bool:
+    """Whether a pair's own ranks, of which 1 is the best, contradict its choice."""
+    chosen, rejected = (row.get(f"{side}_rank") for side in PAIRED)
+    return isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen > rejected
+
+
 def _answers_twice(row: Row) -> bool:
     """Whether two assistant messages of text follow each other after the first message, and the row trains both."""
     said = mappings(row.get("messages") or row.get("prompt"))[1:]
@@ -418,10 +467,12 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((PAIR,), "pairs", _one_repeats_prompt, f"{_AGAIN} one of the responses, and train on this difference", 0.5),
     ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{_AGAIN} the response, so that it stands twice", 0),
     ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
+    ((PAIR,), "pairs", _ranked_less, "have a higher rank, of which 1 is the best, for the chosen response", 0.8),
     ((PAIR, LABELLED), "rows", _says_label, "begin a response with the word for its label, and train on that", 0.8),
     ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
     ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
+    ((), "rows", _one_id_twice, "have two calls of one message under one id, to which both results belong", 0),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
 )
@@ -446,4 +497,5 @@ _OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("have a prompt that ends with its own answer", _given_away),
     ("have a gold answer that stands for a missing value", _missing_golds),
     (f"have gold answers that differ, of which rewards read the first ({', '.join(GOLD)})", list),
+    ("have a gold answer that is none of the letters of the choices in the prompt", list),
 )

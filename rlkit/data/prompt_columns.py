@@ -14,7 +14,7 @@ Where the rows' `answer` is a number, the place in the only list of texts, it be
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from string import Formatter, ascii_uppercase
 from typing import Any
 
@@ -71,3 +71,14 @@ def letter_of(template: str, row: Mapping[str, Any]) -> str | None:
     lists, answer = [row[x] for x in columns_in(template) if is_texts(row.get(x))], row.get("answer")
     is_place = len(lists) == 1 and type(answer) is int and 0 <= answer < len(lists[0])
     return ascii_uppercase[answer] if is_place else None  # type: ignore[index]
+
+
+def count_from_1(template: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rows' `answer` is 1 to the number of texts in their only list of texts, and both ends occur."""
+    names, ends = columns_in(template), set[str]()
+    for row in rows:
+        lists, answer = [row[x] for x in names if is_texts(row.get(x))], row.get("answer")
+        if len(lists) != 1 or type(answer) is not int or not 1 <= answer <= len(lists[0]):
+            return False
+        ends |= {"first"} if answer == 1 else {"last"} if answer == len(lists[0]) else set()
+    return len(ends) == 2

@@ -29,6 +29,15 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(masked(upcast(x), mask) for x in tensors.values())
 
 
+def targets(*given: Tensor, **prediction: Tensor) -> list[Tensor]:
+    """The targets of a loss, detached; ValueError where they have a gradient and the prediction, which is first, has
+    none."""
+    ((name, x),) = prediction.items()
+    if not x.requires_grad and any(target.requires_grad for target in given):
+        raise ValueError(f"{name} has no gradient, and what follows it has one: {name} is the first argument")
+    return [target.detach() for target in given]
+
+
 def _check_no_ratio(log_ratio: Tensor, mask: Tensor | None) -> None:
     """ValueError for values that are ratios: 1 on-policy, and at no token far below (CPU, outside compilation).
 

@@ -58,7 +58,7 @@ from rlkit._util.tensors import (
 )
 from rlkit.advantages.traces import discounted_returns
 from rlkit.kernels.linear_scan import linear_scan
-from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_between, check_positive, prepared, targets
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 
 __all__ = [
@@ -272,7 +272,8 @@ def _divergence(
     def divergence(student: Tensor, teacher: Tensor) -> Tensor:
         return rows(bounded_log_softmax(student, temperature), bounded_log_softmax(teacher, temperature))
 
-    return by_rows(divergence, student_logits, teacher_logits.detach(), chunk_size=chunk_size, mask=mask)
+    (teacher_logits,) = targets(teacher_logits, student_logits=student_logits)
+    return by_rows(divergence, student_logits, teacher_logits, chunk_size=chunk_size, mask=mask)
 
 
 def forward_kl_topk(
@@ -384,7 +385,8 @@ def _topk(
     def divergence(logits: Tensor, ids: Tensor, teacher_logp: Tensor) -> Tensor:
         return topk_rows(rows, upcast(logits) / temperature, ids, teacher_logp)
 
-    return by_rows(divergence, student_logits, ids, teacher_logp.detach(), chunk_size=chunk_size, mask=mask)
+    (teacher_logp,) = targets(teacher_logp, student_logits=student_logits)
+    return by_rows(divergence, student_logits, ids, teacher_logp, chunk_size=chunk_size, mask=mask)
 
 
 def check_support(ids: Tensor, teacher_logp: Tensor, *, mask: Tensor | None, vocab_size: float = math.inf) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
-from rlkit.losses._inputs import check_one_number, prepared
+from rlkit.losses._inputs import check_at_least, check_one_number, prepared
 from rlkit.losses.ratios import token_gradient
 from rlkit.types import Mask, Tokens
 
@@ -115,6 +115,7 @@ def kl_in_reward(
     Reference: arXiv:2203.02155, equation 2.
     """
     check_one_number(kl_coef=kl_coef)
+    check_at_least(0, kl_coef=kl_coef)
     rewards, logp, ref_logp = prepared(mask, rewards=rewards, logp=logp, ref_logp=ref_logp)
     return (rewards - kl_coef * estimator(logp, ref_logp)).detach()
 

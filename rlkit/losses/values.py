@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlkit._util.tensors import check_float, check_mask, check_tensor, masked, upcast
-from rlkit.losses._inputs import check_at_least, check_probs, prepared
+from rlkit.losses._inputs import check_at_least, check_probs, prepared, targets
 from rlkit.losses.preference import PairMask, Pairs
 from rlkit.types import Mask, Tokens
 
@@ -40,7 +40,8 @@ def value_mse(values: Tokens, returns: Tokens, *, mask: Mask = None) -> Tokens:
     Differs: RL2 has no 1/2.
     Reference: verl `compute_value_loss`, trainer/ppo/core_algos.py.
     """
-    values, returns = prepared(mask, values=values, returns=returns.detach())
+    (returns,) = targets(returns, values=values)
+    values, returns = prepared(mask, values=values, returns=returns)
     return 0.5 * (values - returns).square()
 
 
@@ -55,7 +56,8 @@ def value_huber(values: Tokens, returns: Tokens, *, delta: float, mask: Mask = N
     """
     if not delta > 0:
         raise ValueError(f"delta must be positive, got {delta}")
-    values, returns = prepared(mask, values=values, returns=returns.detach())
+    (returns,) = targets(returns, values=values)
+    values, returns = prepared(mask, values=values, returns=returns)
     return F.huber_loss(values, returns, reduction="none", delta=delta)
 
 
@@ -70,9 +72,8 @@ def value_clip(values: Tokens, old_values: Tokens, returns: Tokens, *, clip: flo
     Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.
     """
     check_at_least(0, clip=clip)
-    values, old_values, returns = prepared(
-        mask, values=values, old_values=old_values.detach(), returns=returns.detach()
-    )
+    old_values, returns = targets(old_values, returns, values=values)
+    values, old_values, returns = prepared(mask, values=values, old_values=old_values, returns=returns)
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
@@ -100,7 +101,8 @@ def hl_gauss(
         raise ValueError(f"logits must have shape {[*returns.shape, 'B']}, got {list(logits.shape)}")
     check_mask(mask, returns=returns)
     logits = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
-    returns = masked(returns.detach(), mask, low)
+    (returns,) = targets(returns, logits=logits)
+    returns = masked(returns, mask, low)
     target = hl_gauss_target(returns, num_bins=logits.shape[-1], low=low, high=high, sigma=sigma)
     return masked(-(target * logits.log_softmax(-1)).sum(-1), mask)
 
@@ -187,6 +189,7 @@ def process_bce(logits: Pairs, labels: Pairs, *, mask: PairMask = None) -> Pairs
     Limits: y = 1/2 has its minimum ln 2 at z = 0.
     Reference: arXiv:2211.14275; arXiv:2312.08935 (soft labels).
     """
-    z, y = prepared(mask, logits=logits, labels=labels.detach())
+    (labels,) = targets(labels, logits=logits)
+    z, y = prepared(mask, logits=logits, labels=labels)
     check_probs(labels=y)
     return masked(-y * F.logsigmoid(z) - (1 - y) * F.logsigmoid(-z), mask)

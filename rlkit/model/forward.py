@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlkit._util.files import no_code
 from rlkit._util.numbers import is_number, show
+from rlkit._util.tensors import readable
 from rlkit.kernels.linear_logp import linear_log_kept_mass, linear_logp
 from rlkit.kernels.logits_logp import logits_logp
 from rlkit.losses.corrections import log_support_mass
@@ -445,7 +446,14 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
 
 def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: log-probs under the policy's current weights."""
-    return with_streams(batch, old_logp=compute_log_probs(policy, batch, max_tokens=max_tokens, mesh=mesh))
+    old_logp = compute_log_probs(policy, batch, max_tokens=max_tokens, mesh=mesh)
+    sampled = batch.rollout_logp[batch.mask.to(batch.rollout_logp.device)]
+    if readable(old_logp) and sampled.numel() >= 16 and sampled.min() >= 0 and old_logp[batch.mask].mean() < -0.5:
+        raise ValueError(
+            f"rollout_logp is 0 at all {sampled.numel()} tokens, and old_logp {old_logp[batch.mask].mean():.3g} on "
+            "average: does the engine return the log-probs of the tokens that it sampled?"
+        )
+    return with_streams(batch, old_logp=old_logp)
 
 
 def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:

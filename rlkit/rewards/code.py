@@ -14,6 +14,7 @@ import ast
 import builtins
 import json
 import math
+import re
 import symtable
 import sys
 from collections.abc import Callable, Sequence
@@ -205,13 +206,20 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
     return inputs, outputs
 
 
+def _entry_point(row: dict[str, Any], tests: Sequence[str]) -> str | None:
+    """The function that `check` is called with; None where the tests call it themselves, as MBPP's asserts do."""
+    name: str | None = row.get("entry_point")
+    plain = all(re.search(rf"\b{re.escape(str(name))}\(", test) and "check" not in test for test in tests)
+    return None if plain else name
+
+
 def _sources(row: dict[str, Any], column: str) -> list[str]:
     """The tests of a row as sources. A test that does not compile is an error, not a failed answer."""
     tests = _column(row, column)
     tests = [tests] if isinstance(tests, str) else list(tests)
     if not tests or not all(isinstance(test, str) for test in tests):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts with at least one test")
-    if row.get("entry_point"):
+    if _entry_point(row, tests):
         tests = [f"{test}\ncheck({_ENTRY_POINT})\n" for test in tests]
     for test in tests:
         try:
@@ -228,9 +236,10 @@ def _names(
     solution.
     """
     used, called, stars = _free_names(tests)
-    entry_point = row.get("entry_point")
+    entry_point = row.get("entry_point") if _ENTRY_POINT in used else None
     if entry_point and "check" in used:
-        raise ValueError(f"the row has an entry_point, and row[{column!r}] does not define `check`")
+        fault = f"the row has an entry_point, {entry_point}, and row[{column!r}] neither defines `check` nor calls it"
+        raise ValueError(f"{fault}: drop the column entry_point, or correct the tests")
     imports, asked = {}, {_ENTRY_POINT: entry_point} if entry_point else {}
     helps = bool(entry_point or called & used - set(_USUAL))  # something else is tested
     for name in used - {_ENTRY_POINT}:

@@ -302,9 +302,10 @@ def _positive(**numbers: float) -> None:
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NUMBER = re.compile(r"[-+]?[$€£]?(\d+ )?(\d[\d,]*(\.\d*)?|\.\d+)(e[-+]?\d+|/\d+)?\s*%?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+\u2212]?[$€£]?(\d+ )?(\d[\d,]*(\.\d*)?|\.\d+)(e[-+]?\d+|/\d+)?\s*%?", re.IGNORECASE)
 _MEANT = re.compile(r"(?<![\w)])-(?=[$€£]?\.?\d)|(?<=\d[eE])-(?=\d)|(?<![^\W\d])[.](?=\d)|(?<=\d)/(?=\d)")
 _KEPT = str.maketrans("-./", "\u2212\u00b7\u2215")  # minus, middle dot, division slash: no ASCII punctuation
+_WIDE = str.maketrans("\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19", "0123456789")
 
 
 def gold_answer(row: Mapping[str, Any]) -> Any | None:
@@ -362,11 +363,12 @@ def squad_normalize(text: str) -> str:
 def _normalizer(reference: str) -> Callable[[str], str]:
     """`squad_normalize`, or what keeps more where that would take the meaning of a reference.
 
-    Of a number (`-3`, `2.5`, `1/2`) the sign, point and slash stay. Where nothing is left of a text (`A`, `+`),
-    articles stay, else punctuation, too.
+    Of a number (`-3`, `2.5`, `1/2`) the sign, point and slash stay, and full-width digits are the others. Where nothing
+    is left of a text (`A`, `+`), articles stay, else punctuation, too.
     """
     if _NUMBER.fullmatch(reference.strip()):
-        return lambda text: squad_normalize(_MEANT.sub(lambda match: match.group().translate(_KEPT), text))
+        kept = lambda text: _MEANT.sub(lambda match: match.group().translate(_KEPT), text)  # noqa: E731
+        return lambda text: squad_normalize(kept(text.translate(_WIDE)))
 
     words = lambda text: " ".join(text.lower().translate(_PUNCTUATION).split())  # noqa: E731
     literal = lambda text: " ".join(text.lower().split())  # noqa: E731

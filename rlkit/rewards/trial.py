@@ -32,6 +32,7 @@ _SHOWN = 60  # characters of an answer
 _AMONG = 1000  # rows of which others are tried
 _SAME = 10  # rows: fewer may have one gold answer by chance
 _RIVALS = 20  # gold answers of other rows
+_SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
 _COMPARE = "compare how the function reads an answer with how the data writes it"
 
 
@@ -151,6 +152,9 @@ async def try_reward(
         trial = replace(trial, note=await _moved(case, trial.tried))
     if not (trial.note or (not one_turn and _has_more(function, available))):
         trial = await _of_golds(case, trial, alone=alone, stop=stop)
+    if sign < 0 and not trial.note and max(trial.values) <= 0 > min(trial.values):
+        why = "gives no number above 0, and its negative weight turns this penalty into a reward: is the sign meant?"
+        trial = replace(trial, note=f"{name} {why}")
     return replace(trial, tried=[(text, label, _times(x, 1 / sign)) for text, label, x in trial.tried])
 
 
@@ -325,13 +329,36 @@ async def _elsewhere(case: _Case, form: str) -> str:
 async def _loose(case: _Case, form: str) -> str:
     """The line about a function that gives a wrong answer as much as a gold answer, or the form without one.
 
-    The wrong answers are those near a gold answer, the first of which there are such (`near`), and for the row other
-    gold answers (`_rivals`).
+    The wrong answers are those near a gold answer (`near`), the first of a few shapes, and for the row other gold
+    answers (`_rivals`).
     """
     comma = all(DECIMAL_COMMA.fullmatch(text) for text in case.golds.values())
-    tried = ((i, text, near(case.short(text) or text, decimal_comma=comma)) for i, text in case.golds.items())
-    first = next((one for one in tried if one[2]), (case.index, case.gold or "", []))
-    return await _as_much(case, form, *first) or await _as_much(case, form, case.index, case.gold or "", _rivals(case))
+    shapes: dict[str, tuple[int, str, Sequence[str]]] = {}
+    for i, text in case.golds.items():
+        shape = re.sub(r"\w+", lambda word: "0" if word[0].isdecimal() else "w", text)
+        if (
+            shape not in shapes
+            and len(shapes) < _SHAPES
+            and (wrong := near(case.short(text) or text, decimal_comma=comma))
+        ):
+            shapes[shape] = i, text, wrong
+    for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
+        if line := await _as_much(case, form, *one):
+            return line
+    return await _first_number(case)
+
+
+async def _first_number(case: _Case) -> str:
+    """The line about a function for which a number before the answer takes the answer's place; else empty."""
+    gold = case.short(case.gold or "") or case.gold or ""
+    if is_ours(case.function) or not re.fullmatch(r"-?\d+", gold):
+        return ""
+    texts = [f"{start}\nThe answer is {gold}." for start in ("Step one.", "Step 4." if gold == "3" else "Step 3.")]
+    words, number, nothing = await case.numbers([*texts, ""])
+    if not words > nothing >= number:
+        return ""
+    given = f"{words:g} to {_shown(texts[0])} and {number:g} to {_shown(texts[1])}"
+    return f"{case.name} gives {given}, for the gold answer {_shown(gold)}: does it take the first number of a text?"
 
 
 async def _as_much(case: _Case, form: str, at: int, gold: str, wrong: Sequence[str]) -> str:
@@ -351,14 +378,20 @@ async def _as_much(case: _Case, form: str, at: int, gold: str, wrong: Sequence[s
 
 
 def _rivals(case: _Case) -> list[str]:
-    """Gold answers of other rows that are wrong for the row: other whole numbers where its own is one, or words."""
+    """Gold answers of other rows that are wrong for the row: other whole numbers where its own is one, or words.
+
+    Before them, a longer word that holds a short one ("know"), and for a letter a text that names three.
+    """
     kinds = (r"-?\d+", lambda text: str(int(text))), (r"[^\W\d_]+", str.casefold)
     if is_ours(case.function) or isinstance(case.gold_of(case.rows[case.index]), list | tuple):  # another may be in it
         return []
     mine, *texts = (case.short(text) or text for text in (case.gold or "", *case.golds.values()))
     pattern, value = next(((x, value) for x, value in kinds if re.fullmatch(x, mine)), ("", str))
     others = {value(x): x for x in texts if re.fullmatch(pattern, x) and value(x) != value(mine)}
-    return [*others.values()][:_RIVALS]
+    held = [f"x{mine}x"] * (mine.isalpha() and 1 < len(mine) < 4)
+    choices = [x for x in others.values() if len(x) == 1] if len(mine) == 1 and mine.isalpha() else []
+    held += [f"{choices[0]}, {mine} or {choices[1]}"] if len(choices) > 1 else []
+    return [*held, *others.values()][:_RIVALS]
 
 
 async def _jumps(case: _Case, tried: Sequence[tuple[str, str, Any]]) -> str:

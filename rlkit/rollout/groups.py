@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from rlkit._util.numbers import is_number, show
 from rlkit._util.tensors import check_call
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import Watched, report_absent, report_once
-from rlkit.types import Completion, Generate, Picture, SamplingParams, Support, Trajectory
+from rlkit.types import Completion, FinishReason, Generate, Picture, SamplingParams, Support, Trajectory
 
 X = TypeVar("X")
 IDLE_S = 60.0  # seconds without a turn after which an environment is named
@@ -290,7 +290,10 @@ def sampler(
         options: dict[str, Any] = {"images": [*seen]} if seen else {}
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
         turn_params = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
-        return await generate(prompt_ids, params=turn_params, **options)
+        completion = await generate(prompt_ids, params=turn_params, **options)
+        if (reason := completion.finish_reason) not in get_args(FinishReason):
+            raise ValueError(f"generate: finish_reason must be one of {get_args(FinishReason)}, got {reason!r}")
+        return completion
 
     return sample
 

@@ -526,6 +526,23 @@ ORDINARY = (
 )  # fmt: skip
 
 
+def test_an_answer_in_the_markup_of_another_model_is_named(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    others = {
+        "<|channel|>analysis<|message|>z<|end|>": "<|channel|>", "[THINK]hm[/THINK]z": "[THINK]",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}]': "[TOOL_CALLS]", "<|python_tag|>f()": "<|python_tag|>",
+    }  # fmt: skip
+    for answer, mark in others.items():
+        caplog.clear()
+        sft_examples([{"prompt": "hi", "response": answer}], tokenizer=tokenizer, max_example_tokens=99)
+        assert f"1 of the rows hold {mark!r}" in caplog.text
+    tokenizer.add_tokens(["[THINK]"], special_tokens=True)
+    for answer in ("[THINK]hm[/THINK]z", "[THINK] opens reasoning.", "<|channel|> names one."):
+        caplog.clear()
+        sft_examples([{"prompt": "hi", "response": answer}], tokenizer=tokenizer, max_example_tokens=99)
+        assert "around a text" not in caplog.text
+
+
 def test_ready_made_prompts_are_named_once_on_every_road(tmp_path, caplog):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     how = {"tokenizer": tokenizer, "max_example_tokens": 99}

@@ -223,8 +223,8 @@ def results(*ids):
     return [said("tool", f"of {i}", tool_call_id=i) for i in ids]
 
 
-def two(first="weather", second="weather", **more):
-    calls = [{**call(name, OBJECT), "id": i} for name, i in ((first, "c1"), (second, "c2"))]
+def two(first="weather", second="weather", last="c2", **more):
+    calls = [{**call(name, OBJECT), "id": i} for name, i in ((first, "c1"), (second, last))]
     return answer("", tool_calls=calls, **more)
 
 
@@ -247,6 +247,8 @@ OPEN = {**tool("add"), "function": {"name": "add", "parameters": {"additionalPro
         ([two(), said("tool", "both")], [WEATHER_TOOL], None),
         ([two(), *results("other")], [WEATHER_TOOL],
          "kept 1 of 2 rows that have the result of a tool under a tool_call_id that no call has: line 2"),
+        ([two(last="c1"), *results("c1", "c1")], [WEATHER_TOOL],
+         "kept 1 of 2 rows that have two calls of one message under one id, to which both results belong: line 2"),
         ([two(), user("20, 20")], [WEATHER_TOOL], None),
         ([two(), *results("c1", "c2"), two(), *results("c1", "c2")], [], None),
         ([two("weather", "add"), *results("c1", "c2")], [], None),

@@ -116,6 +116,7 @@ def test_words_of_missing_values_elsewhere_are_not(said):
     assert said({"messages": tool}) == []
     assert said({"prompt": "Say nan", "response": "NA", "id": "nan", "input_note": None})[:1] == []
     assert said({"prompt": "hi", "answer": "None"}, road="prompts") == []  # rewards read it
+    assert said({"prompt": "What does print(None) print?", "response": "None"}) == []
 
 
 ODD = "rows that hold characters that are seldom meant"
@@ -125,6 +126,9 @@ ODD = "rows that hold characters that are seldom meant"
     ("text", "what"),
     [
         ("a\0b", "NUL"), ("a\ufffdb", "U+FFFD"), ("a\r\nb", r"\r\n"), ("\ufeffab", "U+FEFF at the start"),
+        ("is $\frac{1}{2}$", "'\\x0crac' of LaTeX in JSON, where a backslash is written twice"),
+        ("is $\boxed{7}$", "'\\x08oxed' of LaTeX in JSON, where a backslash is written twice"),
+        ("$2 \times 3$", "'\\times' of LaTeX in JSON, where a backslash is written twice"),
         ("\u200bab", "U+200B at the start"), ("a<0x0A>b", "<0x0A>"), ("it\u0120is", "'\u0120'"),
         ("so.\u010aYes", "'\u010a'"), ("it\u2581is", "'\u2581'"),
         *((text.encode().decode(wrong), repr(part)) for text, wrong, part in (
@@ -783,3 +787,40 @@ def test_a_result_of_no_call_is_named(said):
     lines = said(row("a", "a"), row("a", "b"), row(None, "b"), row("a", None), tokenizer=tokenizer)
     why = "have the result of a tool under a tool_call_id that no call has"
     assert [x for x in lines if "tool_call_id" in x] == [f"kept 1 of 4 rows that {why}: row 2"]
+
+
+def test_conversations_that_end_with_one_word_are_not_the_same_answer(said):
+    rows = [{"messages": [user("go"), assistant(f"ls {i}"), user("ok"), assistant("Done.")]} for i in range(10)]
+    assert not [line for line in said(*rows) if "the same answer" in line]
+    assert [line for line in said(*[{"messages": [*r["messages"][2:]]} for r in rows]) if "the same text" in line]
+
+
+def test_a_gold_answer_that_is_no_letter_of_the_choices_is_named(said):
+    line = "rows that have a gold answer that is none of the letters of the choices in the prompt: row "
+    choices = "Capital of Peru?\nA. Oslo\nB. Lima\nC. Riga"
+    assert line + "1 ('F' of A to C)" in said({"prompt": choices, "answer": "F"}, road="prompts")[0]
+    asks = choices.replace(".", ")") + "\nReply with the letter."
+    assert line + "1 ('Lima' of A to C)" in said({"prompt": asks, "answer": "Lima"}, road="prompts")[0]
+    inline = "Which?\nA. Oslo\nB. Lima  C. Riga"
+    for prompt, gold in ((choices, "B"), (choices, "Lima"), (asks, "C"), (inline, "C"), ("Which vitamin?", "K")):
+        assert said({"prompt": prompt, "answer": gold}, road="prompts") == []
+
+
+def test_a_column_with_another_choice_than_the_gold_answers_is_named(said):
+    row = {"prompt": "Capital?", "choices": ["Oslo", "Lima"], "answer": "A", "answer_text": "Lima"}
+    assert "gold answers that differ" in said(row, road="prompts")[-1]
+    assert "'Oslo' and 'Lima'" in said(row | {"answer": 0}, road="prompts")[-1]
+    for right in (row | {"answer": "B"}, row | {"answer_text": "Oslo"}, row | {"answer_text": "the city of Lima"}):
+        assert not [line for line in said(right, road="prompts") if "differ" in line]
+
+
+def test_ranks_that_contradict_a_pair_are_named(said):
+    pair = {"prompt": "hi", "chosen": "a", "rejected": "b", "chosen_rank": 3, "rejected_rank": 1}
+    assert "kept 1 of 1 pairs that have a higher rank, of which 1 is the best" in said(pair, road="pairs")[-1]
+    assert "a higher rank" not in str(said(pair | {"chosen_rank": 1, "rejected_rank": 3}, road="pairs"))
+
+
+def test_a_picture_in_markdown_is_a_placeholder(said):
+    rows = [{"prompt": f"![figure](f/{i}.png)\nFind angle {i}.", "answer": "1"} for i in range(3)]
+    assert "hold the same placeholder, which nothing has filled: row 1 (![...](...))" in said(*rows, road="prompts")[0]
+    assert said(*rows[:2], {"prompt": "Find it.", "answer": "2"}, road="prompts") == []

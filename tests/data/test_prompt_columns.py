@@ -87,6 +87,15 @@ def test_the_place_of_a_choice_becomes_its_letter(caplog):
     assert (first["answer"], second["answer"]) == ("B", "A")
     assert "the answer 1 is the place of a choice, and is read as its letter, B" in caplog.text
     assert read([MMLU], *SFT, prompt="{question}\n{choices}")[0]["completion"] == "B"
+    caplog.clear()
+    counted = [MMLU | {"answer": i + 1} for i in range(len(MMLU["choices"]))]
+    read(counted, PROMPT, prompt="{question}\n{choices}")
+    assert caplog.messages == [
+        "the answers are 1 to the number of choices, and stay numbers: of places write the letters A, B, ..."
+    ]
+    caplog.clear()
+    read([*counted, MMLU | {"answer": 0}], PROMPT, prompt="{question}\n{choices}")
+    assert caplog.messages == []
     for others in ([MMLU, MMLU | {"answer": 2}], [MMLU | {"answer": "1"}], [MMLU | {"answer": True}]):
         assert read(others, PROMPT, prompt="{question}\n{choices}")[0]["answer"] == others[0]["answer"]
     assert read([MMLU], PROMPT, prompt="{question}")[0]["answer"] == 1

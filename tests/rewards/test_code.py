@@ -155,6 +155,11 @@ async def test_humaneval_style_and_setup_in_the_first_test():
     solution = "from typing import List\ndef near(xs: List[float], t: float) -> bool: return abs(xs[0] - xs[1]) < t"
     assert (await check(solution, test, entry_point="near"))["reward"] == 1.0
     assert (await check(solution.replace("<", ">"), test, entry_point="near"))["reward"] == 0.0
+    plain = ["assert near([1, 2], 2)", "assert not near([1, 9], 2)"]
+    assert (await check(solution, plain, entry_point="near"))["reward"] == 1.0
+    assert (await check(solution.replace("<", ">"), plain, entry_point="near"))["reward"] == 0.0
+    with pytest.raises(Exception, match=r"entry_point, far, and row.* neither defines `check` nor calls it"):
+        await check(solution, plain, entry_point="far")
     assert (await check(solution, ["import math as m\nK = 3", "assert m.pi > K and near([0, 0], 1)"]))["reward"] == 1.0
 
 

@@ -199,6 +199,21 @@ MISTAKES = {
     "a choice anywhere": (
         "return float(row['answer'] in completion)", [{"prompt": "A. x B. y", "answer": x} for x in "BA"],
         "~gives 1 to 'xAx', as much as to 'A', the gold answer of line 2"),
+    "letters of any choice": (
+        "return float(row['answer'] in re.findall(r'\\b[A-D]\\b', completion))",
+        [{"prompt": "p", "answer": x} for x in "BACD"], "~gives 1 to 'A, B or C', as much as to 'B'"),
+    "a short word within words": (
+        "return float(row['answer'].lower() in completion.lower())", [{"prompt": "p", "answer": x} for x in ("No", "Yes")],
+        "~gives 1 to 'xNox', as much as to 'No'"),
+    "a word that both have": (
+        "return float(bool({*completion.split()} & {*row['answer'].split()}))",
+        [ROWS[0], {"prompt": "p", "answer": "the Nile river"}], "~gives 1 to 'the', as much as to 'the Nile river'"),
+    "relative to a negative number": (
+        "n = re.findall(r'-?\\d+', completion)\ng = int(row['answer'])\nreturn max(0.0, 1 - abs(int(n[-1]) - g) / g) if n else 0.0",
+        [{"prompt": "p", "answer": x} for x in ("66", "-33")], "~as much as to '-33', the gold answer of line 2"),
+    "the first number": (
+        "n = re.search(r'-?\\d+', completion)\nreturn float(n is not None and n[0] == row['answer'])", NUMBERS,
+        "~and 0 to 'Step 3.\\nThe answer is 711.', for the gold answer '711': does it take the first number"),
     "a hash": ("import zlib\nreturn zlib.crc32(completion.encode()) % 97 / 97", ROWS, "~with 0 to 5 blanks after it: is it a hash"),
     "an odd length": ("return float(len(completion) % 2)", ROWS, "~gives 1, 0, 1, 0, 1, 0 to '7' with 0 to 5 blanks after"),
     "the whole solution alone": (
@@ -372,11 +387,16 @@ def test_a_reward_is_compared_times_its_negative_weight(tmp_path, caplog):
     form = spec_of(tmp_path, "return -float('the' in completion)", "form.py")
     for specs, said in (
         ((f"{spec}=-2", form), "mine.py:f at weight -2 gives -2 to the row's own answer as '\\\\boxed{7}', 0 to an empty"),
-        ((f"{spec}=2", f"{form}=-1"), ""), ((f"{wrong}=-1", spec), ""), ((wrong, spec), "wrong.py:f gives 0 to the row's own"),
+        ((f"{spec}=2", form), ""), ((f"{wrong}=-1", spec), ""), ((wrong, spec), "wrong.py:f gives 0 to the row's own"),
     ):  # fmt: skip
         caplog.clear()
         read_reward(Episodes(reward=specs), given)
         assert [said in line for line in caplog.messages] == [True] * bool(said)
+    penalty = spec_of(tmp_path, "return -len(completion) / 100", "penalty.py")
+    caplog.clear()
+    read_reward(Episodes(reward=(spec, f"{penalty}=-0.5")), given)
+    read_reward(Episodes(reward=(spec, f"{penalty}=0.5")), given)
+    assert ["penalty.py:f at weight -0.5 gives no number above 0" in line for line in caplog.messages] == [True]
     trial = run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, weight=-2.0))
     assert {result.reward for _, _, result in trial.tried} == {0.0}  # as the function gives it
 
@@ -433,7 +453,7 @@ def test_of_another_row_little_is_tried(tmp_path):
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
     assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 10  # wrong answers near the first, and those of other rows
+    assert calls[9:] == ["yes"] * 11  # wrong answers near the first, and those of other rows
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):

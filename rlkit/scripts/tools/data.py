@@ -266,7 +266,7 @@ def form_of(data: Data, rows: Any, command: str, *indices: int) -> str:
     from rlkit.compat.rows import source_of
 
     for index in indices or range(len(rows)):
-        with suppress(ValueError):  # of a null column that other rows have
+        with muted(), suppress(ValueError):  # of a null column that other rows have
             ((form, _),) = with_forms(data, some_rows(rows, [index]), command)[1]
             foreign = source_of(rows[index], rows.places[index])
             return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
