@@ -73,8 +73,8 @@ def test_it_learns_resumes_and_loads_elsewhere(model_type, tmp_path):
         return lines(tmp_path / output)
 
     rewards = [row["reward/mean"] for row in train("run")[-40:]]
-    assert rewards[0] < 0.2, rewards
-    assert sum(rewards[-5:]) / 5 > 0.7, rewards
+    assert rewards[0] < 0.4, "letters of the control tokens count, too"
+    assert sum(rewards[-5:]) / 5 > 0.8, rewards
     train("cut", "--steps", "20")
     assert train("cut", "--steps", "40", "--resume")[-20:] == lines(tmp_path / "run")[-20:]
 
