@@ -114,7 +114,7 @@ def test_near_the_time_limit_the_job_saves_and_goes_back_to_the_queue_and_contin
 def test_a_job_that_saves_nothing_before_the_limit_is_not_queued_again(task, tmp_path):
     """Its reward takes longer than torchrun waits; the next job would get no further."""
     (tmp_path / "slow.py").write_text("import time\ndef score(completion, row):\n    time.sleep(600)\n")
-    output, slurm, flags = tmp_path / "run", tmp_path / "slurm", ["--reward", f"{tmp_path}/slow.py:score"]
+    output, slurm, flags = tmp_path / "run", tmp_path / "slurm", ["--reward", f"{tmp_path}/slow.py:score", "--no-trial"]
     script = batch_script(tmp_path / "job", output, train(task, 2, *flags, "--reward-timeout", "900"))
     script.write_text(re.sub(r"(?<=_SHUTDOWN_TIMEOUT=)\d+", "5", script.read_text()))
     said, status = beside_two_nodes(slurm, "sh", "-c", LIMIT, "sh", str(script), str(output / "args.json"))
