@@ -302,6 +302,7 @@ def test_a_ratio_in_place_of_its_logarithm_is_refused():
         torch.full((128,), 1.25),
         later.abs(),
         later.exp()[:12],
+        5 + later.exp(),  # of a policy that has moved far
         torch.where(mask, later.exp(), 0),
     ):
         losses.ppo_clip(fine, advantages[: len(fine)])
