@@ -122,7 +122,6 @@ def test_a_reversed_ratio_and_data_with_gradients_are_refused():
     leaf, old, advantages = torch.zeros(4, requires_grad=True), torch.zeros(4), torch.ones(4)
     logp = leaf + 0
     refused(lambda: ppo_clip(old - logp, advantages), "its sign is logp - old_logp", ValueError)
-    refused(lambda: ppo_clip(logp - old, advantages + leaf), "advantages has a gradient: the order is", ValueError)
     refused(lambda: k3(logp, logp), "log-probs of a reference, need .detach()", ValueError)
     for right in (logp - old, logp - logp.detach(), -(old - logp), leaf, old, old - logp.detach()):
         ppo_clip(right, advantages)
@@ -138,15 +137,8 @@ def test_a_target_with_a_gradient_before_a_prediction_without_is_refused():
     reverse_kl(logits, logits * 2)
 
 
-def test_rewards_that_the_mask_hides_and_a_negative_kl_coef_are_refused():
-    mask, bounds = torch.tensor([True, True, False]), torch.tensor([0, 3])
-    last = torch.tensor([0.0, 0.0, 1.0])
-    refused(
-        lambda: gae(last, 0 * last, mask=mask, cu_seqlens=bounds), "all rewards are where the mask is False, such as"
-    )
-    for rewards in (last.roll(1), last + 1, 0 * last, last * float("nan")):
-        gae(rewards, 0 * last, mask=mask, cu_seqlens=bounds)
-    gae(last, 0 * last, mask=mask & False, cu_seqlens=bounds)
+def test_a_negative_kl_coef_is_refused():
+    mask, last = torch.tensor([True, True, False]), torch.tensor([0.0, 0.0, 1.0])
     refused(lambda: kl_in_reward(last, -last, -last, kl_coef=-0.1, mask=mask), "kl_coef must be at least 0, got -0.1")
 
 

@@ -65,19 +65,8 @@ def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tenso
     check_same_shape(**tensors)
     check_mask(mask, **{name: first})
     check_cu_seqlens(cu_seqlens, **{name: first})
-    _check_rewarded(mask, tensors.get("rewards"))
     dtype = reduce(torch.promote_types, (upcast(x[:0]).dtype for x in tensors.values()))
     return tuple(masked(x.to(dtype), mask) for x in tensors.values())
-
-
-def _check_rewarded(mask: Tensor, rewards: Tensor | None) -> None:
-    """ValueError for a batch all of whose rewards stand at masked tokens (CPU, outside compilation)."""
-    if rewards is None or not readable(rewards):
-        return
-    lost = (rewards.detach() != 0) & rewards.detach().isfinite()
-    if lost.any() and mask.any() and not (lost & mask).any():
-        at, last = int(lost.nonzero()[0]), "at the last action of its sequence, where the mask is True"
-        raise ValueError(f"all rewards are where the mask is False, such as at token {at}: write each {last}")
 
 
 def coefficient(mask: Tensor, like: Tensor, **named: float | Tensor) -> Tensor:

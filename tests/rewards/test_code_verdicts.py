@@ -342,7 +342,7 @@ async def test_names_that_the_tests_forget_to_import():
             r"row\['tests'\] uses approx: import it in the tests, and add 'pyt",
         ),
         ({"tests": ["assert np.allclose(queue(1), 42)"]}, r"uses np: import it in the tests, and add 'numpy' to `pack"),
-        ({"tests": ["def test(f): pass"], "entry_point": "queue"}, "does not define `check`"),
+        ({"tests": ["def test(f): pass"], "entry_point": "queue"}, "neither defines `check` nor calls it"),
         ({"tests": ["x = " + "(" * 150 + ")" * 150 + "-" * 100_000 + "1"]}, "nested too deeply|too many nested"),
     ]:
         with pytest.raises(RewardError, match=message):
