@@ -28,6 +28,7 @@ def test_a_server_that_the_run_starts_takes_its_arguments_and_weights_through_fi
     assert not folder.exists(), "what was written goes with the engine"
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_server_that_the_first_one_starts(tmp_path, checkpoints, sglang_python):
     done = train(tmp_path, checkpoints[0], sglang_python, "--weight-sync", "group", ranks=2)
     check_trained(tmp_path, done)
