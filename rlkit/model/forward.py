@@ -447,13 +447,19 @@ def reference_policy(policy: Policy, reference: Any, *, moves: bool = False) -> 
 def with_old_logp(policy: PolicyFn, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
     """The batch with `old_logp`: log-probs under the policy's current weights."""
     old_logp = compute_log_probs(policy, batch, max_tokens=max_tokens, mesh=mesh)
-    sampled = batch.rollout_logp[batch.mask.to(batch.rollout_logp.device)]
-    if readable(old_logp) and sampled.numel() >= 16 and sampled.min() >= 0 and old_logp[batch.mask].mean() < -0.5:
-        raise ValueError(
-            f"rollout_logp is 0 at all {sampled.numel()} tokens, and old_logp {old_logp[batch.mask].mean():.3g} on "
-            "average: does the engine return the log-probs of the tokens that it sampled?"
-        )
+    if readable(old_logp) and readable(batch.rollout_logp):
+        _check_sampled(batch.rollout_logp[batch.mask], old_logp[batch.mask])
     return with_streams(batch, old_logp=old_logp)
+
+
+def _check_sampled(rollout_logp: Tensor, old_logp: Tensor) -> None:
+    """ValueError for the log-probs of an engine that returns none: 0 at all of many trained tokens."""
+    num = rollout_logp.numel()
+    if num >= 16 and rollout_logp.min() >= 0 and old_logp.mean() < -0.5:
+        raise ValueError(
+            f"rollout_logp is 0 at all {num} tokens, and old_logp {old_logp.mean():.3g} on average: does the engine "
+            "return the log-probs of the tokens that it sampled?"
+        )
 
 
 def with_ref_logp(reference: PolicyFn | None, batch: Batch, *, max_tokens: int, mesh: Mesh | None = None) -> Batch:
