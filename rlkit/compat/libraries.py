@@ -28,6 +28,7 @@ from rlkit._util.extras import MissingExtra
 from rlkit._util.text import parse_call
 from rlkit.compat.actions import actions_of, show_observation
 from rlkit.compat.recognise import GAME_LIBRARIES, Published, RowsOf, kind_of, takes_prompt
+from rlkit.data.messages import seed_row
 from rlkit.data.sources import Source
 from rlkit.rewards.failures import called
 from rlkit.rewards.load import load_object
@@ -228,7 +229,7 @@ def _seeds(name: str) -> RowsOf:
     def rows(held_out: bool) -> Iterator[dict[str, Any]]:
         first, num = (HELD_OUT_SEED, HELD_OUT_GAMES) if held_out else (0, GAMES)
         for seed in range(first, first + num):
-            yield {"messages": _said(f"{name}, seed {seed}"), "seed": seed}
+            yield seed_row(name, seed)
 
     return rows
 

@@ -360,3 +360,14 @@ def _call(call: Any) -> Any:
     outer = {key: value for key, value in call.items() if value is not None and key not in moved}
     outer |= {"type": "function"} if flat else {}
     return {**outer, "function": {**inner, "arguments": read[0][1] if read else {}}}
+
+
+def seed_row(name: str, seed: int) -> dict[str, Any]:
+    """A row of a game that has no data: its prompt only names it, and the opening is what `reset` returns."""
+    return {"messages": [{"role": "user", "content": f"{name}, seed {seed}"}], "seed": seed}
+
+
+def is_seed_row(row: Mapping[str, Any]) -> bool:
+    """Whether `seed_row` made a row."""
+    seed, texts = row.get("seed"), [str(message.get("content")) for message in mappings(row.get("messages"))]
+    return len(texts) == 1 and row == seed_row(texts[0].removesuffix(f", seed {seed}"), seed)  # type: ignore[arg-type]

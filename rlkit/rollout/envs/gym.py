@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlkit._util.numbers import is_number, show, to_number
 from rlkit.data.episode_images import parts_of
+from rlkit.data.messages import is_seed_row
 from rlkit.rollout.calling import accepted, call, report_once
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
@@ -179,8 +180,7 @@ def _opening(opening: Any, prompt: Prompt, name: str) -> Any:
     """The messages of an opening; None for the prompt's own. TypeError where that is only the name of a seed."""
     if opening is not None:
         return _messages(opening, name)
-    row = prompt.row
-    if row.keys() == {"messages", "seed"} and row["messages"][-1]["content"].endswith(f", seed {row['seed']}"):
+    if is_seed_row(prompt.row):
         fix = "return the opening, or give --data FILE"
         raise TypeError(f"{name} returns None, for the prompt of the row, and a row of a seed alone has none: {fix}")
     return None
