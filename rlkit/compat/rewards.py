@@ -114,9 +114,9 @@ def _of_class(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
 
 def _refuse(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
     """TypeError, with what to write, for a form of another system that has no adapter and is not of rlkit."""
-    names = {*parameters}
-    known = [form for form in _REFUSED if {*form.split()} <= names and (" " in form or len(names) == 1)]
-    if hint := _REFUSED[known[0]] if known else "":
+    given = {*parameters}
+    forms = (({*form.split()}, hint) for form, hint in _REFUSED.items())
+    if hint := next((hint for names, hint in forms if names <= given and (len(names) > 1 or names == given)), ""):
         try:
             check_signature(function)
         except TypeError as error:

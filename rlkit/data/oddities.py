@@ -316,10 +316,11 @@ def name_two_golds(
 ) -> None:
     """Log prompts that stand there with another gold answer too."""
     asked = [turn.prompt * (not turn.images) for (turn, *_) in turns]
-    golds: dict[str, dict[str, str]] = {prompt: {} for prompt in asked}  # the first of those that are equal
+    golds: dict[str, dict[str, str]] = {prompt: {} for prompt, num in Counter(asked).items() if prompt and num > 1}
     for prompt, (_, row) in zip(asked, read):
-        golds[prompt] |= {gold.casefold(): gold[:30] for gold in _golds(row)[:1] if prompt}
-    notes = [(index, [*golds[prompt].values()]) for index, prompt in enumerate(asked)]
+        if prompt in golds:
+            golds[prompt] |= {gold.casefold(): gold[:30] for gold in _golds(row)[:1]}
+    notes = [(index, [*golds.get(prompt, {}).values()]) for index, prompt in enumerate(asked)]
     why = "stand there with another gold answer too"
     several, shown = (lambda note: len(note) > 1), (lambda note: f" ({' and '.join(note)})")
     drop(rows, notes, several, unit="prompts", why=why, keep=True, note=shown)

@@ -68,17 +68,22 @@ def is_texts(value: Any) -> bool:
 
 def letter_of(template: str, row: Mapping[str, Any]) -> str | None:
     """The letter of the row's `answer`, where that is the place of a text in the only list of texts; else None."""
-    lists, answer = [row[x] for x in columns_in(template) if is_texts(row.get(x))], row.get("answer")
-    is_place = len(lists) == 1 and type(answer) is int and 0 <= answer < len(lists[0])
-    return ascii_uppercase[answer] if is_place else None  # type: ignore[index]
+    answer, num = _answer_of(template, row)
+    return ascii_uppercase[answer] if 0 <= answer < num else None
 
 
 def count_from_1(template: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the rows' `answer` is 1 to the number of texts in their only list of texts, and both ends occur."""
-    names, ends = columns_in(template), set[str]()
+    first = last = False
     for row in rows:
-        lists, answer = [row[x] for x in names if is_texts(row.get(x))], row.get("answer")
-        if len(lists) != 1 or type(answer) is not int or not 1 <= answer <= len(lists[0]):
+        answer, num = _answer_of(template, row)
+        if not 1 <= answer <= num:
             return False
-        ends |= {"first"} if answer == 1 else {"last"} if answer == len(lists[0]) else set()
-    return len(ends) == 2
+        first, last = first or answer == 1, last or 1 < answer == num
+    return first and last
+
+
+def _answer_of(template: str, row: Mapping[str, Any]) -> tuple[int, int]:
+    """The row's `answer` and the number of texts in the only list of texts; (0, 0) where it is no number of these."""
+    lists, answer = [row[x] for x in columns_in(template) if is_texts(row.get(x))], row.get("answer")
+    return (answer, len(lists[0])) if len(lists) == 1 and type(answer) is int else (0, 0)

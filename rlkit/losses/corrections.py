@@ -27,14 +27,7 @@ from rlkit._util.tensors import (
     traced,
     upcast,
 )
-from rlkit.losses._inputs import (
-    check_alone,
-    check_at_least,
-    check_between,
-    check_cap,
-    check_one_number,
-    prepared,
-)
+from rlkit.losses._inputs import check_alone, check_at_least, check_between, check_cap, check_one_number, prepared
 from rlkit.losses.ratios import seq_log_ratio
 from rlkit.segments import broadcast_to_tokens, sum_per_seq
 from rlkit.types import Mask, Tokens

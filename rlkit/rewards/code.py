@@ -208,7 +208,8 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
 
 def _entry_point(row: dict[str, Any], tests: Sequence[str]) -> str | None:
     """The function that `check` is called with; None where the tests call it themselves, as MBPP's asserts do."""
-    name: str | None = row.get("entry_point")
+    if not (name := row.get("entry_point")):
+        return None
     plain = all(re.search(rf"\b{re.escape(str(name))}\(", test) and "check" not in test for test in tests)
     return None if plain else name
 

@@ -336,11 +336,8 @@ async def _loose(case: _Case, form: str) -> str:
     shapes: dict[str, tuple[int, str, Sequence[str]]] = {}
     for i, text in case.golds.items():
         shape = re.sub(r"\w+", lambda word: "0" if word[0].isdecimal() else "w", text)
-        if (
-            shape not in shapes
-            and len(shapes) < _SHAPES
-            and (wrong := near(case.short(text) or text, decimal_comma=comma))
-        ):
+        new = shape not in shapes and len(shapes) < _SHAPES
+        if new and (wrong := near(case.short(text) or text, decimal_comma=comma)):
             shapes[shape] = i, text, wrong
     for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):

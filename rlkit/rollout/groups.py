@@ -20,6 +20,7 @@ from rlkit.rollout.calling import Watched, report_absent, report_once
 from rlkit.types import Completion, FinishReason, Generate, Picture, SamplingParams, Support, Trajectory
 
 X = TypeVar("X")
+_REASONS = get_args(FinishReason)
 IDLE_S = 60.0  # seconds without a turn after which an environment is named
 
 
@@ -291,8 +292,8 @@ def sampler(
         limit = min(params.max_new_tokens, max_new_tokens or params.max_new_tokens)
         turn_params = replace(params, seed=mix(*key, turn), max_new_tokens=limit, stop=(*params.stop, *stop))
         completion = await generate(prompt_ids, params=turn_params, **options)
-        if (reason := completion.finish_reason) not in get_args(FinishReason):
-            raise ValueError(f"generate: finish_reason must be one of {get_args(FinishReason)}, got {reason!r}")
+        if (reason := completion.finish_reason) not in _REASONS:
+            raise ValueError(f"generate: finish_reason must be one of {_REASONS}, got {reason!r}")
         return completion
 
     return sample

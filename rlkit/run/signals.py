@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -160,6 +161,7 @@ def _handled_by(handler: Handler) -> Iterator[None]:
             signal.signal(number, before)
 
 
+@cache  # a block after another asks once
 def keep_interrupt() -> None:
     """Let a KeyboardInterrupt that nobody catches end the process by SIGINT, also where tabulate is installed.
 
