@@ -93,8 +93,8 @@ def test_a_package_that_fails_while_imported_is_named(folder):
 
 
 def test_a_file_of_the_current_folder_is_a_module_too(folder):
-    write(folder / "mine.py", "def score(completion, row): return 8")
-    assert load_function("mine:score")("", {}) == 8
+    write(folder / "rlkit_test_mine.py", "def score(completion, row): return 8")
+    assert load_function("rlkit_test_mine:score")("", {}) == 8
 
 
 def test_a_module_is_loaded_by_its_dotted_name(folder, monkeypatch):
