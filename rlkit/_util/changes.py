@@ -77,11 +77,11 @@ def follow(folder: Path, copy: Path, *, name: str) -> str:
         if newest is not None and not (answer := newest / f"{name}{ANSWER}").exists():
             try:
                 fault = bring_up(copy, newest)
+                read = sum(file.stat().st_size for file in newest.glob("*.safetensors*"))
                 answered = {"copy": os.path.abspath(copy), "fault": fault}
                 replace_file(answer, json.dumps(answered).encode())
             except FileNotFoundError:  # the trainer has ended, and deleted it
                 continue
-            read = sum(file.stat().st_size for file in newest.iterdir())
             size = sum(file.stat().st_size for file in copy.iterdir())
             return fault or f"weights: {read:,} bytes brought a copy of {size:,} up to date"
         time.sleep(_LOOK_EVERY)

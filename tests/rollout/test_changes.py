@@ -159,6 +159,20 @@ async def test_a_lost_step_and_every_other_wrong_copy_gets_whole_files(tmp_path:
         assert len(loaded) == 5, "nothing is loaded from a copy that is wrong"
 
 
+async def test_an_answer_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    async def half_an_answer() -> None:
+        while not (update := [*tmp_path.glob("*/manifest.json")]):
+            await asyncio.sleep(0.01)
+        (update[0].parent / ".tmp_there.answer").write_bytes(b'{"copy": "/da')
+
+    async with server() as (url, loaded):
+        engine = SGLang(url, transport=FromChanges(tmp_path, wait_s=0.5))
+        with pytest.raises(EngineError, match="0 of 1 machines"):
+            await asyncio.gather(half_an_answer(), engine.update_weights(weights(0).items(), version=0))
+        await engine.close()
+        assert loaded == []
+
+
 async def test_an_update_without_a_copy_names_the_command(tmp_path: Path) -> None:
     async with server() as (url, loaded):
         engine = SGLang(url, transport=FromChanges(tmp_path, wait_s=0.1))

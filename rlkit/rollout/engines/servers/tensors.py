@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rlkit._util.changes import ANSWER, CHANGES, MANIFEST, changes
-from rlkit._util.files import replace_file, share
+from rlkit._util.files import TEMP_PREFIX, replace_file, share
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.hosts import host_of
 from rlkit.rollout.engines.http import all_done
@@ -177,7 +177,7 @@ class FromChanges:
         sums = {_name(number): await asyncio.to_thread(crc32, new) for number, new in enumerate(self._sent)}
         replace_file(update / MANIFEST, json.dumps(sums).encode())
         end = time.monotonic() + self._wait_s
-        while len(answers := [*update.glob(f"*{ANSWER}")]) < len(hosts):
+        while len(answers := [x for x in update.glob(f"*{ANSWER}") if not x.name.startswith(TEMP_PREFIX)]) < len(hosts):
             if time.monotonic() > end:
                 fault = f"{len(answers)} of {len(hosts)} machines ({', '.join(sorted(hosts))}) answer for their copy"
                 raise EngineError(f"{fault} of the weights: run `rlkit patch {self._place} COPY` on each")
