@@ -24,12 +24,10 @@ ROOMS = {  # those of folders inside count apart from the folder round them
     "agents": 1605, "compat": 2285, "rewards/sandbox": 1095, "scripts/tools": 1225,
 }  # fmt: skip
 LONG_BODIES = {  # lines; rl.py has 60 as its aim
-    "compat/rows.py:_instead": 45,
     "loops/ppo.py:ppo": 45,
     "loops/rl.py:rl": 59,
     "loops/supervised.py:supervised": 45,
     "loops/updates.py:grpo_update": 45,
-    "scripts/cli.py:_refuse_wrong": 46,
 }
 LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/decode/triton.py:rotate_kernel": 18,
@@ -37,7 +35,7 @@ LONG_SIGNATURES = {  # parameters, without `self`
     "kernels/linear_logp/ops.py:_gradients": 14,
     "kernels/linear_logp/triton.py:stats_kernel": 18,
     "kernels/linear_logp/triton.py:gradient_kernel": 21,
-    "loops/distill.py:distill": 16,
+    "loops/distill.py:distill": 15,
     "loops/evaluate.py:evaluate": 15,
     "loops/grpo.py:grpo": 13,
     "loops/ppo.py:ppo": 14,

@@ -274,50 +274,63 @@ def _looks(row: Row, form: Form, first: str = "") -> str:
 def _instead(row: Row, form: Form) -> str:
     """What to do about a row without the columns of `form`, if the columns that it has tell; else ""."""
     own = getattr(row, "own", row)
-    for name, fix in _UNREAD.items():
-        if name in own:
-            return f"; column {name!r} holds {fix}"
+    if unread := next((name for name in _UNREAD if name in own), None):
+        return f"; column {unread!r} holds {_UNREAD[unread]}"
     if form is PAIR and {"messages", "rejected_response"} <= {*own}:  # of ms-swift
         return "; write the last assistant message of 'messages' as 'chosen', and 'rejected_response' as 'rejected'"
-    every = set[str]().union(*(known.names for known in (*_OWN, *(other.form for other in FOREIGN))))
-    pairs = {name: name.lower() for name in own if name not in every and name.lower() in every}
-    for one, two in ("messages", "rejected_messages"), ("response", "rejected_response"):  # of ms-swift
-        if form is PAIR and {one, two} <= {*own}:
-            pairs |= {one: "chosen", two: "rejected"} | (
-                {"query": "prompt"} if one != "messages" and "query" in own else {}
-            )
-    for one, two in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
-        if {one, two} <= {*own}:
-            pairs |= {one: "prompt"} | ({} if form is PROMPT else {two: "response"})
-    bare = form is PROMPT and not any(isinstance(value, str) for value in own.values())
-    fix = f"; no column holds a text: write one round them, --prompt '... {{{'} {'.join([*own][:3])}}}'" if bare else ""
-    read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
-    theirs = [known.form for known in FOREIGN if known.form.names & {*read} and len(known.form.missing(own)) == 1]
-    near = max(theirs, key=lambda known: _likeness(known, read), default=None)
-    sft = form in SFT and form.missing(own)[:1] == [PROMPTS] and not (pairs or _looks(row, form))
-    part, lacks = near if sft else None, []
-    if part:
-        has, lacks = sorted(part.names & {*read}), [name for name in part.missing(own)[0] if name not in _NOT_IN_SFT]
-        fix = f"; of {part.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{RENAME}"
-    wanted = [*(name for names in form.missing(own) for name in names), *lacks]
-    labels = [name for name in own if columns.truth(own[name]) is not None]
-    if form is LABELLED and "label" in wanted and len(labels) == 1:
-        pairs[labels[0]] = "label"
-    for name in wanted:
-        found = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not pairs.get(c)]
-        pairs |= {found[0]: name} if len(found) == 1 and name not in pairs.values() else {}
-    questions = [name for name in ("query", *(() if part else _QUESTIONS)) if name in own]
-    if "prompt" in wanted and questions and not pairs:
-        pairs[questions[0]] = "prompt"
-    answers = [name for name in own if name in IN_SFT and own[name] is not None]
-    if "response" in wanted and answers and not pairs:
-        pairs[answers[0]] = "response"
-    choices = [name for name in own if _CHOICE.fullmatch(name)]
-    if form is PAIR and len(choices) > 1 and not pairs:
+    names = _named_otherwise(own, form)
+    sft = form in SFT and form.missing(own)[:1] == [PROMPTS] and not (names or _looks(row, form))
+    near = _lacks_one(own) if sft else None
+    lacks = [name for name in near.missing(own)[0] if name not in _NOT_IN_SFT] if near else []
+    wanted = [*(name for either in form.missing(own) for name in either), *lacks]
+    if names := _with_likely(names, own, wanted, () if near else _QUESTIONS):
+        return "; rename columns, e.g. --rename " + " ".join(f"{old} {new}" for old, new in names.items())
+    if form is PAIR and len(choices := [name for name in own if _CHOICE.fullmatch(name)]) > 1:
         return f"; write the better of {', '.join(choices)} as 'chosen' and the worse as 'rejected'"
     if any(not re.match(r"[^\W\d]|$", name) or name.endswith(("?", ".")) for name in own):
-        fix = f"{RENAME} (line 1 of a CSV file is its header)"
-    return "; rename columns, e.g. --rename " + " ".join(f"{old} {new}" for old, new in pairs.items()) if pairs else fix
+        return f"{RENAME} (line 1 of a CSV file is its header)"
+    if near:
+        has = sorted(near.names & {*own} - _NOT_IN_SFT)
+        return f"; of {near.title} it has {', '.join(map(repr, has))} and lacks {' or '.join(map(repr, lacks))}{RENAME}"
+    if form is PROMPT and not any(isinstance(value, str) for value in own.values()):
+        return f"; no column holds a text: write one round them, --prompt '... {{{'} {'.join([*own][:3])}}}'"
+    return ""
+
+
+def _named_otherwise(own: Row, form: Form) -> dict[str, str]:
+    """Columns in other letters, and those of ms-swift and of two other forms, with rlkit's names for them."""
+    every = set[str]().union(*(known.names for known in (*_OWN, *(other.form for other in FOREIGN))))
+    names = {name: name.lower() for name in own if name not in every and name.lower() in every}
+    for better, worse in ("messages", "rejected_messages"), ("response", "rejected_response"):
+        if form is PAIR and {better, worse} <= {*own}:
+            query = {"query": "prompt"} if better == "response" and "query" in own else {}
+            names |= {better: "chosen", worse: "rejected"} | query
+    for asked, answered in () if form is PAIR or {*PROMPTS} & {*own} else (("user", "assistant"), ("source", "target")):
+        if {asked, answered} <= {*own}:
+            names |= {asked: "prompt"} | ({} if form is PROMPT else {answered: "response"})
+    return names
+
+
+def _lacks_one(own: Row) -> Form | None:
+    """The form of another system of which the row lacks a single column, the likest of them."""
+    read = {name: value for name, value in own.items() if name not in _NOT_IN_SFT}
+    theirs = [known.form for known in FOREIGN if known.form.names & {*read} and len(known.form.missing(own)) == 1]
+    return max(theirs, key=lambda known: _likeness(known, read), default=None)
+
+
+def _with_likely(names: dict[str, str], own: Row, wanted: Sequence[str], questions: Sequence[str]) -> dict[str, str]:
+    """`names` with the columns that are likely the `wanted` ones, by their values or a part of their name."""
+    labels = [name for name in own if columns.truth(own[name]) is not None]
+    names = names | ({labels[0]: "label"} if "label" in wanted and len(labels) == 1 else {})
+    for name in wanted:
+        like = [c for c in own if c != name and re.fullmatch(f"{name}(_.*|Key)|.*_{name}", c) and not names.get(c)]
+        names |= {like[0]: name} if len(like) == 1 and name not in names.values() else {}
+    asked = [name for name in ("query", *questions) if name in own]
+    answered = [name for name in own if name in IN_SFT and own[name] is not None]
+    for wish, there in ("prompt", asked), ("response", answered):
+        if wish in wanted and there and not names:
+            names[there[0]] = wish
+    return names
 
 
 def sharegpt(row: Row) -> Row:

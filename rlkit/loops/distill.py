@@ -49,6 +49,7 @@ class Distillation:
             the gold answer, a demonstration, or what a verifier said of this answer (`trajectory.info`). None: its own.
         ema: the teacher is a second copy of the model and follows it, w += ema (model - w) after each step. 0: it does
             not. It is saved and restored as a moving reference is.
+        column: of the rows, where there are several teachers: it names the row's own.
     """
 
     divergence: Divergence | None = reverse_kl_rows
@@ -56,6 +57,7 @@ class Distillation:
     coef: float = 1.0
     prompt: Callable[[Prompt, Trajectory], Sequence[int]] | None = None
     ema: float = 0.0
+    column: str = "teacher"
 
 
 async def distill(
@@ -70,7 +72,6 @@ async def distill(
     penalties: Penalties = Penalties(),
     *,
     distillation: Distillation = Distillation(),
-    column: str = "teacher",
     loss: PolicyLoss = PolicyLoss(),
     baseline: Callable[..., Tensor] = group_centered,
     advantage: Advantage | None = None,
@@ -81,10 +82,10 @@ async def distill(
 
         loss = sum_t w_t (surrogate_t + coef * D(student, teacher)_t)          w = loss.aggregate, by default 1 / tokens
 
-    Of several `teachers` each row's `column` names its own. A `task` without a reward has advantage 0 and trains on the
-    divergence alone; with one, `loss` and `baseline` are those of `rlkit.loops.grpo.grpo`, and so are all settings.
-    A divergence over the whole vocabulary needs teachers in this process (`LocalTeacher`), which are forwarded with
-    each micro-batch; the top k and the log-probs of the sampled tokens come from any `Teacher`, once per step.
+    Of several `teachers` each row's `distillation.column` names its own. A `task` without a reward has advantage 0 and
+    trains on the divergence alone; with one, `loss` and `baseline` are those of `rlkit.loops.grpo.grpo`, and so are all
+    settings. A divergence over the whole vocabulary needs teachers in this process (`LocalTeacher`), whose forward is
+    that of each micro-batch; the top k and the log-probs of the sampled tokens come from any `Teacher`, once per step.
 
     Self-distillation (SDFT, SDPO, OPSD) is a teacher of the same weights that reads more: `distillation.prompt`, and as
     the teacher `LocalTeacher(Policy(model, temperature))`, a frozen copy, or a copy that follows by `distillation.ema`.
@@ -102,7 +103,7 @@ async def distill(
     baseline = told_below_zero(baseline)
     named = dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
     check_teachers(named, distillation)
-    task = routed(task, [*named], column=column) if isinstance(teachers, Mapping) else task
+    task = routed(task, [*named], column=distillation.column) if isinstance(teachers, Mapping) else task
     task = prompted(task, distillation.prompt, shares=runs_packed(model))
     average = averaged(distillation, named, model, penalties)
     has_kl, kl = coefficients.has_kl(penalties, reference), coefficients.kl_term(penalties, kl_estimator)

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -198,7 +198,6 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     names |= {flag.name for flag in CONFIG if has_config(flags)}
     faults, ours_only = {}, True
     translated = translate.translate(asked := translate.options(words), flags, script_of(kind))
-    system = translated.system if translated else None
     alone = next((flag for flag in flags if flag.positional and flag.name != "command"), None)
     for word, value in zip(words, [*words[1:], ""]):
         typed = word.split("=")[0].lstrip("+")
@@ -210,7 +209,7 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
         if short and matches:
             faults[typed] = f"needs two dashes: -{typed}"
         elif short or no_flag or translate.is_assignment(word):
-            faults[typed] = _unknown(translate.long_name(name, asked), names, in_python, system=system)
+            faults[typed] = _unknown(translate.long_name(name, asked), names, in_python, translated)
             if alone and name in (alone.name, *foreign.OF_RUN):
                 example = word.partition("=")[2] or (value if value and not is_flag(value) else "runs/grpo")
                 faults[typed] = f"is no flag: give {alone} without one, as in {sys.argv[0]} {shlex.quote(example)}"
@@ -229,13 +228,16 @@ def _refuse_wrong(argv: Sequence[str], kind: type, *, complete: bool = True) -> 
     elif "missing" in faults:
         place = "--resume" in words and _kept_args(words, flags)
         rest = f"; a resumed run takes its flags again: {place}" if place else "; --help lists the flags"
+    _fail_for(faults, "not known here" if unknown else "wrong", rest,
+              _translated(translated, kind) if translated and unknown and len(faults) > 1 else ())  # fmt: skip
+
+
+def _fail_for(faults: Mapping[str, str], are: str, rest: str, lines: Sequence[str]) -> NoReturn:
+    """End with the fault of each flag: one in a line, several in a table, with `lines` below it."""
     if len(faults) == 1:
-        fail("{} {}".format(*faults.popitem()) + rest)
-    width = max(map(len, faults))
-    lines = [f"  {flag:{width}}  {fault}" for flag, fault in faults.items()]
-    if translated and unknown:
-        lines += _translated(translated, kind)
-    fail("\n".join([f"{len(faults)} flags are {'not known here' if unknown else 'wrong'}{rest}", *lines]))
+        fail("{} {}".format(*next(iter(faults.items()))) + rest)
+    table = [f"  {flag:{max(map(len, faults))}}  {fault}" for flag, fault in faults.items()]
+    fail("\n".join([f"{len(faults)} flags are {are}{rest}", *table, *lines]))
 
 
 def _translated(translation: translate.Translation, kind: type) -> list[str]:
@@ -280,8 +282,9 @@ def _refuse_assignments(argv: Sequence[str], names: set[str]) -> None:
         fail(f"{typed} {'is' if len(pairs) == 1 else 'are'} no flag{'s' * (len(pairs) > 1)}: write {better}")
 
 
-def _unknown(name: str, names: set[str], in_python: set[str], *, system: str | None = None) -> str:
+def _unknown(name: str, names: set[str], in_python: set[str], of: translate.Translation | None = None) -> str:
     """What is wrong with a flag that is not in `names`, and what to write."""
+    system = of.system if of else None
     if name in in_python:
         return "is set in Python only"
     there = _elsewhere(foreign.our_name(name, system), names) or ""  # a critic's option in grpo

@@ -165,7 +165,7 @@ def main(args: Args) -> Path:
         model, teachers, place.tokenizer, engine, task, rollouts, args.schedule, place.optim, args.penalties,
         distillation=distillation_of(flags, divergence, prompt_of),
         loss=clipped_loss(flags, args.correction, flags.aggregate),
-        baseline=baseline_of(flags), kl_estimator=kl_estimator, reference=reference, column=flags.teacher_column,
+        baseline=baseline_of(flags), kl_estimator=kl_estimator, reference=reference,
     ))  # fmt: skip
 
 
@@ -184,7 +184,8 @@ def distillation_of(flags: Loss, divergence: Any, prompt_of: Any = None) -> Any:
         rows = distillation.jsd_rows(flags.beta)
     elif divergence is None and flags.loss != "advantage":
         rows = getattr(distillation, f"{flags.loss}_rows")
-    return Distillation(rows, flags.teacher_top_k, flags.teacher_coef, prompt_of, flags.teacher_ema)
+    how = flags.teacher_top_k, flags.teacher_coef, prompt_of, flags.teacher_ema, flags.teacher_column
+    return Distillation(rows, *how)
 
 
 def teacher_prompt_of(args: Args, place: Place, task: Any) -> Callable[[Any, Any], list[int]] | None:

@@ -275,7 +275,7 @@ class Sampled:
     [
         (Sampled(), {}, r"the teacher Sampled gives log-probs of some tokens only: give Distillation\(top_k=16\)"),
         ({"x": Sampled()}, {"distillation": Distillation(None)}, "row 1: 'teacher' is 'a', and the teachers are x"),
-        ({"a": Sampled()}, {"distillation": Distillation(None), "column": "z"}, "row 1: there is no column 'z'"),
+        ({"a": Sampled()}, {"distillation": Distillation(None, column="z")}, "row 1: there is no column 'z'"),
         (Sampled(), {"distillation": Distillation(top_k=2)}, r"ids of shape \[\d+, 1\] for \d+ tokens and k = 2"),
         (
             LocalTeacher(Policy(small_model(7)), tokenizers=(1, 2)), {"distillation": Distillation(None)},
