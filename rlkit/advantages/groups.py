@@ -18,13 +18,23 @@ get equal advantages.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import check_count, check_float, check_ids, check_log_probs, check_not_negative, masked, upcast
+from rlkit._util.tensors import (
+    check_count,
+    check_float,
+    check_ids,
+    check_log_probs,
+    check_not_negative,
+    masked,
+    readable,
+    upcast,
+)
 from rlkit.advantages.traces import end_values, prepared, scan
 from rlkit.kernels.linear_scan import linear_scan
 from rlkit.segments import cumulative, first_of_group, group_count, group_mean, group_sum, seq_ids, sum_between
@@ -99,7 +109,7 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
 
     that is the maximum-likelihood gradient up to order n - 1; groups of two give grad p, as `leave_one_out` does. (A of
     -1 in a group without success would add order n.) Meant for rewards >= 0: a group of negative mean has the opposite
-    signs, so that its best samples are pushed down (the loops report it once).
+    signs, so that its best samples are pushed down: a UserWarning on the CPU, and the loops report it once.
 
     Limits:   invariant to the scale of the rewards (eps -> 0); a group without success gets 0.
     Differs:  from SkyRL (`maxrl`): there a singleton keeps its raw reward.
@@ -108,6 +118,11 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
     centered = group_centered(rewards, group_ids=group_ids)
     mean = group_mean(rewards, group_ids=group_ids)
     check_not_negative(eps=eps)
+    if readable(mean) and (mean < 0).any():
+        warnings.warn(
+            f"max_rl divides by a group's mean reward, and the lowest is {mean.min():g}: in such a group the best "
+            "answers are pushed down; use rewards of at least 0", stacklevel=2
+        )  # fmt: skip
     ratio = centered / torch.where(mean == 0, torch.ones_like(mean), mean + eps)
     return torch.where(mean == 0, torch.zeros_like(mean), ratio)
 

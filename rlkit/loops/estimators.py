@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -298,7 +299,8 @@ def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 "max_rl divides by a group's mean reward, and the lowest is %g: in such a group the best answers are "
                 "pushed down; use rewards of at least 0 (and no KL in them), or another baseline", float(means.min())
             )  # fmt: skip
-        return baseline(rewards, group_ids=group_ids)
+        with warnings.catch_warnings(action="ignore" if told else None):  # of a batch on the CPU
+            return baseline(rewards, group_ids=group_ids)
 
     return checked
 

@@ -8,13 +8,14 @@ axis, [.., B]). Targets (`returns`, `old_values`) get no gradient. Reward models
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_mask, check_tensor, masked, upcast
+from rlkit._util.tensors import check_float, check_mask, check_tensor, masked, readable, upcast
 from rlkit.losses._inputs import check_at_least, check_probs, prepared, targets
 from rlkit.losses.preference import PairMask, Pairs
 from rlkit.types import Mask, Tokens
@@ -92,8 +93,8 @@ def hl_gauss(
         loss = -sum_i p_i log softmax(logits)_i             p = hl_gauss_target(returns)
 
     The gradient is bounded for returns of any scale. The minimum of the loss is the entropy of p, not 0.
-    `hl_gauss_value` converts logits to a value. `sigma` is in units of the value; the default is 0.75 bin widths, as
-    the paper recommends.
+    Returns outside [low, high] are clamped, with a UserWarning on the CPU. `hl_gauss_value` converts logits to a value.
+    `sigma` is in units of the value; the default is 0.75 bin widths, as the paper recommends.
     Reference: arXiv:2403.03950; histogram loss: arXiv:1806.04613.
     """
     check_float(logits=logits, returns=returns)
@@ -103,6 +104,11 @@ def hl_gauss(
     logits = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
     (returns,) = targets(returns, logits=logits)
     returns = masked(returns, mask, low)
+    if readable(returns) and ((returns < low) | (returns > high)).any():
+        warnings.warn(
+            f"hl_gauss clamps returns to [{low:g}, {high:g}], and they reach from {returns.min():g} to "
+            f"{returns.max():g}: no value outside the range is learnt; widen it, or normalize the returns", stacklevel=2
+        )  # fmt: skip
     target = hl_gauss_target(returns, num_bins=logits.shape[-1], low=low, high=high, sigma=sigma)
     return masked(-(target * logits.log_softmax(-1)).sum(-1), mask)
 

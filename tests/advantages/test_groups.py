@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_max_rl_is_the_likelihood_gradient_up_to_order_n_minus_1(n):
     torch.testing.assert_close(got, sum((1 - p) ** (k - 1) for k in range(1, n)) * grad_p, rtol=1e-10, atol=1e-12)
     order_n = sum((1 - p) ** (k - 1) for k in range(1, n + 1)) * grad_p
     assert (got - order_n).abs().max() > 0.01
+
+
+def test_max_rl_warns_of_a_group_whose_signs_turn():
+    ids = torch.tensor([0, 0, 1, 1])
+    with pytest.warns(UserWarning, match="the lowest is -0.5: in such a group the best answers are pushed down"):
+        A.max_rl(torch.tensor([1.0, 1.0, -1.0, 0.0]), group_ids=ids)
+    with warnings.catch_warnings(action="error"):
+        A.max_rl(torch.tensor([1.0, -1.0, 1.0, 0.0]), group_ids=ids)
 
 
 def test_max_rl_is_exactly_zero_at_mean_zero():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -65,6 +66,16 @@ def test_hl_gauss_target_is_the_binned_gaussian(r: float, bins: int, sigma: floa
     edges = [RANGE["low"] + i * 5 / bins for i in range(bins + 1)]
     mass = [gauss.cdf(b) - gauss.cdf(a) for a, b in pairwise(edges)]
     assert got.tolist() == pytest.approx([m / sum(mass) for m in mass], abs=1e-9)
+
+
+def test_hl_gauss_warns_of_returns_that_it_clamps() -> None:
+    logits, told = torch.zeros(3, 5), r"clamps returns to \[0, 1\], and they reach from -0.5 to 4"
+    with pytest.warns(UserWarning, match=told):
+        loss = hl_gauss(logits, torch.tensor([-0.5, 4.0, 0.5]), low=0.0, high=1.0)
+    inside = torch.tensor([0.0, 1.0, 0.5])
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(loss, hl_gauss(logits, inside, low=0.0, high=1.0))
+        hl_gauss(logits, torch.tensor([9.0, 1.0, 0.5]), low=0.0, high=1.0, mask=torch.tensor([False, True, True]))
 
 
 def test_hl_gauss_default_sigma_is_three_quarters_of_a_bin() -> None:
