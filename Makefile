@@ -5,9 +5,10 @@ RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
+NEWER   = $(firstword $(foreach x,python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python),$(shell $(x) -c "" 2>/dev/null && echo $(x))))
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
-.PHONY: demo smollm gemma test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents adopt lint docs bench bench-trl nightly clean
+.PHONY: demo smollm gemma test sglang-cpu test-sglang vllm-cpu test-vllm test-trackers test-exports agents harbor adopt lint docs bench bench-trl nightly clean
 
 demo: $(VENV)/.ready
 	$(RUN) examples/demo.py --output $(DEMO)
@@ -44,6 +45,14 @@ test-exports: $(VENV)/.ready-dev  # exports in lm-eval, which it installs, and i
 agents: $(VENV)/.ready-dev  # an environment with smolagents, mini-swe-agent, and the openai and anthropic clients
 	@$(RUN) tools/agents/install.py
 
+harbor:  # Harbor, for the tests of examples/harbor_agent.py: it needs Python 3.12
+	@$(if $(NEWER),$(MAKE) .venv-harbor/.ready,echo "no Python 3.12 or 3.13: the tests of Harbor are skipped")
+
+.venv-harbor/.ready:
+	$(NEWER) -m venv .venv-harbor
+	.venv-harbor/bin/pip install --quiet --disable-pip-version-check harbor==0.26.0
+	touch $@
+
 adopt: $(VENV)/.ready-dev  # environments of other packages (tools/adopt/pins.txt): installs them and trains two steps in each
 	@$(RUN) tools/adopt/install.py
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m adopt tests/adopt
@@ -63,7 +72,7 @@ docs: .venv-docs/.ready  # the documentation site
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents adopt
+nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents harbor adopt
 	$(PYTEST) -m "not gpu and not sglang and not vllm and not adopt" --hypothesis-profile nightly
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
 		$(RUN) -m pytest -m "slow and (sglang or vllm)"

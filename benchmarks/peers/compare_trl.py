@@ -7,8 +7,9 @@ made on first use with the project's version of torch, or is that of `--trl-pyth
 default algorithm: rewards centred and divided by their group's standard deviation, token mean, no KL, AdamW, gradient
 norm clipped to 1. Neither evaluates or saves during the run; both save the model at its end. With `--defaults` TRL
 keeps its own, bf16 and activation checkpointing, and rlkit takes bf16. `--prefix 256` puts 256 tokens before each
-prompt and rewards each digit in its place, since the model is not used to such prompts. `--model FOLDER` takes a chat
-model of yours on the two-digit sums of recipes/sums, without a warm start (with `--prefix`, for the share of vowels):
+prompt and rewards each digit in its place, since the model is not used to such prompts. `--model FOLDER` takes a model
+of yours on the two-digit sums of recipes/sums, without a warm start (with `--prefix`, for the share of vowels); without
+a chat template it gets them as plain text:
 
     python benchmarks/peers/compare_trl.py --model $(make -s smollm) --prompts 4 --max-new-tokens 32 --lr 1e-5 --steps 8
 
@@ -53,8 +54,11 @@ SUMS = ROOT / "recipes" / "sums"
 COUNT = """  # in a process of its own: a child's peak memory starts at its parent's
 import json, sys, transformers
 tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
-chat = [{"role": "user", "content": json.loads(open(sys.argv[2]).readline())["prompt"]}]
-print(len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+text = json.loads(open(sys.argv[2]).readline())["prompt"]
+chat, has_template = [{"role": "user", "content": text}], bool(tokenizer.chat_template)
+ids = (tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) if has_template
+       else tokenizer(text).input_ids)
+print(len(ids), int(has_template))
 """
 DENSE = Path(__file__).with_name("dense_rewards.py")
 
@@ -74,7 +78,7 @@ class Args:
     sft_steps: int = 300
     """of the warm start"""
     model: str | None = None
-    """folder of a chat model, to learn two-digit sums as it is; without: the demo's task"""
+    """folder of a model, to learn two-digit sums as it is; without: the demo's task"""
     prompts: int = 8
     """per step"""
     group: int = 8
@@ -109,6 +113,7 @@ def command(side: str, args: Args, task: dict[str, Any], *, steps: int, seed: in
         *("--max-prompt-tokens", 2 * task["prompt_tokens"] + 2 * args.prefix),
         *("--baseline", "group_zscore", "--eval-steps", 0, "--save-steps", 0),
     ]
+    own += [] if task.get("has_template", True) else ["--no-chat-template"]
     if args.defaults:
         own += ["--dtype", "bf16"]
         common += ["--defaults"] if side == "trl" else []
@@ -122,8 +127,9 @@ def model_task(args: Args) -> dict[str, Any]:
     tokens = subprocess.run(
         [sys.executable, "-c", COUNT, str(args.model), str(prompts)], check=True, capture_output=True
     )
-    reward = f"{SUMS / 'reward.py'}:correct"
-    return {"model": args.model, "data": str(prompts), "reward": reward, "prompt_tokens": int(tokens.stdout)}
+    reward, (number, has_template) = f"{SUMS / 'reward.py'}:correct", map(int, tokens.stdout.split())
+    task = {"model": args.model, "data": str(prompts), "reward": reward, "prompt_tokens": number}
+    return task | {"has_template": bool(has_template)}
 
 
 def data(args: Args, task: dict[str, Any]) -> Path:

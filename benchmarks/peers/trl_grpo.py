@@ -110,7 +110,7 @@ def main() -> None:
     output.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
-    for row in rows:
+    for row in rows if tokenizer.chat_template else ():
         turn = [{"role": "user", "content": row["prompt"]}]
         row["prompt"] = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     config = GRPOConfig(

@@ -262,7 +262,8 @@ def _looks(row: Row, form: Form, first: str = "") -> str:
     rest = {name: value for name, value in own.items() if name not in half}
     answered = [m.get("role") for m in mappings(rest.get("messages"))][-1:] == ["assistant"]
     whole = [known for known in _OWN if not known.missing(rest) and not (known is PROMPT and answered)]
-    whole += [known.form for known in FOREIGN if not known.form.missing(rest) and known.fits(rest)]
+    read = [known for known in FOREIGN if known.form.columns[0][0] == "prompt" or not {*PROMPTS} & {*own}]
+    whole += [known.form for known in read if not known.form.missing(rest) and known.fits(rest)]
     near = max(whole, key=lambda known: _likeness(known, own), default=form)
     choice = near is PROMPT and any(_RESPONSE_LIKE.search(name) for name in own)
     if near.columns == form.columns or (choice and not first):

@@ -12,6 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlkit._util.untrusted import check_file
 from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file, reading
 from rlkit.data.packages import package_of, rows_of
 
@@ -23,6 +24,7 @@ _SPLITS = {  # the words by which file and folder names name a split, as `datase
 }
 HELD_OUT = {word for word, split in _SPLITS.items() if split != "train"}
 _PIECE = 1 << 16  # bytes
+_INSTRUCTION = "instruction.md"  # of a task of Harbor
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)")
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # files about the data
 
@@ -94,6 +96,8 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
     """The sources of a folder: what `save_to_disk` wrote there, or the files of one split."""
     if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return [_saved(path, split, held_out=held_out)]
+    if tasks := _tasks_in(path):
+        return [Source(str(path), partial(_task_rows, tasks))]
     files = [p.relative_to(path) for p in sorted(path.rglob("*")) if _holds_data(p, path)]
     if not files:
         there = sorted(p.name for p in path.iterdir())[:8]
@@ -117,6 +121,21 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
     elif len(files) > 1 and not all(_SHARD.match(file.name) for file in files):
         _log.warning("%s: reads %d files: %s", path, len(files), _listed(files))
     return [Source(str(path / file), partial(read_file, path / file)) for file in files]
+
+
+def _tasks_in(path: Path) -> list[Path]:
+    """The folders of Harbor's tasks in a folder, or the folder itself: those with a `task.toml` and an instruction."""
+    configs = sorted(path.glob("task.toml")) or sorted(path.glob("*/task.toml"))
+    return [config.parent for config in configs if (config.parent / _INSTRUCTION).is_file()]
+
+
+def _task_rows(tasks: Sequence[Path]) -> Placed:
+    """A row for each task: its instruction as the prompt, and its folder."""
+    for task in tasks:
+        check_file(file := task / _INSTRUCTION)
+        with reading(file, "text"):
+            text = file.read_text(encoding="utf-8")
+        yield task.name, {"prompt": text, "task": str(task.absolute())}
 
 
 def _listed(files: Sequence[Path]) -> str:

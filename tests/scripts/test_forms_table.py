@@ -352,6 +352,9 @@ REFUSED = [  # script, rows, flags, the line of the row, the message
     ("sft", [{"prompt": "hi", "answer": "yo"}], (), 1,
      "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
      "['answer', 'prompt']; rename columns, e.g. --rename answer response"),
+    ("sft", [{"prompt": "hi", "question": "hi", "answer": "yo"}], (), 1,
+     "no response to train on: needs the column 'completion' or 'response', or an assistant message; columns found: "
+     "['answer', 'prompt', 'question']; rename columns, e.g. --rename answer response"),
     ("sft", [{"conversations": [human("hi"), {"from": "asistant", "value": "yo"}]}], (), 1,
      "unknown role 'asistant', and no message of the role 'assistant' to train on"),
     ("sft", [STEPS], (), 1,
