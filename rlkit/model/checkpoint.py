@@ -26,6 +26,7 @@ import errno
 import io
 import json
 import math
+import os
 import random
 import threading
 import warnings
@@ -330,8 +331,9 @@ def load_checkpoint(path: Path | str, *, model: nn.Module, optimizer: Optimizer 
     path = Path(path)
     manifest = _verified(path)
     side = read_plain(path / "state.pt")
-    if not isinstance(side, dict) or not isinstance(side.get("state"), dict):
-        raise ValueError(f"{path / 'state.pt'} is damaged, or no file of a checkpoint: it has no `state`")
+    wanted = ["state", "optimizer"] if optimizer is not None else ["state"]
+    if lacks := [key for key in wanted if not isinstance(side, dict) or not isinstance(side.get(key), dict)]:
+        raise ValueError(f"{path / 'state.pt'} is damaged, or no file of a checkpoint: it has no `{lacks[0]}`")
     _check_format(path / "state.pt", side)
     base = base_weights(model)
     left_out = base.keys() - _stored(path).keys()
@@ -502,8 +504,8 @@ def _fault(path: Path, manifest: dict[str, Any]) -> str:
     if not isinstance(files, dict):
         return f"{path} has no {_MANIFEST}{' that can be read' if (path / _MANIFEST).exists() else ''}"
     for name, entry in files.items():
-        if not (path / name).is_file():
-            return f"{path}: {name} is missing"
+        if not os.path.isfile(path / name):  # False too for a name that no disk can hold
+            return f"{path}: {name[:80]} is missing"
         wanted = entry.get("size") if isinstance(entry, dict) else None
         if (size := (path / name).stat().st_size) != wanted:
             return f"{path}: {name} is damaged: it has {size} bytes, and was written with {wanted}"
@@ -535,7 +537,7 @@ def _verified(path: Path) -> dict[str, Any]:
         fault = f"{path} is not a complete checkpoint: it has no {_MANIFEST}, or files that are missing or cut off"
         raise FileNotFoundError(f"{fault}; latest_checkpoint(folder) finds the newest complete one")
     mine = list(manifest["files"].items())[rank() :: world_size()]
-    differing = on_all_ranks(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry["crc32"]])
+    differing = on_all_ranks(lambda: [name for name, entry in mine if _files.crc32(path / name) != entry.get("crc32")])
     if changed := [name for names in differing for name in names]:
         raise DamagedCheckpoint(f"{path}: {', '.join(changed)} changed after it was written")
     return manifest

@@ -289,6 +289,8 @@ def rewritten(path: Path, **changes: object) -> None:
 @pytest.mark.parametrize("damage", [
     lambda path: (path / "manifest.json").write_text("[" * 10**5), lambda path: rewritten(path, step=-1),
     lambda path: rewritten(path, step=10**30), lambda path: rewritten(path, files={"a\0b": {"size": 1, "crc32": 1}}),
+    lambda path: rewritten(path, files={"a" * 300: {"size": 1, "crc32": 1}}),
+    lambda path: rewritten(path, files={name: {"size": size} for name, size in sizes(path).items()}),
     lambda path: pipe(path / "manifest.json"), lambda path: (pipe(path / "z"), rewritten(path, files=PIPE)),
 ])  # fmt: skip
 def test_an_edited_manifest_is_skipped_for_the_checkpoint_before(tmp_path, damage):
@@ -298,6 +300,10 @@ def test_an_edited_manifest_is_skipped_for_the_checkpoint_before(tmp_path, damag
     assert state["step"] == 1
     assert len(skipped) == 1
     assert str(tmp_path / "step_00000002") in skipped[0]
+
+
+def sizes(path: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"}
 
 
 PIPE = {"z": {"size": 0, "crc32": 0}}
@@ -334,17 +340,33 @@ def test_another_format_is_refused_with_the_version_that_wrote_it(tmp_path, foun
 
 
 def test_the_state_file_carries_the_format_too(tmp_path):
-    import binascii
-
     path = save_simple(tmp_path, 1)
     state = torch.load(path / "state.pt", weights_only=True)
     assert state["format"] == checkpoint.FORMAT
     torch.save({**state, "format": 99}, path / "state.pt")
+    resum(path)
+    with pytest.raises(ValueError, match=r"state\.pt has checkpoint format 99, written by rlkit .*: resume with"):
+        load_checkpoint(path, model=nn.Linear(4, 4), optimizer=None)
+
+
+@pytest.mark.parametrize(("edit", "lacks"), [({"state": 1}, "state"), ({"optimizer": None}, "optimizer")])
+def test_a_state_file_edited_with_its_checksum_is_named(tmp_path, edit, lacks):
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    path = save_checkpoint(tmp_path, step=1, model=net, optimizer=optimizer, state={}, keep=1)
+    torch.save({**torch.load(path / "state.pt", weights_only=True), **edit}, path / "state.pt")
+    resum(path)
+    with pytest.raises(ValueError, match=rf"state\.pt is damaged, or no file of a checkpoint: it has no `{lacks}`"):
+        load_checkpoint(path, model=net, optimizer=optimizer)
+
+
+def resum(path: Path) -> None:
+    """The manifest has the size and checksum that state.pt has now."""
+    import binascii
+
     data = (path / "state.pt").read_bytes()
     files = json.loads((path / "manifest.json").read_text())["files"]
     rewritten(path, files={**files, "state.pt": {"size": len(data), "crc32": binascii.crc32(data)}})
-    with pytest.raises(ValueError, match=r"state\.pt has checkpoint format 99, written by rlkit .*: resume with"):
-        load_checkpoint(path, model=nn.Linear(4, 4), optimizer=None)
 
 
 def test_wrong_model_or_optimizer_is_named_and_nothing_is_changed(tmp_path):
