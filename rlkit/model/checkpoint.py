@@ -626,8 +626,11 @@ class BackgroundSaver:
         state: dict[str, Any],
         then: Callable[[], object] | None = None,
         spared: tuple[int, ...] = (),
+        copy: bool = True,
     ) -> None:
         """Start to write a checkpoint of the current state; see `save_checkpoint` for the arguments.
+
+        Without `copy`, which suits the last save of a run, it is written from the live tensors before this returns.
 
         `then` is called by the next `wait`, once the checkpoint is on the disk. Checkpoints of the steps `spared` are
         not deleted; of many ranks those of the first count.
@@ -635,7 +638,7 @@ class BackgroundSaver:
         self.wait()
         job = make_job(self._folder, step=step, model=model, optimizer=optimizer, state=state, keep=self._keep)
         job = job._replace(spared=spared)
-        if room := bool(self._buffers) or _has_room(job.tensors):
+        if room := bool(self._buffers) or (copy and _has_room(job.tensors)):
             job = job._replace(tensors=copied(job.tensors, self._buffers))
         future: Future[Path] = Future()
         self._running = (future, then or (lambda: None))

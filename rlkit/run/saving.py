@@ -172,7 +172,7 @@ def save_if_due(
             state |= {name: args[name] for name in ("script", "run") if args.get(name)}
             saver.save(
                 step=step, model=both, optimizer=optimizer, state=state, then=partial(_saved, job, step, then),
-                spared=_best_steps(job, step),
+                spared=_best_steps(job, step), copy=not must,
             )  # fmt: skip
             if must:
                 saver.wait()

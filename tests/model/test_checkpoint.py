@@ -638,6 +638,18 @@ def test_a_copy_from_a_gpu_needs_room_for_what_torch_pins(monkeypatch, nbytes, i
     assert checkpoint._has_room({"x": SimpleNamespace(nbytes=nbytes, is_cuda=is_cuda)}) == room
 
 
+def test_a_save_without_a_copy_is_on_the_disk_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "copied", None)
+    net = nn.Linear(4, 4)
+    with checkpoint.BackgroundSaver(tmp_path, keep=1) as saver:
+        saver.save(step=3, model=net, optimizer=None, state={}, copy=False)
+        before = copy.deepcopy(net.state_dict())
+        with torch.no_grad():
+            net.weight.zero_()
+        load_checkpoint(latest_checkpoint(tmp_path), model=net, optimizer=None)
+    assert same(net.state_dict(), before)
+
+
 def test_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
     save_simple(tmp_path, 1)
 
