@@ -109,6 +109,16 @@ def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     assert {(0, 0.204), (0, 0.596), (5, 0.502), (5, 0.698)} <= corners
 
 
+@pytest.mark.parametrize(("score", "also"), [("greedy", "sampled"), ("sampled", "pass@8"), ("accuracy", "loss")])
+def test_each_named_held_out_set_has_a_curve(tmp_path, figures, score, also):
+    more = {"eval/reward/exact": 0.5, f"eval/{score}": 0.3, f"eval/hard/{also}": 0.9}
+    rows = [{"step": s, f"eval/hard/{score}": s / 9, f"eval/easy/{score}": s / 4} | more for s in (0, 4)]
+    plot_run(write_run(tmp_path / "run", rows))
+    (axis,) = [axis for axis in figures[0].axes if axis.get_title(loc="left") == "Held-out sets"]
+    assert {line.get_label(): line.get_ydata().tolist() for line in axis.lines} == {"easy": [0, 1], "hard": [0, 4 / 9]}
+    assert axis.get_ylabel() == score
+
+
 def with_front(folder, names, points):
     """A run whose evaluations at steps 0, 1, ... are `points`, with the front that the loop keeps of them."""
     rows = [{"step": i} | {f"eval/reward/{n}": x for n, x in zip(names, p)} for i, p in enumerate(points)]

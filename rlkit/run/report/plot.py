@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from rlkit._util.extras import optional
 from rlkit._util.files import replace_file
 from rlkit.run.console import in_notebook, reward_parts
 from rlkit.run.folder import CURVES, PARETO, Run, read_metrics
-from rlkit.run.history import read_starts
+from rlkit.run.history import SCORES, read_starts
+from rlkit.run.report.meanings import set_of
 
 
 class Curve(NamedTuple):
@@ -168,7 +169,7 @@ def plot_run(*folders: Path | str, out: Path | str | None = None, title: str | N
 
 
 def panels_of(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
-    """The panels of which any run has a metric, with one for the reward's parts; `runs`: name -> its metrics.
+    """The panels of which any run has a metric, with the reward's parts and held-out sets; `runs`: name -> its metrics.
 
     The loss of a run that samples says nothing of its progress, and comes late.
     """
@@ -177,8 +178,18 @@ def panels_of(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in reward_parts(row))
     curves = tuple(Curve(key, key.removeprefix("reward/")) for key in keys)
     parts = Panel("Parts of the reward", "mean per answer", curves, from_zero=False)
-    ordered = [x for panel in PANELS for x in ((panel, parts) if panel.title == "Reward" else (panel,))]
+    ordered = [
+        x for panel in PANELS for x in ((panel, parts, _sets(measured)) if panel.title == "Reward" else (panel,))
+    ]
     return [panel for panel in ordered if panel.title != other and any(c.key in measured for c in panel.curves)]
+
+
+def _sets(measured: Iterable[str]) -> Panel:
+    """A curve for each named held-out set, of the first of `SCORES` that any of them has."""
+    scores = [[key for key in sorted(measured) if key == f"eval/{set_of(key)}/{score[5:]}"] for score in SCORES]
+    keys = next(filter(None, scores), [])
+    unit = keys[0].rpartition("/")[2] if keys else ""
+    return Panel("Held-out sets", unit, tuple(Curve(key, set_of(key), sparse=True) for key in keys))
 
 
 def _draw(axis: Any, panel: Panel, runs: dict[str, list[dict[str, Any]]]) -> None:
