@@ -143,11 +143,15 @@ class TestReasoningGym:
     def test_the_recipe_runs_at_its_smallest(self, make_task, tmp_path):
         readme = (Path(__file__).parents[2] / "recipes/three_tasks/README.md").read_text()
         names = dict(re.findall(r'^    ([A-Z]+)="(.*)"$', readme, re.MULTILINE))
-        command = re.search(r"rlkit (grpo .*?)\n\n", readme, re.DOTALL)[1].replace("\\\n", " ")
-        given = [Template(word).substitute(names).replace("2000", "20") for word in shlex.split(command)]
+        commands = re.findall(r"rlkit ((?:sft|grpo) .*?)(?=\n    \S|\n\n)", readme, re.DOTALL)
         small = "--steps 1 --eval-steps 1 --eval-limit 2 --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
-        cli.main([*given, "--model", str(make_task() / "model"), "--output", str(tmp_path / "run"), *small.split()])
-        (metrics,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1:])
+        for command, changed in zip(commands, ("--steps 1 --batch-size 2", small), strict=True):
+            words = [
+                Template(x).substitute(names).replace("2000", "20") for x in shlex.split(command.replace("\\\n", " "))
+            ]
+            model, output = make_task() / "model", tmp_path / words[0]
+            cli.main([*words, "--model", str(model), "--output", str(output), *changed.split()])
+        (metrics,) = map(json.loads, (tmp_path / "grpo/metrics.jsonl").read_text().splitlines()[-1:])
         assert {"eval/sums/greedy", "eval/gcd/greedy", "eval/back/greedy"} <= metrics.keys()
 
     @pytest.mark.parametrize(
