@@ -40,6 +40,7 @@ MEASURES = {  # the beginning of a file's name: the code that it measures, files
     "async_loop_cpu": (*STEP, *SAMPLED, "rlkit/rollout/stream.py", "rlkit/rollout/engines/process.py"),
     "fsdp_overhead_cpu": ("rlkit/model/parallelize.py", "rlkit/parallel", *STEP[3:]),
     "contention_cpu": (*STEP, *SAMPLED, "rlkit/run/cores.py"),
+    "long_run_cpu": (*SAMPLED, "rlkit/run", "rlkit/agents", "rlkit/rollout/engines/process.py", "rlkit/data/images.py"),
     "sglang_client_cpu": tuple(f"rlkit/rollout/engines/{name}" for name in ("http.py", "servers", "sglang")),
 }
 TRL = {  # file: its setting
@@ -47,6 +48,7 @@ TRL = {  # file: its setting
     f"{SMOLLM}_4x8x128": "the same, answers of at most 128 tokens",
     f"{SMOLLM}_2x8x32_prefix": "SmolLM2-135M, fp32: 2 prompts of 311 tokens, 8 answers of 32",
     f"{SMOLLM}_4x8x32_defaults": "the first with TRL's defaults, bf16 and checkpointing, against `--dtype bf16`",
+    "trl_cpu_gemma-3-270m_2x8x32_prefix": "Gemma 3 270M, fp32, 262,144 tokens: 2 prompts of 43 tokens, 8 answers of 32",
     "trl_cpu": "1 M parameters, fp32, prompts of 14 tokens",
     "trl_cpu_defaults": "the same with TRL's defaults against `--dtype bf16`",
     "trl_cpu_prefix": "1 M parameters, fp32, prompts of 270 tokens",
@@ -215,6 +217,16 @@ def loop() -> list[list[str]]:
     return [["what", "ratio", "file"], *rows]
 
 
+def long_runs() -> list[list[str]]:
+    """What 2,000 steps leave behind: each figure early in the run, and what it is more by at its end."""
+    found, kinds = load("long_run_cpu"), ("memory MB", "files", "processes", "shm")
+    rows = [["2,000 steps with", *(kind.replace("shm", "entries of /dev/shm") for kind in kinds), "file"]]
+    for row in found["rows"]:
+        cells = [f"{row[kind]['early']:.0f}, {row[kind]['late'] - row[kind]['early']:+.0f}" for kind in kinds]
+        rows.append([row["kind"], *cells, source("long_run_cpu")])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "trl": trl,
     "training": training,
@@ -222,6 +234,7 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "parts": parts,
     "balance": balance,
     "loop": loop,
+    "long": long_runs,
 }
 
 

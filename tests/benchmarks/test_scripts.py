@@ -66,6 +66,7 @@ SLOW = {
     ),
     "benchmarks/contention.py": ("--rounds 1 --steps 7 --loops 0 1 --out OUT/x.json", "round 1, 1 loops"),
     "benchmarks/history.py": ("--rounds 1", "first_update_s"),
+    "benchmarks/long_run.py": ("--steps 20 --out OUT/x.json", "overlap shm"),
     "benchmarks/history.py --memory": ("", ""),
     "benchmarks/linear_logp_cpu.py --memory": (
         "--rows 16 --dim 8 --vocab 32 --small-rows 8 --small-dim 8 --repeats 1 --out OUT/x.json", "scoring, linear",
