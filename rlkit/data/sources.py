@@ -125,8 +125,11 @@ def _in_folder(path: Path, split: str | None, *, held_out: bool) -> list[Source]
 
 def _tasks_in(path: Path) -> list[Path]:
     """The folders of Harbor's tasks in a folder, or the folder itself: those with a `task.toml` and an instruction."""
-    configs = sorted(path.glob("task.toml")) or sorted(path.glob("*/task.toml"))
-    return [config.parent for config in configs if (config.parent / _INSTRUCTION).is_file()]
+    folders = [config.parent for config in sorted(path.glob("task.toml")) or sorted(path.glob("*/task.toml"))]
+    tasks = [folder for folder in folders if (folder / _INSTRUCTION).is_file()]
+    if tasks and (left := [Path(folder.name) for folder in folders if folder not in tasks]):
+        _log.warning("%s: reads %d tasks, and not those without %s: %s", path, len(tasks), _INSTRUCTION, _listed(left))
+    return tasks
 
 
 def _task_rows(tasks: Sequence[Path]) -> Placed:

@@ -293,13 +293,15 @@ def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def checked(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
         nonlocal told
         means = segments.group_mean(rewards, group_ids=group_ids)
-        if not told and bool((means < 0).any()):
+        if not bool((means < 0).any()):
+            return baseline(rewards, group_ids=group_ids)
+        if not told:
             told = True
             _log.warning(
                 "max_rl divides by a group's mean reward, and the lowest is %g: in such a group the best answers are "
                 "pushed down; use rewards of at least 0 (and no KL in them), or another baseline", float(means.min())
             )  # fmt: skip
-        with warnings.catch_warnings(action="ignore" if told else None):  # of a batch on the CPU
+        with warnings.catch_warnings(action="ignore"):  # which the function says of values on the CPU
             return baseline(rewards, group_ids=group_ids)
 
     return checked

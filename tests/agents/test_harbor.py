@@ -46,9 +46,11 @@ def by_hand(*words, **env):
     return subprocess.run(line, env={**os.environ, **env}, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def test_a_folder_of_tasks_and_a_task_are_rows(tasks):
-    (tasks / "notes.md").write_text("no task")
+def test_a_folder_of_tasks_and_a_task_are_rows(tasks, caplog):
+    (tasks / "steps").mkdir()
+    (tasks / "steps" / "task.toml").write_text("")
     rows = load_rows(tasks)
+    assert f"{tasks}: reads 2 tasks, and not those without instruction.md: steps" in caplog.text
     assert [row["prompt"] for row in rows] == [f"{x}: write vowels into /app/answer.txt.\n" for x in "ab"]
     assert [row["task"] for row in rows] == [str(tasks / x) for x in "ab"]
     assert [*load_rows(tasks / "b")] == [rows[1]]

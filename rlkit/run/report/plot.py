@@ -177,10 +177,8 @@ def panels_of(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
     other = "Loss" if "reward/mean" in measured else "Policy loss"
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in reward_parts(row))
     curves = tuple(Curve(key, key.removeprefix("reward/")) for key in keys)
-    parts = Panel("Parts of the reward", "mean per answer", curves, from_zero=False)
-    ordered = [
-        x for panel in PANELS for x in ((panel, parts, _sets(measured)) if panel.title == "Reward" else (panel,))
-    ]
+    more = Panel("Parts of the reward", "mean per answer", curves, from_zero=False), _sets(measured)
+    ordered = [x for panel in PANELS for x in ((panel, *more) if panel.title == "Reward" else (panel,))]
     return [panel for panel in ordered if panel.title != other and any(c.key in measured for c in panel.curves)]
 
 
