@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from _cli import run_script
+from _runs import digits, grpo, write_task
 from _timing import machine
 
 LOOP = [sys.executable, "-c", "while True: pass"]
@@ -45,30 +46,14 @@ class Args:
     """write the figures here as JSON"""
 
 
-def make_task(folder: Path) -> list[str | Path]:
+def make_task(folder: Path) -> list[str]:
     """The command without --output."""
-    from rlkit.data.tiny import tiny_model, tiny_tokenizer
-    from rlkit.model.weights import export_hf
-
-    tokenizer = tiny_tokenizer()
-    export_hf(tiny_model(tokenizer, seed=0), tokenizer, folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i:06d}"}) + "\n" for i in range(64)))
-    (folder / "reward.py").write_text("def digits(completion, row):\n    return sum(map(str.isdigit, completion))\n")
-    command = [
-        sys.executable,
-        "-m",
-        "rlkit.scripts",
-        "grpo",
-        "--model",
-        folder / "model",
-        "--data",
-        folder / "rows.jsonl",
-    ]
-    command += ["--reward", f"{folder / 'reward.py'}:digits", "--prompts-per-step", "8", "--group-size", "8"]
-    return [*command, "--max-new-tokens", "16", "--save-steps", "1000", "--no-chat-template"]
+    write_task(folder)
+    sizes = "--prompts-per-step 8 --group-size 8 --max-new-tokens 16 --save-steps 1000 --no-chat-template"
+    return grpo(folder, [*digits(folder), *sizes.split()])
 
 
-def run(command: list[str | Path], output: Path, loops: int, args: Args) -> tuple[float, int]:
+def run(command: list[str], output: Path, loops: int, args: Args) -> tuple[float, int]:
     """Median seconds of a step, and the run's number of threads."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "MKL_"))}
     if args.threads:
@@ -81,7 +66,7 @@ def run(command: list[str | Path], output: Path, loops: int, args: Args) -> tupl
 
         if not args.late:
             begin()
-        full = [*command, "--output", output, "--steps", str(args.steps)]
+        full = [*command, "--output", str(output), "--steps", str(args.steps)]
         process = stack.enter_context(subprocess.Popen(full, env=env, stdout=subprocess.DEVNULL))
         stack.callback(process.kill)
         if args.late:

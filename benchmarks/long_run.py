@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 from _cli import run_script
+from _runs import digits, grpo, write_task
 from _timing import machine, say
 from PIL import Image
 
@@ -35,7 +37,7 @@ with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply
 with open(os.environ["RLKIT_RESULT"], "w") as file:
     file.write(str(sum(map(str.isdigit, text))))
 """
-REWARD = "def digits(completion, row):\n    return sum(map(str.isdigit, completion))\n"
+SMALL = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1}
 SEEN = ("memory MB", "files", "processes", "shm")
 
 
@@ -49,27 +51,21 @@ class Args:
     """write the figures here as JSON"""
 
 
-def agents(folder: Path) -> list[str | Path]:
+def agents(folder: Path) -> list[str]:
     """A program is started for each of four episodes a step."""
-    from rlkit.data.tiny import tiny_model, tiny_tokenizer
-
-    model, tokenizer = tiny_model(tiny_tokenizer(), hidden=32, layers=1, heads=2, kv_heads=1), tiny_tokenizer()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i:06d}"}) + "\n" for i in range(64)))
+    write_task(folder, **SMALL)
     (folder / "agent.py").write_text(AGENT)
     agent = f"{sys.executable} -S {folder / 'agent.py'}"
     return ["--agent", agent, "--max-turns", "1", "--max-total-tokens", "64", "--group-size", "2"]
 
 
-def overlap(folder: Path) -> list[str | Path]:
+def overlap(folder: Path) -> list[str]:
     """Weights go to another process after each step."""
-    agents(folder)
-    (folder / "reward.py").write_text(REWARD)
-    return ["--reward", f"{folder / 'reward.py'}:digits", "--overlap", "--group-size", "4"]
+    write_task(folder, **SMALL)
+    return [*digits(folder), "--overlap", "--group-size", "4"]
 
 
-def images(folder: Path) -> list[str | Path]:
+def images(folder: Path) -> list[str]:
     """A picture in each prompt."""
     from rlkit.data.tiny import tiny_vision_model
 
@@ -79,11 +75,10 @@ def images(folder: Path) -> list[str | Path]:
         Image.fromarray(np.full((16, 16, 3), 16 * i, np.uint8)).save(folder / f"{i}.png")
         rows.append(json.dumps({"prompt": "<image>digits", "images": [f"{i}.png"]}))
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-    return ["--reward", f"{folder / 'reward.py'}:digits", "--group-size", "4"]
+    return [*digits(folder), "--group-size", "4"]
 
 
-KINDS: dict[str, Callable[[Path], list[str | Path]]] = {"agents": agents, "images": images, "overlap": overlap}
+KINDS: dict[str, Callable[[Path], list[str]]] = {"agents": agents, "images": images, "overlap": overlap}
 
 
 def look(process: psutil.Process) -> list[float]:
@@ -99,24 +94,17 @@ def look(process: psutil.Process) -> list[float]:
 
 def run(kind: str, folder: Path, steps: int) -> list[list[float]]:
     """The step and what `look` saw, a hundred times."""
-    output, lacks = folder / "run", KINDS[kind](folder)
-    command = [
-        sys.executable,
-        "-m",
-        "rlkit.scripts",
-        "grpo",
-        "--model",
-        folder / "model",
-        "--data",
-        folder / "rows.jsonl",
-    ]
-    command += [*lacks, "--prompts-per-step", "2", "--max-new-tokens", "6", "--steps", str(steps), "--output", output]
-    command += ["--save-steps", "500"]
-    seen: list[list[float]] = []
-    with (folder / "log").open("w") as log, psutil.Popen(command, stdout=log, stderr=log) as process:
+    sizes = f"--prompts-per-step 2 --max-new-tokens 6 --steps {steps} --save-steps 500".split()
+    command = grpo(folder, [*KINDS[kind](folder), *sizes, "--output", str(folder / "run")])
+    metrics = folder / "run" / "metrics.jsonl"
+    step, seen = 0, list[list[float]]()
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("w"))
+        process, lines = stack.enter_context(psutil.Popen(command, stdout=log, stderr=log)), None
         while process.poll() is None:
-            text = (output / "metrics.jsonl").read_text() if (output / "metrics.jsonl").exists() else ""
-            step = text.count("\n")
+            if lines is None and metrics.exists():
+                lines = stack.enter_context(metrics.open())
+            step += lines.read().count("\n") if lines else 0
             if step >= (seen[-1][0] if seen else 0) + steps / 100:
                 seen.append([step, *look(process)])
             say(f"{kind}: step {step}/{steps}")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.model.weights import export_hf
 from rlkit.run import cores
 
 ROOT = Path(__file__).parents[2]
@@ -51,38 +49,24 @@ def test_usage_counts_this_process_and_others():
     assert 0 < after.process - before.process < after.everyone - before.everyone
 
 
-def grpo(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    if not (folder / "model").exists():
-        tokenizer = tiny_tokenizer()
-        export_hf(tiny_model(tokenizer, hidden=64, layers=1, intermediate=64), tokenizer, folder / "model")
-        (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(4)))
-        (folder / "reward.py").write_text("def f(completion, row):\n    return len(completion)\n")
-    command = [
-        sys.executable,
-        "-m",
-        "rlkit.scripts",
-        "grpo",
-        "--model",
-        folder / "model",
-        "--data",
-        folder / "rows.jsonl",
-    ]
-    command += ["--reward", f"{folder / 'reward.py'}:f", "--output", folder / "run", "--prompts-per-step", "2"]
-    command += ["--group-size", "2", "--max-new-tokens", "2", *flags]
+def grpo(task: Path, output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    files = ["--model", task / "model", "--data", task / "rows.jsonl", "--reward", f"{task / 'reward.py'}:score"]
+    sizes = ["--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "2"]
+    command = [sys.executable, "-m", "rlkit.scripts", "grpo", *files, "--output", output, *sizes, *flags]
     return subprocess.run(command, env=FREE | {"PYTHONPATH": str(ROOT)}, text=True, capture_output=True, check=True)
 
 
 @pytest.mark.slow
-def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_keeps_its_number(tmp_path):
+def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_keeps_its_number(task, tmp_path):
     with busy(cores.num_cores()):
-        first = grpo(tmp_path, "--steps", "1")
+        first = grpo(task, tmp_path / "run", "--steps", "1")
     assert "\n1 thread: other processes use" in f"\n{first.stdout}"
     path = tmp_path / "run" / "args.json"
     kept = json.loads(path.read_text())
     assert kept["threads"] == 1
     path.write_text(json.dumps(kept | {"threads": 2}))
     with busy(cores.num_cores()):
-        resumed = grpo(tmp_path, "--steps", "2", "--resume")
+        resumed = grpo(task, tmp_path / "run", "--steps", "2", "--resume")
     assert "thread" not in resumed.stdout
     assert json.loads(path.read_text())["threads"] == 2
 
