@@ -51,6 +51,10 @@ __all__ = [
     "optimal_token_baseline",
     "pass_at_k",
 ]
+TURNED = (
+    "max_rl divides by a group's mean reward, and the lowest is %g: in such a group the best answers are pushed down; "
+    "use rewards of at least 0 (and no KL in them), or another baseline"
+)
 
 
 def group_centered(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -119,10 +123,7 @@ def max_rl(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"], eps: flo
     mean = group_mean(rewards, group_ids=group_ids)
     check_not_negative(eps=eps)
     if readable(mean) and (mean < 0).any():
-        warnings.warn(
-            f"max_rl divides by a group's mean reward, and the lowest is {mean.min():g}: in such a group the best "
-            "answers are pushed down; use rewards of at least 0", stacklevel=2
-        )  # fmt: skip
+        warnings.warn(TURNED % float(mean.min()), stacklevel=2)
     ratio = centered / torch.where(mean == 0, torch.ones_like(mean), mean + eps)
     return torch.where(mean == 0, torch.zeros_like(mean), ratio)
 

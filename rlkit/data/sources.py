@@ -12,7 +12,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlkit._util.untrusted import check_file
+from rlkit._util import untrusted
 from rlkit.data.files import PACKED, READERS, Placed, format_of, need_datasets, numbered, read_file, reading
 from rlkit.data.packages import package_of, rows_of
 
@@ -135,9 +135,8 @@ def _tasks_in(path: Path) -> list[Path]:
 def _task_rows(tasks: Sequence[Path]) -> Placed:
     """A row for each task: its instruction as the prompt, and its folder."""
     for task in tasks:
-        check_file(file := task / _INSTRUCTION)
-        with reading(file, "text"):
-            text = file.read_text(encoding="utf-8")
+        with reading(file := task / _INSTRUCTION, "text"):
+            text = untrusted.read(file, "row_mib").decode()
         yield task.name, {"prompt": text, "task": str(task.absolute())}
 
 

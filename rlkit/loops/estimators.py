@@ -25,6 +25,7 @@ from torch import Tensor
 from rlkit import advantages as library
 from rlkit import segments
 from rlkit.advantages import Gae, discounted_returns, gae_decoupled, length_adaptive_lam, whiten
+from rlkit.advantages.groups import TURNED
 from rlkit.loops.coefficients import KlTerm
 from rlkit.losses import kl_in_reward
 from rlkit.packing import with_advantages, with_streams
@@ -297,10 +298,7 @@ def told_below_zero(baseline: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return baseline(rewards, group_ids=group_ids)
         if not told:
             told = True
-            _log.warning(
-                "max_rl divides by a group's mean reward, and the lowest is %g: in such a group the best answers are "
-                "pushed down; use rewards of at least 0 (and no KL in them), or another baseline", float(means.min())
-            )  # fmt: skip
+            _log.warning(TURNED, float(means.min()))
         with warnings.catch_warnings(action="ignore"):  # which the function says of values on the CPU
             return baseline(rewards, group_ids=group_ids)
 

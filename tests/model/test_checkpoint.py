@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import copy
 import json
 import os
@@ -270,8 +271,6 @@ def test_newest_are_kept_and_leftovers_removed(tmp_path):
 
 
 def test_manifest_lists_every_file_with_its_checksum(tmp_path):
-    import binascii
-
     path = save_simple(tmp_path, 7)
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], manifest["world_size"]) == (checkpoint.FORMAT, 7, 1)
@@ -362,8 +361,6 @@ def test_a_state_file_edited_with_its_checksum_is_named(tmp_path, edit, lacks):
 
 def resum(path: Path) -> None:
     """The manifest has the size and checksum that state.pt has now."""
-    import binascii
-
     data = (path / "state.pt").read_bytes()
     files = json.loads((path / "manifest.json").read_text())["files"]
     rewritten(path, files={**files, "state.pt": {"size": len(data), "crc32": binascii.crc32(data)}})
