@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 
 import pytest
 import torch
@@ -98,6 +99,80 @@ def test_weights_arrive_by_update_only():
     asyncio.run(engine.update_weights(stream_weights(model), version=1))
     for prompt, out in zip(PROMPTS, sampled(engine), strict=True):
         assert out.logp == pytest.approx(true_logp(model, prompt, out), abs=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_read_one_step_late_are_those_read_at_once(seed):
+    """Requests of other lengths arrive, stop, are aborted, and new weights come between two steps of a launched one."""
+    draw = random.Random(seed)
+    requests = [
+        (draw.randrange(12), [draw.randrange(67) for _ in range(draw.randint(1, 9))], draw.randint(1, 14), i)
+        for i in range(16)
+    ]
+    aborted, updated = draw.sample(range(16), 3), draw.randint(3, 9)
+    temperatures = [draw.choice([1.0, 1.0, 0.5, 0.0]) for _ in requests]
+
+    async def run(engine, model):
+        async def one(wait, prompt, length, i):
+            for _ in range(wait):
+                await asyncio.sleep(0)
+            params = SamplingParams(max_new_tokens=length, seed=i, temperature=temperatures[i])
+            return await engine.generate(prompt, params=params, rid=str(i))
+
+        async def others():
+            for step in range(20):
+                await asyncio.sleep(0)
+                if step == updated:
+                    with torch.no_grad():
+                        model.lm_head.weight.mul_(1.1)
+                    await engine.update_weights(version=1)
+                if step == updated + 2:
+                    await asyncio.gather(*(engine.abort(str(i)) for i in aborted))
+
+        return (await asyncio.gather(*(one(*request) for request in requests), others()))[:-1]
+
+    done, launched = [], []
+    for late in (False, True):
+        model = build("qwen3")
+        options = {"max_batch": 5, "eos_token_ids": (3, 4, 5), "keep_turns": bool(seed % 2)}
+        engine = LocalEngine(model, dtype=torch.float32, **options)
+        engine._decoder.reads_late = late
+        launch, count = engine._decoder.launch, []
+        engine._decoder.launch = lambda read, *args, c=count, f=launch: c.append(read is None) or f(read, *args)
+        done.append(asyncio.run(run(engine, model)))
+        launched.append(sum(count))
+    assert launched[0] == 0
+    assert launched[1] > 5
+    same = 0
+    for (_, prompt, _, i), *outs in zip(requests, *done, strict=True):
+        for out in outs:  # the update changes the head only: keys and values are of one version
+            with torch.no_grad():
+                model.lm_head.weight.copy_(build("qwen3").lm_head.weight)
+                truth = [true_logp(model, prompt, out, temperatures[i] or 1.0)]
+                model.lm_head.weight.mul_(1.1)
+            truth.append(true_logp(model, prompt, out, temperatures[i] or 1.0))
+            want = [truth[version][t] for t, version in enumerate(out.versions)]
+            assert out.logp == pytest.approx(want, abs=2e-5)
+        if outs[0].versions == outs[1].versions:
+            same += 1
+            assert (outs[0].ids, outs[0].finish_reason) == (outs[1].ids, outs[1].finish_reason)
+    assert same > 5
+    assert {version for out in done[1] for version in out.versions} == {0, 1}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_new_weights_sample_the_next_token_that_is_read(late):
+    engine = LocalEngine(build("qwen3"), dtype=torch.float32)
+    engine._decoder.reads_late = late
+
+    async def run():
+        call = asyncio.ensure_future(engine.generate([1, 2], params=SamplingParams(max_new_tokens=8, seed=0)))
+        while engine.progress.num_tokens < 3:
+            await asyncio.sleep(0)
+        await engine.update_weights(version=1)
+        return await call
+
+    assert asyncio.run(run()).versions == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
 def test_an_adapter_is_merged_into_the_copy():

@@ -32,7 +32,7 @@ from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
 from rlkit.rollout.engines.local.fused import FusedDecoder
-from rlkit.rollout.engines.local.rows import Request, Rows, StopStrings, runs
+from rlkit.rollout.engines.local.rows import Flight, Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample_kept, support_of, uniforms
 from rlkit.types import Completion, Picture, Progress, SamplingParams, Support, request_ids
 
@@ -100,6 +100,7 @@ class LocalEngine:
         self._device, self._tokenizer = model.device, tokenizer
         self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile, dtype=dtype)
         self._seeds, self._keep_turns = random.Random(seed), keep_turns
+        self._flight: Flight | None = None  # a step that was launched before the tokens of the one before it were read
         self._clear()
         self._num_calls = self._num_tokens = self._epoch = 0
         self._driver: asyncio.Task[None] | None = None
@@ -169,6 +170,7 @@ class LocalEngine:
         """
         if weights is not None and not self._reads(getattr(weights, "model", None)):
             self._load(dict(weights))
+        self._flight = None  # its tokens are of the weights before
         self._decoder.refresh()
         self._ended.clear()
         self.version = version
@@ -269,6 +271,7 @@ class LocalEngine:
             while self._waiting or len(self._rows):
                 self._step()
                 await asyncio.sleep(0)
+            self._flight = None
             self._decoder.release()
         except Exception as error:
             failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error  # which no future takes
@@ -282,6 +285,7 @@ class LocalEngine:
 
     def _clear(self) -> None:
         self._rows = Rows(self.max_batch)
+        self._flight = None
         self._waiting = deque[Request]()
         self._rids: dict[str, Request] = {}
         self._ended: dict[bytes, Any] = {}  # tokens of completions that have ended: their keys and values
@@ -293,21 +297,48 @@ class LocalEngine:
         return requests
 
     def _step(self) -> None:
-        sources = self._admit()
+        flight, self._flight = self._flight, None
+        if flight is None:
+            sources = self._admit()
+            rows, n = self._rows, len(self._rows)
+            if self._fused and sources:  # then every row reads its own last token
+                self._decoder.copy(sources, range(n - len(sources), n), int(rows.position[sources].max()))
+                sources = []
+            batch = self._size(n - len(sources))
+            self._decoder.reserve(max(batch, n), self._room(), keep=n)
+            limits = rows.limits()
+            if self._fused is None or limits or self._never:
+                self._step_from_logits(sources, limits)
+                return
+            flight = self._launch(self._fused)
+        if self._fused and self._fused.reads_late and self._goes_on(flight):
+            self._flight = self._launch(self._fused, ahead=1)
+        self._push(*flight.of(self._rows.requests), flight.version)
+
+    def _size(self, rows: int) -> int:
+        """The number of rows, of those that the decoder takes, for so many."""
+        return self._decoder.sizes[bisect_left(self._decoder.sizes, rows)]
+
+    def _launch(self, decoder: FusedDecoder, *, ahead: int = 0) -> Flight:
+        """Queue a step of all rows; with `ahead` 1, the one after that which is in flight."""
         rows, n = self._rows, len(self._rows)
-        if self._fused and sources:  # then every row reads its own last token
-            self._decoder.copy(sources, range(n - len(sources), n), int(rows.position[sources].max()))
-            sources = []
+        batch = self._size(n)
+        noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1 + ahead)
+        tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
+        read = None if ahead else (rows.token[:batch], rows.position[:batch])
+        return Flight([*rows.requests], self.version, decoder.launch(read, noise, tempered))
+
+    def _goes_on(self, flight: Flight) -> bool:
+        """Whether the next step has the rows of this one, as far as the host knows before it has read the tokens."""
+        same = len(flight.requests) == len(self._rows)
+        unfinished = any(len(r.ids) + 1 < r.max_tokens for r in flight.requests)
+        return same and unfinished and not self._free()
+
+    def _step_from_logits(self, sources: Sequence[int], limits: dict[str, np.ndarray]) -> None:
+        """A step with everything that sampling knows. The last rows take the logits, keys and values of `sources`."""
+        rows, n = self._rows, len(self._rows)
         read = n - len(sources)
-        batch = self._decoder.sizes[bisect_left(self._decoder.sizes, read)]
-        self._decoder.reserve(max(batch, n), self._room(), keep=n)
-        limits = rows.limits()
-        if self._fused and not (limits or self._never):
-            tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
-            noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1)
-            drawn = self._fused.draw(rows.token[:batch], rows.position[:batch], noise, tempered)
-            self._push(drawn[0][:n], drawn[1][:n])
-            return
+        batch = self._size(read)
         logits = self._decoder.decode(self._to(rows.token[:batch]), self._to(rows.position[:batch]))[:read]
         with torch.inference_mode():
             if sources:
@@ -324,13 +355,13 @@ class LocalEngine:
             support = support_of(kept[truncated]) if truncated else Support((), ())
         for i, chosen, mass in zip(truncated, *support, strict=True):
             rows.requests[i].support.append(Support(chosen[None], mass[None]))
-        self._push(ids.cpu().numpy(), logp.cpu().numpy())
+        self._push(ids.cpu().numpy(), logp.cpu().numpy(), self.version)
 
-    def _push(self, ids: np.ndarray, logp: np.ndarray) -> None:
+    def _push(self, ids: np.ndarray, logp: np.ndarray, version: int) -> None:
         if not np.isfinite(logp).all():
             raise FloatingPointError("the model's logits are not finite; its weights or activations have overflowed")
         self._num_tokens += len(ids)
-        self._retire(self._rows.push(ids, logp, self.version))
+        self._retire(self._rows.push(ids, logp, version))
 
     def _room(self) -> int:
         """Positions that the cache needs: what the rows have now, or may reach where the cache is fixed."""
@@ -344,15 +375,20 @@ class LocalEngine:
         waiting = max(r.final_length for r in islice(self._waiting, self.max_batch))
         return self._fused.slots(max(waiting, self._room() if len(self._rows) else 0))
 
+    def _free(self) -> int:
+        """Rows for waiting requests; 0 also while there are too few to stop for."""
+        running = len(self._rows)
+        limit = self._limit() if self._waiting and running < self.max_batch else 0
+        free = limit - running
+        return 0 if free <= 0 or (running and free < min(len(self._waiting), -(-limit // 8))) else free
+
     def _admit(self) -> list[int]:
         """Give free rows to waiting requests. Of several new requests with one prompt only the first is read.
 
         The others have the last rows; they take logits, keys and values from the rows returned, one for each.
         """
-        running = len(self._rows)
-        limit = self._limit() if self._waiting and running < self.max_batch else 0
-        free = limit - running
-        if free <= 0 or (running and free < min(len(self._waiting), -(-limit // 8))):
+        running, free = len(self._rows), self._free()
+        if not free:
             return []
         fits = not self._decoder.keeps_states  # else a row that has read on cannot give its prompt's state
         by_key = {r.key: r for r in self._rows.requests if r.epoch == self._epoch and fits}
@@ -401,7 +437,8 @@ class LocalEngine:
             request.finish(reason, self._decoder.experts(slot, len(request.prompt) + len(request.ids) - 1))
         sources, targets = self._rows.remove([slot for slot, _ in finished])
         if sources:
-            self._decoder.copy(sources, targets, int(self._rows.position[targets].max()))
+            ahead = self._flight is not None  # whose step adds a place
+            self._decoder.copy(sources, targets, int(self._rows.position[targets].max()) + ahead)
 
     def _keep(self, request: Request) -> None:
         """Keep the keys and values of a completion that ends now; those of its last token were never computed."""

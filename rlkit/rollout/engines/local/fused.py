@@ -48,11 +48,12 @@ class FusedDecoder(Decoder):
     """`Decoder` over a copy of the weights in `dtype`, for CUDA (on a CPU without graphs: the same values, slower).
 
     `refresh` writes the model's weights into the copy. The cache has one fixed capacity, from the first `reserve` to
-    the next longer one: `reserve` takes the final length of the sequences, and `slots` says how many fit. `draw`
-    decodes and samples.
+    the next longer one: `reserve` takes the final length of the sequences, and `slots` says how many fit. `launch`
+    decodes and samples, and `draw` waits for it.
 
     Attributes:
         copied_bytes: size of the copy.
+        reads_late: whether a step is best launched before the tokens of the one before it are read.
     """
 
     def __init__(self, model: Any, *, max_batch: int, max_len: int, dtype: torch.dtype) -> None:
@@ -61,7 +62,7 @@ class FusedDecoder(Decoder):
         super().__init__(model, max_batch=max_batch, max_len=max_len)
         config = model.config
         heads = {"heads": config.num_attention_heads, "kv_heads": self._kv_heads, "head_dim": self._head_dim}
-        self._cuda = model.device.type == "cuda"
+        self._cuda = self.reads_late = model.device.type == "cuda"
         self._impl = None if fits_kernels(dtype, **heads) else "reference"
         self._flash = has_flash(model.device, dtype, head_dim=self._head_dim, softcap=False)
         self.sizes = sorted({*(n for n in SMALL if n < max_batch), *range(SMALL[-1], max_batch, WIDE), max_batch})
@@ -184,17 +185,41 @@ class FusedDecoder(Decoder):
             product_into(logits, h, self._weights.head.t())
         return logits
 
-    @torch.inference_mode()
     def draw(
         self, tokens: np.ndarray, positions: np.ndarray, noise: np.ndarray, temperatures: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Read a token per row and sample the next: ids and log-probs. The number of rows is one of `sizes`."""
-        rows = len(tokens)
-        self._ints[:, :rows] = torch.from_numpy(np.stack((tokens, positions))).to(self._ints.device)
-        other = np.ones(rows) if temperatures is None else temperatures
-        self._floats[:, :rows] = torch.from_numpy(np.stack((noise, other))).to(self._ints.device)
+        return self.launch((tokens, positions), noise, temperatures)()
+
+    @torch.inference_mode()
+    def launch(
+        self, read: tuple[np.ndarray, np.ndarray] | None, noise: np.ndarray, temperatures: np.ndarray | None
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        """Queue a step, and return what waits for its ids and log-probs, so that the host works meanwhile.
+
+        `read` are tokens and positions as for `draw`; None: what the last step samples, one place further.
+        """
+        rows = len(noise)
+        if read is not None:
+            self._ints[:, :rows] = self._sent(np.stack(read))
+        self._floats[:, :rows] = self._sent(np.stack((noise, np.ones(rows) if temperatures is None else temperatures)))
         out = self._recorded(rows, temperatures is not None)
-        return out.ids.cpu().numpy(), out.logp.cpu().numpy()
+        if not self._cuda:
+            return lambda: (out.ids.numpy(), out.logp.numpy())
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in out]
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> tuple[np.ndarray, np.ndarray]:
+            copied.synchronize()
+            return copies[0].numpy(), copies[1].numpy()
+
+        return wait
+
+    def _sent(self, array: np.ndarray) -> Tensor:
+        """A copy on the device, which the host does not wait for."""
+        there = torch.from_numpy(array)
+        return there.pin_memory().to(self._ints.device, non_blocking=True) if self._cuda else there
 
     def replay_differs(self) -> str | None:
         """How a recorded step differs from the same operations one by one; None if it does not."""
@@ -202,26 +227,33 @@ class FusedDecoder(Decoder):
         self.reserve(rows, PLACES, keep=0)
         tokens, positions = np.full(rows, 3), np.zeros(rows, np.int64)
         _, logp = self.draw(tokens, positions, np.full(rows, u), None)
-        want = sample(self.decode(*self._ints[:, :rows]), self._floats[0, :rows]).logp.cpu().numpy()
+        read = torch.from_numpy(np.stack((tokens, positions))).to(self._ints.device)
+        want = sample(self.decode(*read), self._floats[0, :rows]).logp.cpu().numpy()
         self._cache, self._graphs, self._pool = [], {}, None
         worst = float(np.abs(logp - want).max())
         return None if worst <= 1e-4 else f"its log-probs from a CUDA graph differ by {worst:.1e}"
 
     def _recorded(self, rows: int, tempered: bool) -> Sampled:
-        """A step from its graph, which is recorded when it is first asked for."""
+        """A step from its graph, which is recorded when it is first asked for. It leaves what the next one reads."""
 
         def step() -> Sampled:
             (tokens, positions), (noise, temperatures) = self._ints[:, :rows], self._floats[:, :rows]
-            return sample(self.decode(tokens, positions), noise, temperature=temperatures.float() if tempered else None)
+            logits = self.decode(tokens, positions)
+            out = sample(logits, noise, temperature=temperatures.float() if tempered else None)
+            tokens.copy_(out.ids)
+            positions.add_(1)
+            return out
 
         if not self._cuda or torch.are_deterministic_algorithms_enabled():  # whose cumsum is on the host
             return step()
         if (rows, tempered) not in self._graphs:
+            before = self._ints.clone()
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles the kernels and makes the library's handles
                 step()
             torch.cuda.current_stream().wait_stream(stream)
+            self._ints.copy_(before)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 out = step()

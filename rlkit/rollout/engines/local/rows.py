@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -93,6 +93,21 @@ class Request:
         if not self.future.done():
             support = joined_support(*self.support) if self.params.truncates and self.ids else None
             self.future.set_result(Completion(self.ids, self.logp, self.versions, reason, experts, support))
+
+
+class Flight(NamedTuple):
+    """A decoding step whose ids and log-probs `read` waits for: its requests by slot, the version of its weights."""
+
+    requests: list[Request]
+    version: int
+    read: Callable[[], tuple[np.ndarray, np.ndarray]]
+
+    def of(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and log-probs of those of its requests."""
+        slots = {id(request): slot for slot, request in enumerate(self.requests)}
+        at = [slots[id(request)] for request in requests]
+        ids, logp = self.read()
+        return ids[at], logp[at]
 
 
 class Rows:
