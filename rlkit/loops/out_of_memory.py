@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rlkit._util.ranks import distributed
+from rlkit._util.ranks import world_size
 from rlkit.packing.balancing import largest_piece
 from rlkit.types import Batch
 
@@ -57,7 +57,7 @@ def retry_smaller(
 
 def _refusal(tokens: int, least: int, *, empty: bool, whole_groups: bool) -> str:
     """Why a micro-batch of so many tokens cannot be repeated in smaller ones; "" if it can."""
-    if distributed():
+    if world_size() > 1:
         fault = "micro-batches are not made smaller on several ranks, which wait for each other within each of them"
         return f"{fault}: lower --max-tokens"
     if not empty:

@@ -217,14 +217,14 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float, model: 
     copy = _sum_copies(params, model)
     norm = global_norm([p.grad for p in params if p.grad is not None and p is not copy])
     grads = [p.grad for p in params if p.grad is not None]
-    if not grads and not distributed():
+    if not grads and world_size() == 1:
         warnings.warn(
             "optimizer_step: no parameter has a gradient, so nothing trains: call loss.backward() first, on a loss of "
             "the model whose parameters the optimizer holds",
             stacklevel=3,  # past `no_grad`
         )
     size = float(norm)
-    if grads and size == 0 and model is None and not optimizer.state and not distributed():
+    if grads and size == 0 and model is None and not optimizer.state and world_size() == 1:
         warnings.warn(
             "optimizer_step: every gradient is exactly 0, so nothing trains in this first step: either all advantages "
             "are 0 (equal rewards in each group, or groups of one: group_ids), or the loss does not depend on the "

@@ -127,13 +127,16 @@ def test_gradients_of_before_are_not_lost():
     assert weight.grad.eq(1).all()
 
 
-def test_ranks_are_told_the_flag(tmp_path):
+def test_one_rank_retries_and_several_are_told_the_flag(tmp_path, monkeypatch, caplog):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(torch.OutOfMemoryError) as error:
-            policy_step(limited(small_model(), 40)[0], made(), 1000)
+    try:  # as training on one GPU has it
+        policy_step(limited(small_model(), 60)[0], made(), 1000)
     finally:
         dist.destroy_process_group()
+    assert "out of memory at" in caplog.text
+    monkeypatch.setattr("rlkit.loops.out_of_memory.world_size", lambda: 2)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        policy_step(limited(small_model(), 60)[0], made(), 1000)
     assert "not made smaller on several ranks" in error.value.__notes__[0]
     assert error.value.__notes__[0].endswith("lower --max-tokens")
 
