@@ -4,8 +4,8 @@
     PYTHONPATH=. python benchmarks/gpu_grpo.py --side trl --size 1.5B --out results          # needs trl and datasets
     PYTHONPATH=. python benchmarks/gpu_grpo.py --side trl --rehearse --out /tmp/x            # tiny, on the CPU
 
-rlkit is what `rlkit grpo` builds on a GPU: fp32 master weights, bf16 compute (FSDP2 on one rank), sampling from a bf16
-copy of the weights. `rlkit-eager` samples from the fp32 weights themselves, without CUDA graphs. TRL has its defaults
+rlkit is what `rlkit grpo` builds on a GPU: fp32 master weights, a bf16 copy that computes, sampling from another bf16
+copy. `rlkit-eager` samples from the fp32 weights themselves, without CUDA graphs. TRL has its defaults
 (bf16 autocast over fp32, activation checkpointing, Hugging Face `generate`); `trl-liger` uses its Liger loss.
 
 Each run appends a line to `--out`/grpo.jsonl: median seconds of sampling, update and weight transfer of the steps after
@@ -44,7 +44,8 @@ def main() -> None:
     """Measure one side."""
     args = parsed()
     row: Row = {"side": args.side, "size": args.size, "machine": machine()}
-    row |= {name: getattr(args, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens", "micro")}
+    names = ("prompts", "group", "prompt_tokens", "new_tokens", "micro", "checkpointing", "compile")
+    row |= {name: getattr(args, name) for name in names}
     try:
         steps = trl(args) if args.side.startswith("trl") else rlkit(args)
         row |= summary(steps, args)
