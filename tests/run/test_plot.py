@@ -98,6 +98,15 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
     assert top > 9.5, "a constant maximum is not hidden by the frame"
 
 
+def test_numbers_at_the_end_of_fp64_are_drawn(tmp_path, figures):
+    values = (1e308, -1e308, 1.0, math.inf)
+    rows = [{"step": i, "entropy": abs(x), "reward/mean": x} for i, x in enumerate(values)]
+    plot_run(write_run(tmp_path / "run", rows))
+    reward = figures[0].axes[0].get_lines()[0].get_ydata()
+    assert reward[0] == -reward[1] > 1e200
+    assert reward[2:].tolist() == [1.0, math.inf]
+
+
 def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     rows = [
         {"step": 0, "eval/greedy": 0.4, "eval/greedy_se": 0.1},

@@ -95,6 +95,7 @@ PANELS = (
         _panel("Peak memory by phase", "GiB", {f"memory/{phase}": phase for phase in ("rollout", "score", "train")}),
     )),
 )  # fmt: skip
+LARGEST = 1e290  # that is drawn: the axis of two numbers near the end of fp64 has no length
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
 
 
@@ -280,7 +281,8 @@ def smooth(y: np.ndarray, *, window: int | None = None) -> np.ndarray:
 def _series(rows: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     x, y = zip(*points, strict=True) if points else ((), ())
-    return np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    values = np.asarray(y, dtype=float)
+    return np.asarray(x, dtype=float), np.where(np.isinf(values), values, values.clip(-LARGEST, LARGEST))
 
 
 def label(folder: Path | str, folders: Sequence[Path | str]) -> str:
