@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from rlkit._util.tensors import cumsum, upcast
-from rlkit.kernels.decode import block_sums
+from rlkit.kernels.decode import block_exp_sums, block_sums
 from rlkit.losses.corrections import kept_support
 from rlkit.types import Support
 
@@ -39,21 +39,34 @@ def uniforms(seeds: UInt64[np.ndarray, "B"], positions: Int[np.ndarray, "B"]) ->
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def sample(logits: Float[Tensor, "B V"], u: Float[Tensor, "B"], **options: Any) -> Sampled:
+def sample(
+    logits: Float[Tensor, "B V"],
+    u: Float[Tensor, "B"],
+    *,
+    temperature: Float[Tensor, "B"] | None = None,
+    never: Sequence[int] = (),
+    **limits: Tensor | None,
+) -> Sampled:
     """The token whose interval of the CDF holds `u`, for each row.
 
         p = softmax(logits / temperature)        token = min { v : sum_{w <= v} kept_w > u * sum_w kept_w }
 
     with kept = p where `kept_support` holds, else 0. Temperature 0 is argmax (the lowest id wins a tie) with p at
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
-    0 is never returned. `options` are those of `sample_kept`: None for `top_p`, `top_k` and `min_p` disables truncation
+    0 is never returned. None for `top_p`, `top_k` and `min_p` disables truncation
     for all rows; in a tensor, 1.0, 0 and 0.0 disable it for that row. Tokens of `never` are never returned; the
     log-prob of others is as if they could be.
 
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
     """
-    return sample_kept(logits, u, **options)[0]
+    if logits.shape[-1] <= _SMALL or never or any(x is not None for x in limits.values()):
+        return sample_kept(logits, u, temperature=temperature, never=never, **limits)[0]
+    z = _tempered(logits, temperature)
+    peak, sums = block_exp_sums(z, block=_BLOCK)
+    ids, total = _by_blocks(sums, u, z.shape[-1], lambda at: (z.gather(-1, at) - peak[:, None]).double().exp())
+    ids = _likeliest(logits, ids, temperature)
+    return Sampled(ids[:, 0], ((z.gather(-1, ids)[:, 0] - peak).double() - total.log()).to(z.dtype))
 
 
 def sample_kept(
@@ -68,17 +81,12 @@ def sample_kept(
 
     `limits` are `top_p`, `top_k` and `min_p`, `[B]` each.
     """
-    z = upcast(logits)
-    if temperature is not None:
-        z = z / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    p = z.softmax(-1)
+    p = _tempered(logits, temperature).softmax(-1)
     mass = p if all(x is None for x in limits.values()) else p * kept_support(p, **limits)
     if never:
         banned = torch.tensor(never, device=logits.device)
         mass, logits = mass.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
-    ids = _inverse_cdf(mass, u)
-    if temperature is not None:
-        ids = torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
+    ids = _likeliest(logits, _inverse_cdf(mass, u), temperature)
     return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_()), mass
 
 
@@ -98,14 +106,35 @@ def _inverse_cdf(p: Float[Tensor, "B V"], u: Float[Tensor, "B"]) -> Int[Tensor, 
     if p.shape[-1] <= _SMALL:
         cdf = cumsum(p, -1)
         return torch.searchsorted(cdf, _below(u[:, None] * cdf[:, -1:], cdf), right=True).clamp_(max=p.shape[-1] - 1)
-    cdf = cumsum(block_sums(p, block=_BLOCK), -1)
+    return _by_blocks(block_sums(p, block=_BLOCK), u, p.shape[-1], lambda at: p.gather(-1, at))[0]
+
+
+def _by_blocks(
+    sums: Float[Tensor, "B N"], u: Float[Tensor, "B"], width: int, mass_at: Callable[[Tensor], Tensor]
+) -> tuple[Int[Tensor, "B 1"], Float[Tensor, "B"]]:
+    """The token, from the sums of blocks of `_BLOCK` tokens and the mass of the tokens `at`; the sum of all masses."""
+    cdf = cumsum(sums, -1)
     target = _below(u[:, None] * cdf[:, -1:], cdf)
     block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)
     before = torch.where(block > 0, cdf.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    at = block * _BLOCK + torch.arange(_BLOCK, device=p.device)
-    inner = cumsum(p.gather(-1, at.clamp(max=p.shape[-1] - 1)).masked_fill(at >= p.shape[-1], 0.0), -1)
+    at = block * _BLOCK + torch.arange(_BLOCK, device=sums.device)
+    inner = cumsum(mass_at(at.clamp(max=width - 1)).masked_fill(at >= width, 0.0), -1)
     rest = _below((target - before).clamp_(min=0), inner)
-    return (block * _BLOCK + torch.searchsorted(inner, rest, right=True)).clamp_(max=p.shape[-1] - 1)
+    ids = (block * _BLOCK + torch.searchsorted(inner, rest, right=True)).clamp_(max=width - 1)
+    return ids, cdf[:, -1]
+
+
+def _tempered(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """The logits in fp32 over their temperatures; at temperature 0 as they are."""
+    z = upcast(logits)
+    return z if temperature is None else z / torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def _likeliest(logits: Tensor, ids: Tensor, temperature: Tensor | None) -> Tensor:
+    """`ids`, with the likeliest token where the temperature is 0."""
+    if temperature is None:
+        return ids
+    return torch.where(temperature[:, None] == 0, logits.argmax(-1, keepdim=True), ids)
 
 
 def _below(x: Tensor, cdf: Tensor) -> Tensor:

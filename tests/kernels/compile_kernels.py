@@ -141,6 +141,8 @@ def decoding() -> list[Any]:
         out.append(_with_options(f"silu {model}", decode.silu_kernel, types | {"x_ptr": "*bf16"}, {}, decode.SILU))
     sums = {"p_ptr": "*fp32", "out_ptr": "*fp64"}
     out.append(_with_options("sums", decode.sums_kernel, sums, {"SIZE": 256}, decode.SUMS))
+    sums = {"z_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp64"}
+    out.append(_with_options("sums of exponentials", decode.exp_sums_kernel, sums, {"SIZE": 256}, decode.SUMS))
     return out
 
 

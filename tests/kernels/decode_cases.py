@@ -109,6 +109,17 @@ def sums(device: str, dtype: torch.dtype, impl: str | None, width: int) -> None:
     torch.testing.assert_close(got.cpu(), torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
+def exp_sums(device: str, dtype: torch.dtype, impl: str | None, width: int) -> None:
+    z = 9 * draw(3, width, device=device, dtype=torch.float32)
+    z[0, :31], z[1, 5:], z[2, -1] = -math.inf, -math.inf, 80.0
+    peak, got = decode.block_exp_sums(z, block=32, impl=impl)
+    assert got.dtype == torch.float64
+    assert torch.equal(peak, z.amax(-1))
+    rows = zip(z.double().tolist(), peak.tolist(), strict=True)
+    want = [[math.fsum(math.exp(x - top) for x in row[i : i + 32]) for i in range(0, width, 32)] for row, top in rows]
+    torch.testing.assert_close(got.cpu(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
 CASES: dict[str, Callable[[str, torch.dtype, str | None], None]] = {
     **{
         f"rotation, {shape}, norm={n}": lambda d, t, i, shape=shape, n=n: rotation(d, t, i, shape, n)
@@ -122,5 +133,6 @@ CASES: dict[str, Callable[[str, torch.dtype, str | None], None]] = {
     },
     **{f"norm, {n}": lambda d, t, i, n=n: norm(d, t, i, n) for n in (96, 256)},
     **{f"silu, {n}": lambda d, t, i, n=n: silu(d, t, i, n) for n in (100, 1500)},
+    **{f"sums of exponentials, {n}": lambda d, t, i, n=n: exp_sums(d, t, i, n) for n in (40, 64, 700)},
     **{f"sums, {n}": lambda d, t, i, n=n: sums(d, t, i, n) for n in (30, 64, 700)},
 }

@@ -54,14 +54,15 @@ def test_uniforms_are_uniform_over_consecutive_seeds_and_positions():
         assert abs(neighbours.mean() - 0.25) < 5 * math.sqrt(7 / 144 / neighbours.size)
 
 
+@pytest.mark.parametrize("more", [0, 5000])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(temperature):
-    logits = torch.tensor([0.3, -2.0, 1.5, -8.0, 0.0, 2.2, -1.0])
-    n = 20_000
+def test_the_share_of_the_unit_interval_that_gives_a_token_is_its_probability(temperature, more):
+    logits = torch.tensor([0.3, -2.0, 1.5, -8.0, 0.0, 2.2, -1.0, *[-torch.inf] * more])
+    n = 2000 if more else 20_000
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     out = sample(logits.expand(n, -1), u, temperature=torch.full((n,), temperature))
     p = (logits.double() / temperature).softmax(-1)
-    assert (torch.bincount(out.ids, minlength=7) / n - p).abs().max() <= 1.01 / n
+    assert (torch.bincount(out.ids, minlength=7 + more) / n - p).abs().max() <= 1.01 / n
     largest = logits.abs().max() / temperature  # two roundings of the scaled logit, two of the normaliser
     assert (out.logp - p.log()[out.ids]).abs().max() <= 4 * torch.finfo(torch.float32).eps * largest
     assert (out.ids.diff() >= 0).all()
@@ -125,29 +126,35 @@ def test_each_row_has_its_own_settings():
     assert torch.allclose(out.logp, logits.log_softmax(-1)[torch.arange(4), out.ids])
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
-    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf, -torch.inf])
+WIDER = pytest.mark.parametrize("more", [0, 5000], ids=["whole", "by blocks"])  # tokens of probability 0
+
+
+@WIDER
+def test_a_token_of_probability_zero_is_never_drawn(more):
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf, *[-torch.inf] * (more + 1)])
     u = torch.tensor([2.0**-53, 0.25, 0.5, 1 - 2.0**-53], dtype=torch.float64)
     out = sample(logits.expand(4, -1), u)
     assert out.ids.tolist() == [1, 1, 3, 3]
     assert out.logp.tolist() == pytest.approx([-math.log(2)] * 4)
 
 
-def test_greedy_takes_the_lowest_of_equal_logits_and_temperature_one():
-    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+@WIDER
+def test_greedy_takes_the_lowest_of_equal_logits_and_temperature_one(more):
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0, *[-torch.inf] * more]])
     out = sample(logits, torch.tensor([0.99], dtype=torch.float64), temperature=torch.zeros(1))
     assert out.ids.tolist() == [1]
     assert out.logp.item() == pytest.approx(3 - math.log(1 + 2 * math.e**3 + math.e), abs=1e-6)
 
 
+@pytest.mark.parametrize("width", [1000, 6000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_logp_is_computed_in_fp32_or_better(dtype):
-    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_logp_is_computed_in_fp32_or_better(dtype, width):
+    logits = torch.randn(64, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     u = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = sample(logits, u, temperature=torch.full((64,), 0.7))
     truth = (logits.double() / torch.tensor(0.7).double()).log_softmax(-1).gather(-1, out.ids[:, None])[:, 0]
     assert out.logp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    rounding = math.sqrt(1000) + 4 * (logits.double() / 0.7).abs().max()  # of a sum of 1000 terms, and of the logits
+    rounding = math.sqrt(width) + 4 * (logits.double() / 0.7).abs().max()  # of a sum of its terms, and of the logits
     assert (out.logp - truth).abs().max() <= torch.finfo(out.logp.dtype).eps * rounding
 
 
@@ -165,6 +172,13 @@ def test_the_token_is_that_of_the_whole_cdf(size):
         before = cdf[row, token] - p[row, token]
         assert p[row, token] > 0
         assert before - 1e-12 <= u[row] * cdf[row, -1] <= cdf[row, token] + 1e-12
+
+
+def test_logits_that_are_not_finite_give_no_finite_log_prob():
+    for value in (torch.nan, torch.inf):
+        logits = torch.zeros(2, 5000)
+        logits[1, 4321] = value
+        assert sample(logits, torch.full((2,), 0.5, dtype=torch.float64)).logp.isfinite().tolist() == [True, False]
 
 
 def test_the_support_has_the_kept_tokens_and_is_padded_with_minus_one():

@@ -116,6 +116,20 @@ def block_sums(p: Float[Tensor, "B V"], *, block: int, impl: str | None = None) 
     return reference.block_sums(p, block=block)
 
 
+def block_exp_sums(
+    z: Float[Tensor, "B V"], *, block: int, impl: str | None = None
+) -> tuple[Float[Tensor, "B"], Float[Tensor, "B N"]]:
+    """The peak of each row, fp32, and the `block_sums` of exp(z - peak), fp64. `z` is fp32, and read once."""
+    if chosen(impl, z) == "triton":
+        from rlkit.kernels.decode import triton
+
+        peaks, sums = triton.block_exp_sums(z, block=block)
+    else:
+        peaks, sums = reference.block_exp_sums(z, block=block)
+    peak = peaks.amax(-1)
+    return peak, sums * (peaks - peak[:, None]).double().exp()
+
+
 def chosen(impl: str | None, x: Tensor) -> str:
     """The implementation: Triton on CUDA."""
     return _triton.choose(impl, IMPLS, "triton" if _triton.preferred(x) else "reference", x)

@@ -67,3 +67,10 @@ def block_sums(p: Tensor, *, block: int) -> Tensor:
     if whole == p.shape[-1]:
         return sums
     return torch.cat((sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), -1)
+
+
+def block_exp_sums(z: Tensor, *, block: int) -> tuple[Tensor, Tensor]:
+    """The peak of each block, fp32, and the sum of exp(z - peak) in it, fp64."""
+    blocks = F.pad(z, (0, -z.shape[-1] % block), value=-torch.inf).unflatten(-1, (-1, block))
+    peaks = blocks.amax(-1).clamp(min=torch.finfo(z.dtype).min)
+    return peaks, (blocks - peaks[..., None]).exp().sum(-1, dtype=torch.float64)

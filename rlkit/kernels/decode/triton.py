@@ -281,3 +281,26 @@ def sums_kernel(p_ptr, out_ptr, width, count, SIZE: tl.constexpr, BLOCKS: tl.con
     at = i[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     p = tl.load(p_ptr + row * width + at, mask=at < width, other=0.0)
     tl.store(out_ptr + row * count + i, tl.sum(p.to(tl.float64), 1), mask=i < count)
+
+
+def block_exp_sums(z: Tensor, *, block: int) -> tuple[Tensor, Tensor]:
+    """See `rlkit.kernels.decode.reference.block_exp_sums`."""
+    rows, width = z.shape
+    count = triton.cdiv(width, block)
+    peaks, sums = z.new_empty(rows, count), z.new_empty(rows, count, dtype=torch.float64)
+    grid = (rows, triton.cdiv(count, SUMS["BLOCKS"]))
+    with torch.cuda.device_of(z):
+        exp_sums_kernel[grid](z.contiguous(), peaks, sums, width, count, SIZE=block, **SUMS)
+    return peaks, sums
+
+
+@triton.jit
+def exp_sums_kernel(z_ptr, peaks_ptr, sums_ptr, width, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Some neighbouring blocks of one row. SIZE is a power of two."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = i[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    z = tl.load(z_ptr + row * width + at, mask=at < width, other=-float("inf"))
+    peak = tl.maximum(tl.max(z, 1), LOWEST)
+    total = tl.sum(tl.exp2((z - peak[:, None]) * LOG2_E).to(tl.float64), 1)
+    tl.store(peaks_ptr + row * count + i, peak, mask=i < count)
+    tl.store(sums_ptr + row * count + i, total, mask=i < count)
