@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import BackgroundSaver, latest_checkpoint, load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare_model
+from rlkit.model.lora import add_lora
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.small_copy import shrunk
@@ -210,6 +211,39 @@ def test_fsdp_on_one_device_trains_like_a_plain_model_and_resumes(mesh, dtype, t
             close(x, y, 1e-4 if dtype == torch.float32 else 1e-2)
     plain.load_state_dict({name: x.clone() for name, x in stream_weights(model)}, strict=True)
     close(forward(plain, batch()).logp, forward(model, batch()).logp, 1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_an_offloaded_model_trains_like_a_plain_one(mesh):
+    """Parameters and optimizer states in the host's memory, a layer at a time on the device."""
+    plain, model = prepare_model(tiny_model(tiny_tokenizer())), tiny_model(tiny_tokenizer())
+    model = parallelize(model, mesh, dtype=torch.float32, offload=True)
+    norms = steps(plain, adamw(plain, lr=1e-3)), steps(model, adamw(model, lr=1e-3))
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    for x, y in zip(*norms, strict=True):
+        close(x, y, 1e-3)
+    for name, x in stream_weights(model):
+        close(x, plain.state_dict()[name], 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_in_few_bits_is_the_cpus(kind):
+    logps, gradients = [], []
+    for device in ("cpu", DEVICE):
+        model = add_lora(tiny_model(tiny_tokenizer()), rank=4, base=kind)
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in adapter_parameters(model):
+                p.copy_(0.05 * torch.randn(p.shape, generator=draw))
+        model = prepare_model(model.to(device))
+        logps.append(forward(model, batch()).logp)
+        logps[-1].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten().cpu() for p in adapter_parameters(model)]))
+    close(*logps, 1e-3)
+    assert alike(*gradients) > 0.9999
+
+
+def adapter_parameters(model):
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 @pytest.mark.timeout(300)

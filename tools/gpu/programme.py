@@ -88,9 +88,10 @@ def programmes(out: Path, *, rehearse: bool, smollm: str) -> dict[str, list[Stag
     demo = ("--hidden", "768", "--layers", "12", "--digits", "10", "--device", "cuda")
     short = ("--sft-steps", "2", "--grpo-steps", "2", "--eval-limit", "4")
     curve = ("examples/demo.py", "--output", str(out / "demo"), *(short if rehearse else demo))
+    quick = "forward_is or bf16_is or flash or recorded or engine or fsdp or offloaded or few_bits"
     start = [
         Stage("probe", 40, ("tools/gpu/probe.py", "--out", str(out))),
-        tests("smoke", 60, "tests/test_gpu.py", only="forward_is or bf16_is or flash or recorded or engine or fsdp"),
+        tests("smoke", 60, "tests/test_gpu.py", only=quick),
     ]
     main, ours = "qwen3-8b 16k", ("0.6B grpo rlkit shared", "1.7B grpo rlkit shared", "8B grpo rlkit shared")
     others = ("0.6B grpo transformers", "1.7B grpo transformers", "0.6B grpo TRL")
