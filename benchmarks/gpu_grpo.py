@@ -5,8 +5,8 @@
     PYTHONPATH=. python benchmarks/gpu_grpo.py --side trl --rehearse --out /tmp/x            # tiny, on the CPU
 
 rlkit is what `rlkit grpo` builds on a GPU: fp32 master weights, a bf16 copy that computes, sampling from another bf16
-copy. `rlkit-eager` samples from the fp32 weights themselves, without CUDA graphs. TRL has its defaults
-(bf16 autocast over fp32, activation checkpointing, Hugging Face `generate`); `trl-liger` uses its Liger loss.
+copy. `rlkit-eager` samples from the fp32 weights themselves, without CUDA graphs. TRL has its defaults (bf16 autocast
+over fp32, activation checkpointing, Hugging Face `generate`); `trl-liger` uses its Liger loss.
 
 Each run appends a line to `--out`/grpo.jsonl: median seconds of sampling, update and weight transfer of the steps after
 the first two, tokens/s, MFU, and the peak of allocated memory. MFU = (6 N T + 2 N S) / (seconds * 989 TFLOP/s), with N
