@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 DEMO   ?= runs/demo
-INSTALL := pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := $(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # on all cores; pip takes one
+INSTALL := pip install --quiet --disable-pip-version-check
+# On all cores, where pip takes one; some packages have files of other Pythons.
+COMPILE := $(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
 NEWER   = $(firstword $(foreach x,python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python),$(shell $(x) -c "" 2>/dev/null && echo $(x))))
@@ -97,13 +98,13 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/pip
-	$(VENV)/bin/$(INSTALL) "torch>=2.11,<2.14"
-	$(VENV)/bin/$(INSTALL) -e ".[data,plot]"
+	$(VENV)/bin/$(INSTALL) --no-compile "torch>=2.11,<2.14"
+	$(VENV)/bin/$(INSTALL) --no-compile -e ".[data,plot]"
 	$(COMPILE)
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(VENV)/bin/$(INSTALL) -e ".[dev]"
+	$(VENV)/bin/$(INSTALL) --no-compile -e ".[dev]"
 	$(COMPILE)
 	touch $@
 
