@@ -139,10 +139,10 @@ def decoding() -> list[Any]:
         constants = {"DIM": width, "BLOCK": triton.next_power_of_2(width), "HAS_SUM": True}
         out.append(_with_options(f"norm {model}", decode.norm_kernel, types, constants, decode.NORM))
         out.append(_with_options(f"silu {model}", decode.silu_kernel, types | {"x_ptr": "*bf16"}, {}, decode.SILU))
-    sums = {"p_ptr": "*fp32", "out_ptr": "*fp64"}
-    out.append(_with_options("sums", decode.sums_kernel, sums, {"SIZE": 256}, decode.SUMS))
-    sums = {"z_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp64"}
-    out.append(_with_options("sums of exponentials", decode.exp_sums_kernel, sums, {"SIZE": 256}, decode.SUMS))
+    sums = {"x_ptr": "*fp32", "peaks_ptr": "*fp32", "out_ptr": "*fp64"}
+    for exp in (False, True):
+        constants = {"SIZE": 256, "EXP": exp} | ({} if exp else {"peaks_ptr": None})
+        out.append(_with_options(f"sums exp={exp}", decode.sums_kernel, sums, constants, decode.SUMS))
     return out
 
 

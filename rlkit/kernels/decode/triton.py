@@ -266,41 +266,34 @@ def silu_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 def block_sums(p: Tensor, *, block: int) -> Tensor:
     """See `rlkit.kernels.decode.block_sums`."""
-    rows, width = p.shape
-    count = triton.cdiv(width, block)
-    out = p.new_empty(rows, count, dtype=torch.float64)
-    with torch.cuda.device_of(p):
-        sums_kernel[(rows, triton.cdiv(count, SUMS["BLOCKS"]))](p.contiguous(), out, width, count, SIZE=block, **SUMS)
-    return out
-
-
-@triton.jit
-def sums_kernel(p_ptr, out_ptr, width, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Some neighbouring blocks of one row. SIZE is a power of two."""
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    at = i[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    p = tl.load(p_ptr + row * width + at, mask=at < width, other=0.0)
-    tl.store(out_ptr + row * count + i, tl.sum(p.to(tl.float64), 1), mask=i < count)
+    return _sums(p, None, block)
 
 
 def block_exp_sums(z: Tensor, *, block: int) -> tuple[Tensor, Tensor]:
     """See `rlkit.kernels.decode.reference.block_exp_sums`."""
-    rows, width = z.shape
+    peaks = z.new_empty(len(z), triton.cdiv(z.shape[1], block))
+    return peaks, _sums(z, peaks, block)
+
+
+def _sums(x: Tensor, peaks: Tensor | None, block: int) -> Tensor:
+    rows, width = x.shape
     count = triton.cdiv(width, block)
-    peaks, sums = z.new_empty(rows, count), z.new_empty(rows, count, dtype=torch.float64)
+    out = x.new_empty(rows, count, dtype=torch.float64)
     grid = (rows, triton.cdiv(count, SUMS["BLOCKS"]))
-    with torch.cuda.device_of(z):
-        exp_sums_kernel[grid](z.contiguous(), peaks, sums, width, count, SIZE=block, **SUMS)
-    return peaks, sums
+    with torch.cuda.device_of(x):
+        sums_kernel[grid](x.contiguous(), peaks, out, width, count, SIZE=block, EXP=peaks is not None, **SUMS)
+    return out
 
 
 @triton.jit
-def exp_sums_kernel(z_ptr, peaks_ptr, sums_ptr, width, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Some neighbouring blocks of one row. SIZE is a power of two."""
+def sums_kernel(x_ptr, peaks_ptr, out_ptr, width, count, SIZE: tl.constexpr, EXP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Some neighbouring blocks of one row: of x, or (EXP) the peaks of x and the sums of exp(x - peak). SIZE is a power
+    of two."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = i[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    z = tl.load(z_ptr + row * width + at, mask=at < width, other=-float("inf"))
-    peak = tl.maximum(tl.max(z, 1), LOWEST)
-    total = tl.sum(tl.exp2((z - peak[:, None]) * LOG2_E).to(tl.float64), 1)
-    tl.store(peaks_ptr + row * count + i, peak, mask=i < count)
-    tl.store(sums_ptr + row * count + i, total, mask=i < count)
+    x = tl.load(x_ptr + row * width + at, mask=at < width, other=-float("inf") if EXP else 0.0)
+    if EXP:
+        peak = tl.maximum(tl.max(x, 1), LOWEST)
+        tl.store(peaks_ptr + row * count + i, peak, mask=i < count)
+        x = tl.exp2((x - peak[:, None]) * LOG2_E)
+    tl.store(out_ptr + row * count + i, tl.sum(x.to(tl.float64), 1), mask=i < count)
