@@ -321,12 +321,10 @@ class LocalEngine:
 
     def _launch(self, decoder: FusedDecoder, *, ahead: int = 0) -> Flight:
         """Queue a step of all rows; with `ahead` 1, the one after that which is in flight."""
-        rows, n = self._rows, len(self._rows)
-        batch = self._size(n)
+        rows, batch = self._rows, self._size(len(self._rows))
         noise = uniforms(rows.seed[:batch], rows.position[:batch] + 1 + ahead)
-        tempered = rows.temperature[:batch] if (rows.temperature[:n] != 1).any() else None
         read = None if ahead else (rows.token[:batch], rows.position[:batch])
-        return Flight([*rows.requests], self.version, decoder.launch(read, noise, tempered))
+        return Flight([*rows.requests], self.version, decoder.launch(read, noise, rows.temperatures(batch)))
 
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next step has the rows of this one, as far as the host knows before it has read the tokens."""
@@ -347,7 +345,7 @@ class LocalEngine:
             (ids, logp), kept = sample_kept(
                 logits,
                 self._to(uniforms(rows.seed[:n], rows.position[:n] + 1)),
-                temperature=self._to(rows.temperature[:n]) if (rows.temperature[:n] != 1).any() else None,
+                temperature=None if (warm := rows.temperatures(n)) is None else self._to(warm),
                 **{name: self._to(x) for name, x in limits.items()},
                 never=self._never,
             )

@@ -49,7 +49,7 @@ class FusedDecoder(Decoder):
 
     `refresh` writes the model's weights into the copy. The cache has one fixed capacity, from the first `reserve` to
     the next longer one: `reserve` takes the final length of the sequences, and `slots` says how many fit. `launch`
-    decodes and samples, and `draw` waits for it.
+    decodes and samples.
 
     Attributes:
         copied_bytes: size of the copy.
@@ -185,19 +185,15 @@ class FusedDecoder(Decoder):
             product_into(logits, h, self._weights.head.t())
         return logits
 
-    def draw(
-        self, tokens: np.ndarray, positions: np.ndarray, noise: np.ndarray, temperatures: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Read a token per row and sample the next: ids and log-probs. The number of rows is one of `sizes`."""
-        return self.launch((tokens, positions), noise, temperatures)()
-
     @torch.inference_mode()
     def launch(
         self, read: tuple[np.ndarray, np.ndarray] | None, noise: np.ndarray, temperatures: np.ndarray | None
     ) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-        """Queue a step, and return what waits for its ids and log-probs, so that the host works meanwhile.
+        """Queue a step: read a token per row and sample the next. Returns what waits for the ids and log-probs, so that
+        the host works meanwhile.
 
-        `read` are tokens and positions as for `draw`; None: what the last step samples, one place further.
+        `read` are the tokens and their positions; None: what the last step samples, one place further. The number of
+        rows is one of `sizes`.
         """
         rows = len(noise)
         if read is not None:
@@ -226,7 +222,7 @@ class FusedDecoder(Decoder):
         rows, u = self.sizes[0], 0.3
         self.reserve(rows, PLACES, keep=0)
         tokens, positions = np.full(rows, 3), np.zeros(rows, np.int64)
-        _, logp = self.draw(tokens, positions, np.full(rows, u), None)
+        _, logp = self.launch((tokens, positions), np.full(rows, u), None)()
         read = torch.from_numpy(np.stack((tokens, positions))).to(self._ints.device)
         want = sample(self.decode(*read), self._floats[0, :rows]).logp.cpu().numpy()
         self._cache, self._graphs, self._pool = [], {}, None

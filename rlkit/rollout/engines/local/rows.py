@@ -139,6 +139,10 @@ class Rows:
         if params.truncates and not params.top_k:
             self.top_k[slot] = MAX_SUPPORT
 
+    def temperatures(self, count: int) -> np.ndarray | None:
+        """Those of the first `count` slots; None where all requests have 1."""
+        return self.temperature[:count] if (self.temperature[: len(self)] != 1).any() else None
+
     def limits(self) -> dict[str, np.ndarray]:
         """Those of top-p, top-k and min-p that some row has on."""
         values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
