@@ -86,7 +86,7 @@ def short(gold: str, *, mathematics: bool = False) -> str:
 
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     """Wrong answers that share the characters of a gold answer: digits of a whole number, it backwards and without its
-    sign, part of a word, words backwards, also after the first letter, the article of several words, or for a choice A,
+    sign, part of a word, words backwards, also after its first letters, the article of several, or for a choice A,
     and with `decimal_comma` its two sides in turn.
     """
     sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
@@ -100,6 +100,6 @@ def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     if _CHOICE.match(gold) or re.search(r"[\d\\{}=+*/^<>_$-]", gold):
         return []
     backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)
-    words = [gold[1:3], gold[0] + backwards] if gold.isalpha() and len(gold) > 4 else []
+    words = [gold[1:3], gold[: (len(gold) + 1) // 2] + backwards] if gold.isalpha() and len(gold) > 4 else []
     words += [word for word in gold.lower().split() if word in ("the", "of") and " " in gold.strip()][:1]
     return words + [backwards] * (backwards != gold)

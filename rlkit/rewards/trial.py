@@ -342,7 +342,7 @@ async def _loose(case: _Case, form: str) -> str:
     for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):
             return line
-    return await _first_number(case)
+    return await _first_number(case) or await _one_side(case, form)
 
 
 async def _first_number(case: _Case) -> str:
@@ -356,6 +356,18 @@ async def _first_number(case: _Case) -> str:
         return ""
     given = f"{words:g} to {_shown(texts[0])} and {number:g} to {_shown(texts[1])}"
     return f"{case.name} gives {given}, for the gold answer {_shown(gold)}: does it take the first number of a text?"
+
+
+async def _one_side(case: _Case, form: str) -> str:
+    """The line on a function that takes a number that begins (or ends) with the answer, and not both; else empty."""
+    gold = case.short(case.gold or "") or case.gold or ""
+    if is_ours(case.function) or not re.fullmatch(r"\d+", gold):
+        return ""
+    texts = [form.format(text) for text in (gold, f"{gold}1", f"2{gold}", "")]
+    right, *numbers, nothing = await case.numbers(texts)
+    taken = [text for text, x in zip(texts[1:], numbers) if x >= right > nothing]
+    given = f"{case.name} gives {right:g} to {_shown(taken[0])}, as much as to {_shown(texts[0])}" if taken else ""
+    return f"{given}: does it look at one end of the text alone?" if len(taken) == 1 else ""
 
 
 async def _as_much(case: _Case, form: str, at: int, gold: str, wrong: Sequence[str]) -> str:

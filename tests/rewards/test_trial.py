@@ -195,7 +195,16 @@ MISTAKES = {
         [ROWS[0], ROWS[2], {"prompt": "p", "answer": "8"}], "~gives 1 to '8', as much as to '7', the gold answer of line 1"),
     "the first letter": (
         "return float(completion[:1] == row['answer'][0])", PARIS,
-        "~gives 1 to 'PsiraP', as much as to 'Paris', the gold answer of line 1"),
+        "~gives 1 to 'ParsiraP', as much as to 'Paris', the gold answer of line 1"),
+    "three letters": (
+        "return float(completion[:3].lower() == row['answer'][:3].lower())", PARIS,
+        "~gives 1 to 'ParsiraP', as much as to 'Paris', the gold answer of line 1"),
+    "the beginning alone": (
+        "return float(completion.startswith(row['answer']))", [{"prompt": "p", "answer": "5"}],
+        "~gives 1 to '51', as much as to '5': does it look at one end of the text alone?"),
+    "the end alone": (
+        "return float(completion.strip().endswith(row['answer']))", NUMBERS,
+        "~gives 1 to '2711', as much as to '711': does it look at one end of the text alone?"),
     "a choice anywhere": (
         "return float(row['answer'] in completion)", [{"prompt": "A. x B. y", "answer": x} for x in "BA"],
         "~gives 1 to 'xAx', as much as to 'A', the gold answer of line 2"),
