@@ -56,7 +56,7 @@ def make(folder: Path, here: Path, check: str) -> None:
         note(here, f"making {folder}: about 5 minutes")
         run(sys.executable, "-m", "venv", str(draft))
         python = str(draft / "bin" / "python")
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile")
         pip = (*pip, "-r", str(here / "pins.txt"))
         try:
             run(*pip)
@@ -71,6 +71,8 @@ def make(folder: Path, here: Path, check: str) -> None:
             (shutil.copytree if item.is_dir() else shutil.copy)(item, site / item.name)
             if item.suffix == ".py":
                 (site / f"{item.stem}.pth").write_text(f"import {item.stem}\n")
+        compiled = ("-m", "compileall", "-q", "-j", "0", str(draft / "lib"))  # on all cores, where pip takes one
+        subprocess.run((python, *compiled), stdout=subprocess.DEVNULL, check=False)  # some files are of other Pythons
         run(python, "-c", check, env={**os.environ, "PYTHONWARNINGS": "ignore"})
         draft.rename(folder)
     except subprocess.CalledProcessError as error:
