@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlkit.data.messages import json_of
 from rlkit.rewards.source import texts_in
 from rlkit.rewards.text import final_answer, last_boxed, last_tag
 
@@ -85,20 +86,35 @@ def short(gold: str, *, mathematics: bool = False) -> str:
 
 
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
-    """Wrong answers that share the characters of a gold answer: digits of a whole number, it backwards and without its
-    sign, part of a word, words backwards, also after its first letters, the article of several, or for a choice A,
-    and with `decimal_comma` its two sides in turn.
+    """Wrong answers that share the characters of a gold answer.
+
+    Of a whole number: its digits, it backwards and without its sign. Of any number: "nan", and it without its point. Of
+    numbers in a list: the first. Of an object in JSON: an empty one, and one without its last key. Of a short text that
+    begins with a digit: another one. Of words: a part, each backwards, also after the first letters, an article. For a
+    choice A: words with the letter. With `decimal_comma`: its two sides in turn.
     """
     sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
     if decimal_comma:
         return [",".join(gold.split(",")[::-1])]
-    if digits.isdecimal() and int(digits) > 9:
-        parts = (digits[0], digits[-1], sign + digits[::-1], digits)
-        return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits))]
+    if digits.isdecimal():
+        parts = (digits[0], digits[-1], sign + digits[::-1], digits) if int(digits) > 9 else ()
+        return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits)), "nan"]
+    if re.fullmatch(r"\d+\.\d+", digits):
+        return [sign + digits.replace(".", ""), "nan"]
+    if re.fullmatch(r"-?\d[\d.]*(, ?-?\d[\d.]*){2,}", gold):
+        return [gold.partition(",")[0]]
+    if gold[:1] == "{" and isinstance(value := json_of(gold), dict) and value:
+        return ["{}", json.dumps(dict([*value.items()][:-1]))]
     if gold == "A":
         return ["It is a word.", "xAx"]
-    if _CHOICE.match(gold) or re.search(r"[\d\\{}=+*/^<>_$-]", gold):
+    if _CHOICE.match(gold) or re.search(r"[\\{}=+*/^<>_$]", gold):
         return []
+    if re.search(r"[\d-]", gold):
+        return (
+            []
+            if gold[0] not in "0123456789" or len(gold) > 30
+            else [re.sub(r"\d", lambda digit: str(int(digit[0]) % 9 + 1), gold, count=1)]
+        )
     backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)
     words = [gold[1:3], gold[: (len(gold) + 1) // 2] + backwards] if gold.isalpha() and len(gold) > 4 else []
     words += [word for word in gold.lower().split() if word in ("the", "of") and " " in gold.strip()][:1]

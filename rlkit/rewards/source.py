@@ -75,6 +75,19 @@ def names_of_kwargs(function: Callable[..., Any]) -> set[str]:
     return read - added
 
 
+def constant_operand(function: Callable[..., Any]) -> str:
+    """A text that stands alone as an operand of `and` or `or`, where it is always true; empty for none.
+
+    The last one may be a value (`x or "none"`), but for the test of a condition.
+    """
+    tree = _tree(function)
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    pairs = [node for node in ast.walk(tree) if isinstance(node, ast.BoolOp)]
+    parts = [part for node in pairs for part in (node.values if node in tests else node.values[:-1])]
+    texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return next(iter(texts), "")
+
+
 def uses(function: Callable[..., Any], name: str) -> bool:
     """Whether the function's own source reads the parameter or variable of this name."""
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(_tree(function)))

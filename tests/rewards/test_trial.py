@@ -174,7 +174,7 @@ MISTAKES = {
         "~but 0 to '1,083', the gold answer of line 2"),
     "in the gold answer, in a tag": (
         f"{TAG}return float(bool(m) and m[1] in row['answer'])", ROWS,
-        "~gives 1 to '<result></result>', as much as to '10', the gold answer of line 3"),
+        "~gives 1 to '<result></result>', as much as to '7', the gold answer of line 1"),
     "a digit of the gold answer": (
         f"{TAG}return float(bool(m) and bool(m[1]) and m[1] in row['answer'])", NUMBERS,
         "~gives 1 to '<result>7</result>', as much as to '711', the gold answer of line 1"),
@@ -223,6 +223,57 @@ MISTAKES = {
     "the first number": (
         "n = re.search(r'-?\\d+', completion)\nreturn float(n is not None and n[0] == row['answer'])", NUMBERS,
         "~and 0 to 'Step 3.\\nThe answer is 711.', for the gold answer '711': does it take the first number"),
+    "the keys of the completion": (
+        "try:\n    said = json.loads(completion)\nexcept ValueError:\n    return 0.0\ngold = json.loads(row['answer'])\n"
+        "return float(isinstance(said, dict) and all(gold.get(k) == v for k, v in said.items()))",
+        [{"prompt": "p", "answer": '{"name": "Ann", "age": 20}'}], "~gives 1 to '{}', as much as to"),
+    "not a number": (
+        "try:\n    far = abs(float(completion) - float(row['answer'])) > 1e-3\nexcept ValueError:\n    return 0.0\n"
+        "return 0.0 if far else 1.0", [{"prompt": "p", "answer": x} for x in ("0.375", "0.5")],
+        "~gives 1 to 'nan', as much as to '0.375'"),
+    "the digits alone": (
+        "return float(re.sub(r'\\D', '', completion) == re.sub(r'\\D', '', row['answer']))",
+        [{"prompt": "p", "answer": x} for x in ("2.5", "0.7")], "~gives 1 to '25', as much as to '2.5'"),
+    "as many as there are": (
+        "said, gold = completion.split(', '), row['answer'].split(', ')\n"
+        "return float(all(a == b for a, b in zip(said, gold)))", [{"prompt": "p", "answer": "8, 17, 32"}],
+        "~gives 1 to '8', as much as to '8, 17, 32'"),
+    "a date without its year": (
+        "m = re.fullmatch(r'\\d{4}(-\\d\\d-\\d\\d)', completion)\nreturn float(bool(m) and row['answer'].endswith(m[1]))",
+        [{"prompt": "p", "answer": x} for x in ("1900-01-01", "1812-06-24")], "~gives 1 to '2900-01-01', as much as to '1900-"),
+    "all labels": (
+        "return float(row['answer'] in completion.lower().split(', '))",
+        [{"prompt": "p", "answer": x} for x in ("good", "bad", "good", "mixed")],
+        "~gives 1 to 'good, bad, mixed', as much as to 'good'"),
+    "yes or anything": (
+        "return float((re.search(r'\\byes\\b', completion) is not None) == (row['answer'] == 'yes'))",
+        [{"prompt": "p", "answer": x} for x in ("yes", "yes", "no")],
+        "~but 1 to 'no', the gold answer of line 3 (1 to an empty one there)"),
+    "an end before the tests": (
+        "import subprocess, sys\nrun = [sys.executable, '-c', completion + chr(10) + row['tests']]\n"
+        "return float(subprocess.run(run, capture_output=True, timeout=9).returncode == 0)",
+        [{"prompt": "p", "tests": "assert f(1) == 2", "solution": "f = lambda x: x + 1"}],
+        "~gives 1 to 'exit()': a program that ends before its tests passes"),
+    "no line break in a thought": (
+        "m = re.match(r'^<think>.*</think>\\s*<answer>(.*)</answer>$', completion)\n"
+        "return float(bool(m) and m[1] == row['answer'])", NUMBERS,
+        "~a point in a regular expression takes a line break with re.DOTALL only"),
+    "a far wrong answer": (
+        "try:\n    return -abs(float(completion) - float(row['answer']))\nexcept ValueError:\n    return -1.0", NUMBERS,
+        "~a wrong answer costs far more than a right one wins"),
+    "longer is better": (
+        "return float(completion.strip() == row['answer']) + 0.002 * len(completion)", NUMBERS,
+        "~gives 2 to 'word word ...', 1000 characters, and 1.006 to the gold answer: is the sign"),
+    "a text that is always true": (
+        "return 0.2 * bool('<answer>' and '</answer>' in completion) + float(completion.strip() == row['answer'])", ROWS,
+        "~has '<answer>' alone as an operand of `and` or `or`, where it is always true"),
+    "or a text": (
+        "if 'yes' in completion or 'Yes':\n    return float(completion == row['answer'])\nreturn 0.5", ROWS,
+        "~has 'Yes' alone as an operand"),
+    "no keywords": (
+        "return float(all(word in completion for word in row['keywords']))",
+        [{"prompt": "p", "keywords": ["a", "b"]}, {"prompt": "q", "keywords": []}],
+        "~gives 1 to an empty completion for line 2, whose keywords is empty, and 0 for another row"),
     "a hash": ("import zlib\nreturn zlib.crc32(completion.encode()) % 97 / 97", ROWS, "~with 0 to 5 blanks after it: is it a hash"),
     "an odd length": ("return float(len(completion) % 2)", ROWS, "~gives 1, 0, 1, 0, 1, 0 to '7' with 0 to 5 blanks after"),
     "the whole solution alone": (
@@ -234,6 +285,18 @@ MISTAKES = {
 }  # fmt: skip
 RIGHT = {
     "a tag of its own": (f"{TAG}return float(bool(m) and m[1] == row['answer'])", PARIS),
+    "a value or a text": ("return float(completion.strip() == (row['answer'] or 'none'))", ROWS),
+    "a thought and its answer": (
+        "m = re.match(r'(?s)^<think>.*</think>\\s*<answer>(.*)</answer>$', completion)\n"
+        "return float(bool(m) and m[1] == row['answer'])", NUMBERS),
+    "dates": ("return float(completion.strip() == row['answer'])", [{"prompt": "p", "answer": x} for x in ("1900-01-01", "3 May")]),
+    "labels": (
+        "return float(completion.strip().lower() == row['answer'])",
+        [{"prompt": "p", "answer": x} for x in ("good", "bad", "good", "mixed")]),
+    "a penalty for a wrong answer": (
+        "return 1.0 if completion == row['answer'] else -1.0 if completion else 0.0", NUMBERS),
+    "no answer where there is none": (
+        "return float(completion.strip() == row['answer'])", [{"prompt": "p", "answer": x} for x in ("Rome", "Paris", "Oslo")]),
     "a tag of its own, after the gold answer": (f"gold = row['answer']\n{TAG}return float(bool(m) and m[1] == gold)", PARIS),
     "a mark of its own": ("gold = row['answer']\nreturn float(completion.split('Final answer:')[-1].strip() == gold and ':' in completion)", ROWS),
     "after a tag of its own": (
@@ -462,7 +525,7 @@ def test_of_another_row_little_is_tried(tmp_path):
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
     assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 11  # wrong answers near the first, and those of other rows
+    assert calls[9:] == ["yes"] * 17  # wrong answers near the first, those of other rows, a long one
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):

@@ -1,0 +1,323 @@
+"""The lines about a reward function that seems to be another one than is meant; each is empty where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+from rlkit.data.load import place_of
+from rlkit.data.schema import PROMPTS
+from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, near
+from rlkit.rewards.call import Reward
+from rlkit.rewards.failures import is_ours
+from rlkit.rewards.source import constant_operand
+from rlkit.rewards.trial._case import (
+    AMONG,
+    COMPARE,
+    Case,
+    Trial,
+    form_that_counts,
+    module_of,
+    number,
+    reads_gold,
+    shown,
+)
+
+_SAME = 10  # rows: fewer may have one gold answer by chance
+_RIVALS = 20  # gold answers of other rows
+_SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
+_TESTS = {"test", "tests", "test_code", "test_list", "test_cases", "unit_tests", "public_tests"}  # columns
+
+
+async def random(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that gives one text two rewards; empty for none.
+
+    Differences below 1e-3 of the largest are noise, unless the rewards of all texts go one way over four calls.
+    """
+    texts = [text for text, *_ in tried]
+    runs = [[number(result) for *_, result in tried], await case.numbers(texts)]
+    size = 1e-3 * max((abs(x) for x in runs[0] if not math.isnan(x)), default=0.0)
+    places = [i for i, (a, b) in enumerate(zip(*runs)) if abs(a - b) > size]
+    if not places and _one_way(runs):
+        runs += [await case.numbers(texts) for _ in range(2)]
+        places = [0] * _one_way(runs)
+    if not places:
+        return ""
+    change = f"{runs[0][places[0]]:.8g} and {runs[-1][places[0]]:.8g} to {tried[places[0]][1]}"
+    return f"{case.name} gives {change} in two calls: is it random, or does it remember earlier calls?"
+
+
+def _one_way(runs: Sequence[Sequence[float]]) -> bool:
+    """Whether each run has larger numbers than the one before, or each smaller ones."""
+    pairs = [pair for one in zip(*runs) for pair in pairwise(one)]
+    return all(a < b for a, b in pairs) or all(a > b for a, b in pairs)
+
+
+async def moved(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that gives a text another reward in a batch of another order; empty if it does not, or
+    if rewards are random.
+
+    Where all texts have one reward, they are tried with the gold answer in other forms.
+    """
+    batch, first = [text for text, *_ in tried], [number(result) for *_, result in tried]
+    if len({*first}) == 1 and case.gold is not None and len(case.gold) < LONGEST:
+        batch = [*dict.fromkeys([*batch, *(form.format(case.gold) for form in case.forms)])]
+        first = await case.numbers(batch)
+    if len({*first}) == 1:
+        return ""
+    order = [*range(1, len(batch)), 0]
+
+    async def turned() -> list[float]:
+        last = await case.numbers([batch[i] for i in order])
+        return last[-1:] + last[:-1]
+
+    second = await turned()
+    size = 0.01 * max(map(abs, first))
+    moved = [i for i, (x, y) in enumerate(zip(first, second)) if abs(x - y) > size]
+    for _ in range(2 if moved else 0):  # a judge at random seldom repeats both
+        if await case.numbers(batch) != first or await turned() != second:
+            return ""
+    if not moved:
+        return ""
+    change = f"{first[moved[0]]:g} and {second[moved[0]]:g} to {shown(batch[moved[0]])}"
+    asked = "are its rewards in the order of the completions?"
+    return f"{case.name} gives {change} in two orders of the same batch: {asked}"
+
+
+async def jumps(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function whose reward goes up and down with the number of blanks after a text; else empty."""
+    text, given = case.gold or "7", [number(result) for *_, result in tried]
+    numbers = await case.numbers([text + " " * num for num in range(16)]) if len({*given}) > 1 else given
+    steps = [b - a for a, b in pairwise(numbers) if a != b]
+    wide = max(numbers) - min(numbers) >= 0.5 * (max(given) - min(given))
+    if sum(a * b < 0 for a, b in pairwise(steps)) < 3 or not wide:
+        return ""
+    some = ", ".join(f"{x:g}" for x in numbers[:6])
+    return f"{case.name} gives {some} to {shown(text)} with 0 to 5 blanks after it: is it a hash, or odd and even?"
+
+
+async def for_nothing(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that gives more to "" on a row where a column that it reads is empty, or to a program
+    that ends before its tests; else empty."""
+    nothing = {text: number(result) for text, _, result in tried}.get("", math.nan)
+    for column in sorted(case.seen - {*PROMPTS}):
+        cells = enumerate(row.get(column) for row in islice(case.rows, AMONG))
+        at = next((i for i, cell in cells if isinstance(cell, str | list | dict) and not cell), case.index)
+        if at != case.index and (given := (await case.numbers([""], at=at))[0]) > nothing:
+            where = f"{place_of(case.rows, at, with_source=False)}, whose {column} is empty"
+            return f"{case.name} gives {given:g} to an empty completion for {where}, and {nothing:g} for another row"
+    ends = (await case.numbers(["exit()"]))[0] if case.seen & _TESTS else nothing
+    fix = "a program that ends before its tests passes; rlkit.rewards.code runs them apart"
+    return f"{case.name} gives {ends:g} to 'exit()': {fix}" if ends > nothing else ""
+
+
+def always_true(case: Case) -> str:
+    text = constant_operand(case.function)
+    alone = f"{case.name} has {text!r} alone as an operand of `and` or `or`, where it is always true"
+    return f"{alone}: write {text!r} in completion" if text else ""
+
+
+def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that reads a column and gives an empty completion more than any other; else empty."""
+    numbers = {text: number(result) for text, _, result in tried}
+    others = {value for text, value in numbers.items() if text}
+    if len(others) != 1 or not numbers[""] > max(others):  # others that differ: it may want short ones
+        return ""
+    given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
+    return f"{name} gives {given}: does it look for the completion in the answer? '' is in every text"
+
+
+async def elsewhere(case: Case, form: str) -> str:
+    """The line about a function for which the gold answer of another row gets no more than "", in whatever form.
+
+    `form` is the one that passes on the row. The others are up to five that differ: the longest answer, and the first
+    with a capital letter, a comma, another sign or a blank, and another kind of end (`short`); each of up to three
+    different ones; and a whole number of this row that is a float, or the text of one in all rows, as a policy writes
+    it.
+    """
+    golds = {i: text for i, text in case.golds.items() if i != case.index}
+    differing = [next((i for i, text in golds.items() if re.search(x, text)), None) for x in ("[A-Z]", ",", r"[^\w,]")]
+    ends = bool(case.short(case.gold or ""))
+    differing.append(next((i for i, text in golds.items() if bool(case.short(text)) != ends), None))
+    first = {text: i for i, text in reversed(golds.items())}
+    differing += [*first.values()] * (len(first) < _SHAPES)
+    chosen = {i: golds[i] for i in [*sorted(golds, key=lambda i: -len(golds[i]))[:1], *differing] if i is not None}
+    whole = isinstance(case.gold_of(case.rows[case.index]), float) and (case.gold or "").endswith(".0")
+    if whole or all(text.endswith(".0") for text in case.golds.values()):
+        chosen[case.index] = (case.gold or "").removesuffix(".0")
+
+    async def fails(at: int, gold: str) -> str:
+        texts = [form.format(text) for text in answers(gold)]
+        *results, nothing = await case.call([*texts, ""], at=at)
+        empty = nothing.reward if isinstance(nothing, Reward) else -math.inf
+        if any(isinstance(x, Reward) and (x.reward > empty or math.isnan(x.reward)) for x in results):
+            return ""  # not a number: of several functions, this one is not for this row
+        if at != case.index and await form_that_counts(case, answers(gold), empty, at=at):
+            return ""
+        given = f"{number(results[0]):g}" if isinstance(results[0], Reward) else f"an error ({results[0].cause})"
+        whose = f"of {place_of(case.rows, at, with_source=False)}" if at != case.index else "as a policy writes it"
+        as_empty = f" ({empty:g} to an empty one there)" * (empty not in (0, -math.inf))
+        return f"{given} to {shown(texts[0])}, the gold answer {whose}{as_empty}"
+
+    if not (said := [line for line in await asyncio.gather(*(fails(*one) for one in chosen.items())) if line]):
+        return ""
+    return f"{case.name} gives this row's gold answer more than an empty completion, but {said[0]}: {COMPARE}"
+
+
+async def loose(case: Case, form: str) -> str:
+    """The line about a function that gives a wrong answer as much as a gold answer, or the form without one.
+
+    The wrong answers are those near a gold answer (`near`), the first of a few shapes, and for the row other gold
+    answers (`_rivals`).
+    """
+    comma = all(DECIMAL_COMMA.fullmatch(text) for text in case.golds.values())
+    shapes: dict[str, tuple[int, str, Sequence[str]]] = {}
+    for i, text in case.golds.items():
+        shape = re.sub(r"\w+", lambda word: "0" if word[0].isdecimal() else "w", text)
+        new = shape not in shapes and len(shapes) < _SHAPES
+        if new and (wrong := near(case.short(text) or text, decimal_comma=comma)):
+            shapes[shape] = i, text, wrong
+    for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
+        if line := await _as_much(case, form, *one):
+            return line
+    return await _first_number(case) or await _one_side(case, form) or await _broken(case, form) or await _longer(case)
+
+
+async def _first_number(case: Case) -> str:
+    """The line about a function for which a number before the answer takes the answer's place; else empty."""
+    gold = case.short(case.gold or "") or case.gold or ""
+    if is_ours(case.function) or not re.fullmatch(r"-?\d+", gold):
+        return ""
+    texts = [f"{start}\nThe answer is {gold}." for start in ("Step one.", "Step 4." if gold == "3" else "Step 3.")]
+    words, early, nothing = await case.numbers([*texts, ""])
+    if not words > nothing >= early:
+        return ""
+    given = f"{words:g} to {shown(texts[0])} and {early:g} to {shown(texts[1])}"
+    return f"{case.name} gives {given}, for the gold answer {shown(gold)}: does it take the first number of a text?"
+
+
+async def _one_side(case: Case, form: str) -> str:
+    """The line on a function that takes a number that begins (or ends) with the answer, and not both; else empty."""
+    gold = case.short(case.gold or "") or case.gold or ""
+    if is_ours(case.function) or not re.fullmatch(r"\d+", gold):
+        return ""
+    texts = [form.format(text) for text in (gold, f"{gold}1", f"2{gold}", "")]
+    right, *numbers, nothing = await case.numbers(texts)
+    taken = [text for text, x in zip(texts[1:], numbers) if x >= right > nothing]
+    given = f"{case.name} gives {right:g} to {shown(taken[0])}, as much as to {shown(texts[0])}" if taken else ""
+    return f"{given}: does it look at one end of the text alone?" if len(taken) == 1 else ""
+
+
+async def _broken(case: Case, form: str) -> str:
+    """The line about a function that takes the form of its own pattern, and not with a line break in it; else empty."""
+    gold = case.short(case.gold or "") or case.gold or ""
+    texts = [x.format(gold) for x in (form, re.sub(r"(?<=>)1(?=<)", "1\n2", form))]
+    right, broken, nothing = await case.numbers([*texts, ""])
+    if texts[0] == texts[1] or not right > nothing >= broken:
+        return ""
+    given = f"{case.name} gives {right:g} to {shown(texts[0])}, and {broken:g} to {shown(texts[1])}"
+    return f"{given}: a point in a regular expression takes a line break with re.DOTALL only"
+
+
+async def _longer(case: Case) -> str:
+    """The line about a function that gives more to a long text than to the gold answer; else empty."""
+    best = max((number(result) for result in await case.call(answers(case.gold or ""))), default=math.nan)
+    (long,) = await case.numbers(["word " * (LONGEST // 5)])
+    given = f"{case.name} gives {long:g} to 'word word ...', {LONGEST} characters, and {best:g} to the gold answer"
+    return f"{given}: is the sign of a length in it meant?" if long > best and not is_ours(case.function) else ""
+
+
+async def _as_much(case: Case, form: str, at: int, gold: str, wrong: Sequence[str]) -> str:
+    """The line about a function that gives one of the `wrong` answers as much as the gold answer of a row."""
+    right = answers(gold)
+    texts = [form.format(text) for text in (*right, "", *wrong)]
+    *numbers, nothing = await case.numbers([*texts, ""], at=at)
+    best = max((x for x in numbers[: len(right)] if not math.isnan(x)), default=-math.inf)
+    if not best > nothing:
+        return ""
+    if not (same := [text for text, x in zip(texts[len(right) :], numbers[len(right) :]) if x >= best]):
+        return ""
+    words = module_of(case.function) == "rlkit.rewards.math" and not re.search(r"\d", gold)
+    why = "it multiplies letters, and rlkit.rewards.text:exact_match compares words" if words else COMPARE
+    whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
+    return f"{case.name} gives {best:g} to {shown(same[0])}, as much as to {shown(gold)}, {whose}: {why}"
+
+
+def _rivals(case: Case) -> list[str]:
+    """Gold answers of other rows that are wrong for the row: other whole numbers where its own is one, or words.
+
+    Before them, a longer word that holds a short one ("know"), and for a letter a text that names three.
+    """
+    kinds = (r"-?\d+", lambda text: str(int(text))), (r"[^\W\d_]+", str.casefold)
+    if is_ours(case.function) or isinstance(case.gold_of(case.rows[case.index]), list | tuple):  # another may be in it
+        return []
+    mine, *texts = (case.short(text) or text for text in (case.gold or "", *case.golds.values()))
+    pattern, value = next(((x, value) for x, value in kinds if re.fullmatch(x, mine)), ("", str))
+    others = {value(x): x for x in texts if re.fullmatch(pattern, x) and value(x) != value(mine)}
+    held = [f"x{mine}x"] * (mine.isalpha() and 1 < len(mine) < 4)
+    choices = [x for x in others.values() if len(x) == 1] if len(mine) == 1 and mine.isalpha() else []
+    held += [f"{choices[0]}, {mine} or {choices[1]}"] if len(choices) > 1 else []
+    labels = [mine, *others.values()]
+    held += [", ".join(labels)] * (
+        mine.isalpha() and len(mine) > 1 and 1 < len(labels) <= _SAME and len(texts) > len(labels)
+    )
+    return [*held, *others.values()][:_RIVALS]
+
+
+def unpaid(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function for which a wrong answer costs far more than a right one wins; else empty."""
+    best, nothing, other = ([number(result) for *_, result in tried] + [math.nan] * 3)[:3]
+    if not nothing - other > 5 * (best - nothing) > 0:
+        return ""
+    given = (
+        f"{case.name} gives {best:g} to the gold answer, {nothing:g} to an empty completion and {other:g} to another's"
+    )
+    return f"{given}: a wrong answer costs far more than a right one wins, so that none may pay best"
+
+
+def all_the_same(case: Case) -> str:
+    """The line about rows that all have one gold answer; empty for few."""
+    same = f"{case.name} is tried on rows that all have the gold answer {shown(case.gold or '')}"
+    few = case.other is not None or len(case.golds) < _SAME
+    return "" if few else f"{same}: check which column holds the answers"
+
+
+async def no_more(case: Case, trial: Trial, *, early: bool, alone: bool) -> str:
+    """The line about a function that gives the gold answer no more than other texts; empty if it may judge the form.
+
+    `early`: it reads the gold answer of any text, and else perhaps only of those in a form.
+    """
+    told, inverted, numbers = trial.tried, early, [number(result) for *_, result in trial.tried]
+    plain = early and len({*numbers}) > 1
+    if not plain and reads_gold(case) and (in_form := await _in_a_form(case, numbers[1])):
+        told, (mine, other) = [in_form[0], trial.tried[1], in_form[1]], (number(result) for *_, result in in_form)
+        inverted = early or other - mine > 0.5 * max(abs(mine), abs(other))
+    elif not early and (not alone or is_ours(case.function) or len(trial.values) > 1):
+        return ""
+    (_, gold, best), *others = told
+    gold = gold.replace("its gold", "the row's own")
+    to_others = " and ".join(f"{number(result):g} to {label}" for _, label, result in others)
+    kind = type(case.gold_of(case.rows[case.index])).__name__
+    article = "an" if kind[0] in "aeiou" else "a"
+    why = "" if kind == "str" else f"; the row's answer is {article} {kind} and a completion is a text"
+    form = "" if inverted else "right if it judges the form alone; else "
+    return f"{case.name} gives {number(best):g} to {gold}, {to_others}{why}: {form}{COMPARE}"
+
+
+async def _in_a_form(case: Case, nothing: float) -> Sequence[tuple[str, str, Any]]:
+    """The gold answer and that of another row in the form in which the other gets most more; empty if none counts."""
+    golds = [case.short(text) or text for text in (case.gold, case.other) if text and len(text) < LONGEST]
+    forms = [form for form in case.forms if not {'"', "`"} & {*form}]  # in code and JSON something else may be asked
+    if len(golds) < 2:
+        return ()
+    texts = [form.format(gold) for form in forms for gold in golds]
+    results = await case.call(texts, at=case.index)
+    numbers = [*map(number, results)]
+    pairs = enumerate(zip(numbers[::2], numbers[1::2]))
+    found = [(b - a, abs(a - nothing), -2 * i) for i, (a, b) in pairs if b >= a and not a == b == nothing]
+    places = [(whose, k - max(found)[2]) for k, whose in enumerate(("its gold", "another row's"))] if found else []
+    return [(texts[i], f"{whose} answer as {shown(texts[i])}", results[i]) for whose, i in places]
