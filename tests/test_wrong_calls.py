@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import warnings
 from functools import partial
 
 import numpy as np
@@ -21,8 +22,10 @@ from rlkit.advantages import (
     opo,
     optimal_token_baseline,
     pass_at_k,
+    vtrace,
     whiten,
 )
+from rlkit.kernels.logits_logp import logits_logp
 from rlkit.losses import (
     bapo_clip_range,
     batch_normalized,
@@ -36,6 +39,7 @@ from rlkit.losses import (
     opsm,
     reverse_kl,
     select_between,
+    top_entropy_mask,
     value_clip,
     value_mse,
 )
@@ -125,6 +129,55 @@ def test_a_reversed_ratio_and_data_with_gradients_are_refused():
     refused(lambda: k3(logp, logp), "log-probs of a reference, need .detach()", ValueError)
     for right in (logp - old, logp - logp.detach(), -(old - logp), leaf, old, old - logp.detach()):
         ppo_clip(right, advantages)
+
+
+def test_advantages_with_a_gradient_are_refused_also_beside_a_log_ratio_with_one():
+    logp, values = torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    refused(lambda: ppo_clip(logp, torch.ones(4) - values), "advantages has a gradient: the order is", ValueError)
+    ppo_clip(logp, (torch.ones(4) - values).detach())
+
+
+def test_values_of_another_kind_are_told_by_their_sign_or_sum():
+    logp = -torch.rand(40) - 0.01
+    refused(lambda: k3(logp.exp(), logp), "logp is above 0 at all 40 tokens: are these probabilities?", ValueError)
+    refused(lambda: top_entropy_mask(logp, top=0.2), "entropy is below 0 at all 40 tokens: are these log-probs?")
+    logits, ids = torch.randn(3, 7), torch.tensor([0, 1, 2])
+    refused(lambda: logits_logp(logits.softmax(-1), ids), "give the values before the softmax", ValueError)
+    ratio = 1 + 0.1 * torch.rand(100)
+    ends, flat = {"mask": ratio > 0, "cu_seqlens": torch.tensor([0, 100])}, torch.zeros(100)
+    refused(lambda: vtrace(flat, flat, ratio, **ends), "is it a ratio?", ValueError)
+    vtrace(flat, flat, ratio.log(), **ends)
+    mask = torch.arange(40) < 4
+    k3(-logp, logp, mask=mask)  # few
+    k3(torch.cat([logp, logp.new_full((1,), 1e-6)]), torch.zeros(41))
+    logits_logp(logits.log_softmax(-1), ids)
+    logits_logp(torch.eye(3, 7) * 9, ids)
+
+
+def test_clip_distances_that_look_like_bounds_are_named():
+    with pytest.warns(UserWarning, match=r"clipped to \[0.2, 2.2\]; if they are its bounds, give 0.2 and 0.2"):
+        ppo_clip(torch.zeros(4), torch.ones(4), clip_low=0.8, clip_high=1.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for low, high in ((0.2, 0.28), (0.2, 4.0), (1.0, 1.0), (float("inf"), float("inf")), (0.8, 0.8)):
+            ppo_clip(torch.zeros(4), torch.ones(4), clip_low=low, clip_high=high)
+
+
+def test_samples_of_several_prompts_in_one_group_are_named():
+    def groups(**fields):
+        return [[trajectory(prompt_ids=[1, 2 + prompt, 3], **fields) for _ in range(2)] for prompt in range(3)]
+
+    with pytest.warns(UserWarning, match="the one group has 3 prompts of 2 trajectories each"):
+        pack([[t for group in groups() for t in group]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack(groups())
+        pack([[group[0] for group in groups()]])  # an environment that opens each episode in its own way
+        pack([[t for group in groups(role="a") for t in group]])
+
+
+def test_a_shape_that_broadcasts_is_told_how_it_is_squeezed():
+    refused(lambda: ppo_clip(torch.zeros(4), torch.ones(4, 1)), "; use advantages.squeeze(-1)", ValueError)
 
 
 def test_a_target_with_a_gradient_before_a_prediction_without_is_refused():

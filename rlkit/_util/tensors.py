@@ -98,6 +98,23 @@ def check_log_probs(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be log-probs, at most 0, got {x[positive].max():.3g}: {mistaken}")
 
 
+def check_no_ratio(log_ratio: Tensor, mask: Tensor | None) -> None:
+    """ValueError for values that are ratios: 1 on-policy, and at no token far below (CPU, outside compilation).
+
+    The mean of a true ratio over samples is 1, so its logarithm is not at least 0.5 at each of many tokens, but for a
+    policy that a few steps of a large size have moved far, where it is on average above 2. One value may stand at all
+    tokens of a sequence: the sum of its log-ratios.
+    """
+    if not readable(log_ratio):
+        return
+    x = log_ratio.detach() if mask is None else log_ratio.detach()[mask]
+    if x.numel() < 16 or not (x.min() >= 0.5 and x.mean() <= 2):
+        return
+    if (x == 1).all() or x.unique().numel() >= (2 if ((x - 1).abs() < 1e-5).all() else 64):
+        fault = f"log_ratio is at least {x.min():.3g} at all {x.numel()} tokens: is it a ratio?"
+        raise ValueError(f"{fault} Give its logarithm, logp - old_logp")
+
+
 def check_same_shape(**tensors: Tensor | None) -> None:
     """All tensors have the same shape and device."""
     present = [(name, x) for name, x in tensors.items() if x is not None]
@@ -268,6 +285,8 @@ def _shape_fix(a: tuple[str, Tensor], b: tuple[str, Tensor]) -> str:
         return f"; use {small}.expand_as({large})"
     if x.ndim == y.ndim == 1:
         return f"; if {small} has one value per sequence, use broadcast_to_tokens({small}, cu_seqlens=cu_seqlens)"
+    if x.ndim == 1 and y.shape == (x.numel(), 1):
+        return f"; use {large}.squeeze(-1)"
     if x.ndim == 1 and x.shape == y.shape[:1]:
         return f"; if {small} has one value per row, use {small}[:, None].expand_as({large})"
     if x.ndim == 1 and y.ndim == 2:

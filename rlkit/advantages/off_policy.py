@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import bounded_exp, masked
+from rlkit._util.tensors import bounded_exp, check_no_ratio, masked
 from rlkit.advantages.traces import coefficient, end_values, following, next_action, prepared, scan
 
 __all__ = ["VTrace", "clipped_is_returns", "q_lambda", "retrace", "vtrace"]
@@ -66,6 +66,7 @@ def vtrace(
     rewards, values, log_ratio = prepared(mask, cu_seqlens, rewards=rewards, values=values, log_ratio=log_ratio)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma, lam = coefficient(mask, rewards, gamma=gamma), coefficient(mask, rewards, lam=lam)
+    check_no_ratio(log_ratio, mask)
     ratio = bounded_exp(log_ratio)
     next_values = next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end)
     delta = ratio.clamp(max=rho_max) * (rewards + gamma * next_values - values)
@@ -105,6 +106,7 @@ def retrace(
     """
     _check_caps(c_max=c_max)
     (log_ratio,) = prepared(mask, cu_seqlens, log_ratio=log_ratio)
+    check_no_ratio(log_ratio, mask)
     c = coefficient(mask, log_ratio, lam=lam) * bounded_exp(log_ratio).clamp(max=c_max)
     return _off_policy_q(rewards, q_values, values, c, mask, cu_seqlens, gamma, bootstrap, c_max)
 
@@ -161,6 +163,7 @@ def clipped_is_returns(
     _check_caps(rho_max=rho_max)
     rewards, log_ratio = prepared(mask, cu_seqlens, rewards=rewards, log_ratio=log_ratio)
     end = end_values(bootstrap, cu_seqlens, rewards)
+    check_no_ratio(log_ratio, mask)
     rho = bounded_exp(log_ratio).clamp(max=rho_max)
     gamma = coefficient(mask, rewards, gamma=gamma)
     return masked(scan(rho * gamma, rho * rewards, mask=mask, cu_seqlens=cu_seqlens, end=end, a_max=rho_max), mask)

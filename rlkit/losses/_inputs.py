@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_given, check_mask, check_same_shape, masked, readable, traced, upcast
+from rlkit._util.tensors import (
+    check_float,
+    check_given,
+    check_mask,
+    check_no_ratio,
+    check_same_shape,
+    masked,
+    readable,
+    traced,
+    upcast,
+)
 
 
 def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -17,15 +29,18 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_mask(mask, **{name: first})
     data = {"log_ratio": "advantages", "logp": "ref_logp"}.get(name, "")
     given = tensors.get(data)
-    if given is not None and given.requires_grad and (not first.requires_grad or given is first):
+    alone = name == "log_ratio" or not first.requires_grad
+    if given is not None and given.requires_grad and (alone or given is first):
         raise ValueError(
             f"{data} has a gradient{'' if first.requires_grad else f' and {name} has none'}: the order is "
             f"({name}, {data}), and advantages that are computed from values, and log-probs of a reference, need "
             ".detach()"
         )
     if name == "log_ratio":
-        _check_no_ratio(first, mask)
+        check_no_ratio(first, mask)
         _check_sign(first)
+    elif name in ("logp", "entropy"):
+        _check_which(first, mask, name, above=name == "logp")
     return tuple(masked(upcast(x), mask) for x in tensors.values())
 
 
@@ -38,21 +53,17 @@ def targets(*given: Tensor, **prediction: Tensor) -> list[Tensor]:
     return [target.detach() for target in given]
 
 
-def _check_no_ratio(log_ratio: Tensor, mask: Tensor | None) -> None:
-    """ValueError for values that are ratios: 1 on-policy, and at no token far below (CPU, outside compilation).
-
-    The mean of a true ratio over samples is 1, so its logarithm is not at least 0.5 at each of many tokens, but for a
-    policy that a few steps of a large size have moved far, where it is on average above 2. One value may stand at all
-    tokens of a sequence: the sum of its log-ratios.
-    """
-    if not readable(log_ratio):
+def _check_which(x: Tensor, mask: Tensor | None, name: str, *, above: bool) -> None:
+    """ValueError for probabilities instead of log-probs, and for log-probs instead of entropies: the sign of all values
+    of many is the other one (CPU, outside compilation)."""
+    if not readable(x):
         return
-    x = log_ratio.detach() if mask is None else log_ratio.detach()[mask]
-    if x.numel() < 16 or not (x.min() >= 0.5 and x.mean() <= 2):
-        return
-    if (x == 1).all() or x.unique().numel() >= (2 if ((x - 1).abs() < 1e-5).all() else 64):
-        fault = f"log_ratio is at least {x.min():.3g} at all {x.numel()} tokens: is it a ratio?"
-        raise ValueError(f"{fault} Give its logarithm, logp - old_logp")
+    values = x.detach() if mask is None else x.detach()[mask]
+    if values.numel() >= 16 and (values > 0 if above else values < 0).all():
+        meant = "probabilities? A log-prob is at most 0" if above else "log-probs? An entropy is at least 0"
+        raise ValueError(
+            f"{name} is {'above' if above else 'below'} 0 at all {values.numel()} tokens: are these {meant}"
+        )
 
 
 def _check_sign(log_ratio: Tensor) -> None:
@@ -68,6 +79,14 @@ def check_cap(max_weight: float) -> None:
     if max_weight is None or not max_weight >= 1:
         fix = f"; for a distance of {max_weight:g} give {1 + max_weight:g}" if max_weight and max_weight > 0 else ""
         raise ValueError(f"max_weight bounds the ratio, 1 on-policy: it must be at least 1, got {max_weight}{fix}")
+
+
+def check_distances(low: float | Tensor, high: float | Tensor) -> None:
+    """Warn of clip distances that look like bounds of the ratio, such as 0.8 and 1.2."""
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and 0.5 <= low < 1 < high <= 2:
+        bounds = f"clip_low {low:g} and clip_high {high:g} are distances from 1: the ratio is clipped to"
+        meant = f"if they are its bounds, give {1 - low:.3g} and {high - 1:.3g}"
+        warnings.warn(f"{bounds} [{1 - low:.3g}, {1 + high:.3g}]; {meant}", stacklevel=3)
 
 
 def check_at_least(bound: float, **values: float | Tensor) -> None:

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, carry_nan, check_log_probs, check_same_shape
-from rlkit.losses._inputs import check_at_least, check_cap, check_positive, prepared
+from rlkit.losses._inputs import check_at_least, check_cap, check_distances, check_positive, prepared
 from rlkit.losses.ratios import seq_log_ratio, seq_log_ratio_sum
 from rlkit.segments import broadcast_to_tokens, seq_count, seq_lens
 from rlkit.types import Mask, Tokens
@@ -68,6 +68,7 @@ def ppo_clip(
     Reference: arXiv:1707.06347, equation 7; asymmetric: arXiv:2503.14476.
     """
     check_at_least(0, clip_low=clip_low, clip_high=clip_high)
+    check_distances(clip_low, clip_high)
     log_ratio, advantages = prepared(mask, log_ratio=log_ratio, advantages=advantages)
     ratio = bounded_exp(log_ratio)
     return torch.maximum(-advantages * ratio, -advantages * _clipped(ratio, clip_low, clip_high))

@@ -11,7 +11,9 @@ True
 from __future__ import annotations
 
 import math
+import warnings
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -75,12 +77,12 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
         )
     roles = sorted({t.role for t in samples})
     group_ids = [g for g, group in enumerate(groups) for _ in group]
-    prefixes: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
-    prefix_ids = []
+    prefixes, prefix_ids = dict[tuple[int, bytes, tuple[str, ...]], int](), list[int]()
     for g, x, t in zip(group_ids, streams, samples, strict=True):
         digests = tuple(image.digest for image in t.images)
         key = (g, x.prompt_ids[:-1].astype(np.int64).tobytes(), digests) if share_prompts else (g, b"", ())
         prefix_ids.append(prefixes.setdefault(key, len(prefixes)))
+    _warn_of_one_group(groups, prefix_ids)
     heads = [x.prompt_ids[-1:] if share_prompts else x.prompt_ids for x in streams]
     lens = [len(h) - 1 + len(x.ids) + t.truncated for h, x, t in zip(heads, streams, samples, strict=True)]
     prompts = [np.frombuffer(p, np.int64) for _, p, _ in prefixes]
@@ -99,6 +101,15 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
         images=_images(samples, prefix_ids, len(prefixes), shared=share_prompts),
         **_experts(samples, [len(x.prompt_ids) - len(h) for x, h in zip(streams, heads)], lens, prefix_ids),
     )
+
+
+def _warn_of_one_group(groups: Sequence[Sequence[Trajectory]], prefix_ids: Sequence[int]) -> None:
+    """Warn of a single group that is the samples of several prompts, as many of each."""
+    prompts, nums = len({*prefix_ids}), {*Counter(prefix_ids).values()}
+    one = len(groups) == 1 and not any(t.continues or t.role for t in groups[0])
+    if one and prompts > 1 and len(nums) == 1 and min(nums) > 1:
+        fault = f"the one group has {prompts} prompts of {min(nums)} trajectories each, which are compared"
+        warnings.warn(f"{fault}: pack takes a list of groups, one for each prompt", stacklevel=3)
 
 
 def _token_streams(

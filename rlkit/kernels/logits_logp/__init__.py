@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlkit._util.tensors import check_float, check_mask, transformed
+from rlkit._util.tensors import check_float, check_mask, readable, transformed
 from rlkit.kernels import _triton
 from rlkit.kernels._checks import check_scaling, check_targets
 from rlkit.kernels.linear_logp import Partials
@@ -118,3 +118,6 @@ def _check(
         check_mask(mask, rows_of_logits=logits.new_empty(logits.shape[0]))  # a shard may have no column
     check_targets(targets, logits.shape[0], vocab, mask)
     check_scaling(temperature, softcap)
+    first = logits.detach()[:2].double() if vocab and readable(logits) and len(logits) > 1 else None
+    if first is not None and (first >= 0).all() and ((first.sum(-1) - 1).abs() < 1e-2).all():
+        raise ValueError("logits has rows that are at least 0 and sum to 1: give the values before the softmax")
