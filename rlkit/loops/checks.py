@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from rlkit._util.ranks import on_all_ranks
 from rlkit.data.order import check_parts
 from rlkit.loops.task import Task
@@ -143,3 +145,10 @@ def check_prepared(batch: Batch, rollouts: Rollouts) -> None:
     if batch.old_logp is None and (num := rollouts.minibatches * rollouts.epochs) > 1:
         fix = ", and logp - logp.detach() is 0 in each: call with_old_logp in it, or compare with rollout_logp"
         report_once("prepare", f"fills no old_logp for {num} optimizer steps on a batch", fix)
+
+
+def check_updated(model: nn.Module) -> None:
+    """Report once that `update` has left gradients, which add to those of the next step."""
+    if any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()):
+        fix = ", and they add to those of the next: end it with optimizer_step(optimizer, max_norm=...), or zero_grad()"
+        report_once("update", "leaves gradients after a step", fix)

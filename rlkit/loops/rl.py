@@ -15,7 +15,7 @@ from torch import nn
 
 from rlkit.data.order import Leg, resumed, to_save
 from rlkit.loops import carried, pareto
-from rlkit.loops.checks import check_prepared, check_rl
+from rlkit.loops.checks import check_prepared, check_rl, check_updated
 from rlkit.loops.evaluate import Clock, answer_of, evaluate_sets, is_due, joined, mean_advantages, rollout_metrics
 from rlkit.loops.task import Prepare, Step, Task, Update, prompt_order
 from rlkit.loops.token_report import keeps_tokens, token_streams
@@ -132,6 +132,7 @@ async def rl(
                         record.tokens = await call(token_streams, policy, batch, groups, max_tokens=max_tokens)
                 clock.lap("score")
                 metrics = joined(rollout_metrics(groups, version=index), await call(update, batch, step))
+                check_updated(state["model"])
                 move_reference(state, policy, penalties, done=done)
                 clock.lap("train")
                 line = finalize(metrics) | stream.facts() | (await in_time(send(version=done)) or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rlkit.loops.updates import PolicyLoss, grpo_update
 from rlkit.losses import reinforce
 from rlkit.metrics import finalize
 from rlkit.model.forward import Policy, prepare_model, with_kept_mass, with_old_logp, with_ref_logp
+from rlkit.model.optim import optimizer_step
 from rlkit.packing import microbatches, pack, select, unpack, with_advantages
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout import rollout
@@ -41,14 +43,16 @@ def sampled(model, **params):
     return asyncio.run(rollout(PROMPTS, generate=engine.generate, **options))
 
 
-def own_loop(folder, policy, *, reference=None, **changes):
-    """docs/own-loop.md in short."""
+def own_loop(folder, policy, *, reference=None, end=partial(optimizer_step, max_norm=1.0), **changes):
+    """docs/own-loop.md in short; `end` is the end of its update."""
+    optimizer = torch.optim.SGD(policy.model.parameters())
 
     def prepare_batch(groups, step):
         return with_advantages(pack(groups), group_centered)
 
     def update(batch, step):
         reinforce(policy(batch).logp, batch.advantages).sum().backward()
+        end(optimizer)
         return {}
 
     rollouts = Rollouts(prompts_per_step=4, group_size=2, max_new_tokens=6, **changes)
@@ -56,7 +60,7 @@ def own_loop(folder, policy, *, reference=None, **changes):
         rl(
             policy, TOKENIZER, LocalEngine(policy.model, max_len=64), Task(PROMPTS, SCORE), rollouts,
             Schedule(folder, steps=1), prepare=prepare_batch, update=update, reference=reference,
-            state={"model": policy.model, "optimizer": torch.optim.SGD(policy.model.parameters())},
+            state={"model": policy.model, "optimizer": optimizer},
         )
     )  # fmt: skip
 
@@ -208,3 +212,14 @@ def test_grpo_still_evaluates_greedily_at_its_temperature(tmp_path):
     assert last["eval/kl"] > 0
     assert last["mismatch/abs_max"] < 1e-4
     assert "eval/greedy" in last
+
+
+@pytest.mark.parametrize(
+    "end", [lambda optimizer: None, lambda optimizer: optimizer.step()], ids=["no step", "no zero"]
+)
+def test_gradients_that_an_update_leaves_are_named(tmp_path, caplog, end):
+    own_loop(tmp_path / "right", Policy(small_model()))
+    own_loop(tmp_path / "zeroed", Policy(small_model()), end=lambda optimizer: optimizer.zero_grad(set_to_none=False))
+    assert "leaves gradients" not in caplog.text
+    own_loop(tmp_path / "left", Policy(small_model()), end=end)
+    assert "update leaves gradients after a step, and they add to those of the next: end it with opti" in caplog.text

@@ -45,6 +45,20 @@ class HigherLower:
         self.closed = True
 
 
+async def test_an_object_that_still_plays_another_episode_is_refused():
+    tokenizer = tokenizer_with("chatml")
+    game = HigherLower(prompt_of(tokenizer))
+    env, inner = gym_env(lambda prompt: game, tokenizer=tokenizer), Script(tokenizer, "42")
+
+    async def sample(*args, **kwargs):
+        with pytest.raises(ValueError, match=r"make\(prompt\) must make an object per episode: its <"):
+            await env(prompt_of(tokenizer), Script(tokenizer, "42"))
+        return await inner(*args, **kwargs)
+
+    await env(prompt_of(tokenizer), sample)
+    await env(prompt_of(tokenizer), Script(tokenizer, "42"))  # after the other's end
+
+
 async def test_an_object_with_reset_and_step_is_an_environment():
     tokenizer, made = tokenizer_with("chatml"), []
 
