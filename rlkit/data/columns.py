@@ -266,8 +266,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def is_copied(value: Any, texts: Sequence[str], shortest: int = _COPY) -> bool:
-    """Whether the value, of at least `shortest` characters, stands in one of the texts, as whole words."""
+    """Whether the value, of at least `shortest` characters, or a list, stands in one of the texts, as whole words."""
     text = value.strip() if isinstance(value, str) else ""
+    if isinstance(value, list) and len(value) > 1:
+        text, shortest = str(value), 1  # as Python writes it: [3, 5, 7]
     words = rf"(?<!\w){re.escape(text)}(?!\w)"
     return len(text) >= shortest and any(text in whole and re.search(words, whole) for whole in texts)
 
