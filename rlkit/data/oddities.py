@@ -17,9 +17,9 @@ from rlkit.data.drop import drop
 from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import CALLS, Converted, json_of, mappings, null_arguments
+from rlkit.data.messages import CALLS, Converted, json_of, mappings, name_of, null_arguments
 from rlkit.data.prompt_columns import is_texts
-from rlkit.data.schema import ANSWERS, GOLD, LABELS, PAIRED, RESPONSES
+from rlkit.data.schema import ANSWERS, GOLD, LABELS, OF_MESSAGES, PAIRED, RESPONSES
 from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
@@ -87,6 +87,7 @@ _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
 _REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
 _SENTENCE = re.compile(r"[.!?\n。！？]+")
+_NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
 _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
@@ -432,6 +433,36 @@ def _one_id_twice(row: Converted) -> bool:
     return any(len(of) > len({*map(str, of)}) for of in ids)
 
 
+def _said_in(row: Converted) -> list[list[Mapping[str, Any]]]:
+    """The messages of each column of a row that has messages."""
+    return [mappings(row.get(name)) for name in OF_MESSAGES]
+
+
+def _calls_twice(row: Converted) -> bool:
+    """Whether the text of a message has the calls that its `tool_calls` has."""
+    made = [(str(m.get("content")), mappings(json_of(m.get("tool_calls")))) for of in _said_in(row) for m in of]
+    return any(calls and all(_is_named(call, text) for call in calls) for text, calls in made)
+
+
+def _tools_twice(row: Converted) -> bool:
+    """Whether a system message has the schemas of the row's tools."""
+    tools = mappings(json_of(row.get("tools") or row.get("functions")))
+    own = [{"role": "system", "content": row.get(name)} for name in ("system", "system_prompt")]
+    texts = [str(m.get("content")) for of in (own, *_said_in(row)) for m in of if m.get("role") in SYSTEM]
+    return bool(tools) and any(all(_is_named(tool, text) for tool in tools) for text in texts)
+
+
+def _is_named(tool: Mapping[str, Any], text: str) -> bool:
+    """Whether a text has the name of this tool as a schema or a call has it."""
+    return re.search(_NAMED.format(re.escape(str(name_of(tool)))), text) is not None
+
+
+def _asks_twice(row: Converted) -> bool:
+    """Whether a user's message follows the same one; two may show an image each."""
+    asked = [[m.get("content") if m.get("role") == "user" else None for m in of] for of in _said_in(row)]
+    return not row.get("images") and any(a and a == b for of in asked for a, b in pairwise(of))
+
+
 def _only_system(row: Converted) -> bool:
     """Whether all messages of a prompt, which are given as such, are of the system."""
     said = mappings(row.get("messages") or row.get("prompt"))
@@ -474,6 +505,21 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
     ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
     ((), "rows", _one_id_twice, "have two calls of one message under one id, to which both results belong", 0),
+    (
+        (),
+        "rows",
+        _calls_twice,
+        "have a call in the text of a message and in its tool_calls, so that it stands twice",
+        0,
+    ),
+    (
+        (),
+        "rows",
+        _tools_twice,
+        "have the schemas of their tools in a system message too: the template writes them again",
+        0,
+    ),
+    ((), "rows", _asks_twice, "have the same message of a user twice in a row", 0),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
 )

@@ -824,3 +824,61 @@ def test_a_picture_in_markdown_is_a_placeholder(said):
     rows = [{"prompt": f"![figure](f/{i}.png)\nFind angle {i}.", "answer": "1"} for i in range(3)]
     assert "hold the same placeholder, which nothing has filled: row 1 (![...](...))" in said(*rows, road="prompts")[0]
     assert said(*rows[:2], {"prompt": "Find it.", "answer": "2"}, road="prompts") == []
+
+
+def with_tools():
+    """A tokenizer whose template writes tools and calls."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }};"
+    tokenizer.chat_template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    return tokenizer
+
+
+CALL_TWICE = "rows that have a call in the text of a message and in its tool_calls, so that it stands twice"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '{"name":"weather","parameters":{"city":"Paris"}}', "<function=weather><parameter=city>Paris</parameter>",
+    ],
+)  # fmt: skip
+def test_a_call_that_stands_in_the_text_and_in_tool_calls_is_named(text, said):
+    function = {"name": "weather", "arguments": {"city": "Paris"}}
+    for calls in ([{"type": "function", "function": function}], [function]):
+        made = assistant(text, tool_calls=calls)
+        fine = [{**made, "content": x} for x in ("", "I call weather.", text.replace("weather", "sums"))]
+        done = [{"role": "tool", "content": "20"}, assistant("It is 20.")]
+        for message, line in [(made, CALL_TWICE), *((x, "") for x in fine)]:
+            row = {"messages": [user("hi"), message, *done], "tools": [WEATHER]}
+            lines = [x for x in said(row, tokenizer=with_tools()) if CALL_TWICE in x]
+            assert lines == [f"kept 1 of 1 {line}: row 1"] * bool(line)
+
+
+TOOLS_TWICE = "have the schemas of their tools in a system message too"
+
+
+def test_tools_that_stand_in_the_system_message_too_are_named(said):
+    schema = json.dumps(WEATHER)
+    for tools in ([WEATHER], json.dumps([WEATHER]), [WEATHER["function"]]):
+        row = {"prompt": "hi", "response": "yo", "tools": tools}
+        for text, num in ((f"Tools:\n<tools>{schema}</tools>", 1), ("Use weather for the weather.", 0), ("{}", 0)):
+            told = {**row, "prompt": [{"role": "system", "content": text}, user("hi")]}
+            for one in ({**row, "system": text}, told):
+                lines = [x for x in said(one, tokenizer=with_tools()) if TOOLS_TWICE in x]
+                assert len(lines) == num, (text, one)
+    alone = {"prompt": [{"role": "system", "content": schema}, user("hi")], "response": "yo"}
+    assert not [x for x in said(alone, tokenizer=with_tools()) if TOOLS_TWICE in x]
+
+
+def test_a_message_of_a_user_that_stands_twice_in_a_row_is_named(said):
+    line = "kept 1 of 1 rows that have the same message of a user twice in a row: row 1"
+    twice = [user("2+2?"), user("2+2?")]
+    rows = [("sft", {"messages": [*twice, assistant("4")]}), ("prompts", {"prompt": twice})]
+    rows += [("pairs", {"prompt": twice, "chosen": "a", "rejected": "b"})]
+    for road, row in rows:
+        assert said(row, road=road) == [line]
+    again = [user("2+2?"), assistant("4"), user("2+2?"), user("And 3+3?"), assistant("4, 6")]
+    whole = {x: [*twice[:1], assistant(x)] for x in ("chosen", "rejected")}
+    assert said({"messages": again}) == said({"prompt": twice[:1], **whole}, road="pairs") == []
