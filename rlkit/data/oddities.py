@@ -51,10 +51,13 @@ _FINAL = re.compile(r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
 _FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
-    r"\S\n(?:\n((?:### )?Human:|### Instruction:)|(user)\n).*"
-    r"\n(?:\n((?:### )?Assistant:|### Response:)|(assistant|model)\n)",
+    r"\S\n(?:\n((?:### )?(?:Human|User|Utilisateur|Benutzer|Nutzer|Usuario|Utente|Пользователь|用户)\s?[:\uff1a]|"
+    r"### Instruction:)|(user)\n).*"
+    r"\n(?:\n((?:### )?(?:Assistant|Assistent|Asistente|Assistente|Ассистент|助手)\s?[:\uff1a]|### Response:)|"
+    r"(assistant|model)\n)",
     re.DOTALL,
 )
+_SCENE = re.compile("dialog|conversation|conversaci|conversazion|gespr|диалог|对话|對話", re.IGNORECASE)  # is asked for
 _ROLES = re.compile(  # not a list of them
     r"\s*(?:(system|developer|user)\n+(?!(?:(?:system|user|tool)\n)*(?:assistant|model))\S.*?"
     r"(?:\n(assistant|model)(?=\n|\Z)|(?<=\S)(assistant)(?=\n\n|\Z))|(assistant)\n+\S)",
@@ -82,6 +85,11 @@ _OF_ERRORS = re.compile(  # in a prompt that such an answer may fit
     r"\b(errors?|rate.?limit\w*|traceback|exceptions?|bugs?|logs?|api|json|code|python|outputs?|print|import|apolog\w+)\b",
     re.IGNORECASE,
 )
+_OF_API = {"choices": "choices[0].message.content", "output": "output[0].content[0].text", "content": "content[0].text"}
+_OF_PAGE = re.compile(  # round an answer that was copied from one
+    r"(?m)(\A(?:ChatGPT|You) said:|^[a-z+#]*Copy code$|^ChatGPT can make mistakes\.|:contentReference\[oaicite:\d+\]|"
+    r"\u3010\d+(?::\d+)?\u2020[^\u3011\n]*\u3011)"
+)
 _SCORES = ("score", "rating", "reward", "avg_rating")
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
@@ -93,6 +101,8 @@ _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that a
     "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
     "|\u00c3[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00bf]|\u00d0[\u00b0-\u00ba\u00bc-\u00bf]|\u00d1[\u00b0-\u00ba\u00bc-\u00bf]"
 )
+_SECOND = re.escape(bytes(range(0x80, 0xC0)).decode("cp1251", "ignore"))
+_MISREAD_1251 = re.compile(rf"(?:[\u0420\u0421][{_SECOND}]){{3}}|\u0432\u0402[{_SECOND}]")  # as cp1251
 _UNESCAPED = re.compile(  # \frac, \boxed, \times, \right: the first letter was read as that of an escape
     r"\f(?:rac|orall)|\x08(?:oxed|eta|egin|inom|ar\{)|\t(?:imes|heta|herefore|(?:ext(?:bf|it|rm)?|frac|ilde)\{)|\r(?:ight|ho\b)"
 )
@@ -161,6 +171,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     odd = [note for text in texts for note in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
     turns, results = (_parts(pattern.search, said) for pattern in (_FURTHER, _RESULT))
+    turns = [] if any(map(_SCENE.search, asked[-1:])) else turns
     values = [repr(text[:30]) for text in said if _is_value(text)]
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
     entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
@@ -182,10 +193,11 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
     differing = [*_two_golds(row), *_two_choices(row)] * bool(asks)
     no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
+    copied, bodies = _parts(_OF_PAGE.search, said), [path for text in said if (path := _in_response(text, asked))]
     every = (
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
         *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
-        *(differing, no_choice),
+        *(differing, no_choice, bodies, copied),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -265,6 +277,16 @@ def _bare_calls(row: Row, texts: Sequence[str]) -> Iterable[str]:
                 yield name
 
 
+def _in_response(text: str, asked: Sequence[str]) -> str:
+    """Where the answer is in a text that is the whole response of an API, which nobody asks for; "" for others."""
+    value = json_of(text) if text.lstrip()[:1] == "{" else text.startswith("ChatCompletion(id=")
+    if any(map(_OF_ERRORS.search, asked)) or not isinstance(value, Mapping):
+        return _OF_API["choices"] * (value is True)
+    kinds = {str(value.get(name)) for name in ("object", "type")} & {"chat.completion", "response", "message"}
+    kinds |= {"message" for choice in mappings(value.get("choices"))[:1] if "message" in choice}
+    return next((path for name, path in _OF_API.items() if kinds and mappings(value.get(name))), "")
+
+
 def _escape(text: str) -> re.Match[str] | None:
     """The first escape of a line break or character outside quotes, of a text without line breaks."""
     text = text.strip()
@@ -308,7 +330,7 @@ def _characters(text: str) -> Iterable[str]:
         yield "U+FFFD"
     if first := _UNSEEN.get(text.lstrip()[:1]):
         yield f"{first} at the start"
-    for match in filter(None, (_MISREAD.search(text), _VOCABULARY.search(text))):
+    for match in filter(None, (x.search(text) for x in (_MISREAD, _MISREAD_1251, _VOCABULARY))):
         yield repr(match[0])
 
 
@@ -545,4 +567,6 @@ _OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("have a gold answer that stands for a missing value", _missing_golds),
     (f"have gold answers that differ, of which rewards read the first ({', '.join(GOLD)})", list),
     ("have a gold answer that is none of the letters of the choices in the prompt", list),
+    ("have the whole response of an API for an answer, which is a part of it", list),
+    ("have what a web page shows round an answer in the answer, and train on it", list),
 )

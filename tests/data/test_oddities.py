@@ -134,6 +134,7 @@ ODD = "rows that hold characters that are seldom meant"
         *((text.encode().decode(wrong), repr(part)) for text, wrong, part in (
             ("Don’t", "cp1252", "â€™"), ("Café", "latin-1", "Ã©"), ("über", "cp1252", "Ã¼"), ("5 °C", "latin-1", "Â°"),
             ("ok 😀", "cp1252", "ðŸ"), ("Привет", "latin-1", "Ð¸"), ("Don’t", "latin-1", "â\x80\x99"),
+            ("Кто написал", "cp1251", "РљС‚Рѕ"), ("Don’t", "cp1251", "вЂ™"),
         )),
     ],
 )  # fmt: skip
@@ -152,7 +153,7 @@ def test_ordinary_characters_are_not_named(said):
         "Don’t – “naïve” café, ÜBER, œuvre", "SÃO PAULO, NÃO, MÃE, AMANHÃ »", "ÎLE, Âge, LÂCHE",
         "Ðað er gott. Ñandú, ESPAÑA",
         "Il-Ġimgħa l-Ġdida ta' ĊIPRU, Ċensu", "▁▂▃▅▇", "今日は", "Привет, ÐÑ", "👩\u200d👩 family", "می\u200cخواهم",
-        "a\tb\nc", "5 € â la carte",
+        "a\tb\nc", "5 € â la carte", "«СССР», РЖД» и ЦСКА», РІЧНІ РІКИ, СРЈ, Р° С°", "вЂ РЂ",
     )  # fmt: skip
     for text in texts:
         assert said({"prompt": text, "response": f"x {text}"}, {"prompt": "hi\r\nho", "response": "y"}) == [], text
@@ -294,7 +295,14 @@ def test_other_prompts_with_brackets_are_not(text, said):
 FURTHER = "have further turns inside an answer"
 
 
-@pytest.mark.parametrize("names", [("Human:", "Assistant:"), ("### Instruction:", "### Response:")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Human:", "Assistant:"), ("### Instruction:", "### Response:"), ("User:", "Assistant:"),
+        ("Utilisateur :", "Assistant :"), ("Utilisateur\u00a0:", "Assistant\u00a0:"), ("Benutzer:", "Assistent:"),
+        ("Usuario:", "Asistente:"), ("用户：", "助手："), ("Пользователь:", "Ассистент:"),
+    ],
+)  # fmt: skip
 def test_a_further_turn_inside_an_answer_is_named(names, said):
     first, second = names
     for road, row in on_roads(f"Four.\n\n{first} And 3+3?\n\n{second} Six."):
@@ -304,6 +312,7 @@ def test_a_further_turn_inside_an_answer_is_named(names, said):
     for text in (f"Write\n{first} a\n{second} b", f"So\n\n{first} a", f"So\n\n{second} a\n\n{first} b"):
         assert not [x for x in said({"prompt": "hi", "response": text}) if FURTHER in x], text
     assert said({"text": f"Hi\n\n{first} a\n\n{second} b"}) == []
+    assert said({"prompt": "Write a dialogue", "response": f"Hi\n\n{first} a\n\n{second} b"}) == []
 
 
 ROLES = "rows that hold the roles of a chat template without its tokens"
@@ -882,3 +891,47 @@ def test_a_message_of_a_user_that_stands_twice_in_a_row_is_named(said):
     again = [user("2+2?"), assistant("4"), user("2+2?"), user("And 3+3?"), assistant("4, 6")]
     whole = {x: [*twice[:1], assistant(x)] for x in ("chosen", "rejected")}
     assert said({"messages": again}) == said({"prompt": twice[:1], **whole}, road="pairs") == []
+
+
+RESPONSE_OF_API = (
+    "kept 1 of 1 rows that have the whole response of an API for an answer, which is a part of it: row 1 ("
+)
+SAID = {"role": "assistant", "content": "4"}
+BODY = {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": SAID, "finish_reason": "stop"}]}
+PART = {"type": "output_text", "text": "4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (json.dumps(BODY), "choices[0].message.content"), (json.dumps(BODY, indent=1), "choices[0].message.content"),
+        (json.dumps({"choices": BODY["choices"]}), "choices[0].message.content"),
+        ("ChatCompletion(id='x', choices=[Choice(finish_reason='stop')])", "choices[0].message.content"),
+        (json.dumps({"object": "response", "output": [{"content": [PART]}]}), "output[0].content[0].text"),
+        (json.dumps({"type": "message", "stop_reason": "end_turn", "content": [PART]}), "content[0].text"),
+    ],
+)  # fmt: skip
+def test_a_whole_response_of_an_api_is_named(text, path, said):
+    for road, row in on_roads(text):
+        assert [x for x in said(row, road=road) if RESPONSE_OF_API in x] == [f"{RESPONSE_OF_API}{path})"]
+    quiz = json.dumps({"question": "2+2?", "choices": [{"text": "4"}], "type": "quiz"})
+    for fine in ({"prompt": "Write the JSON of an API", "response": text}, {"prompt": "hi", "response": quiz}):
+        assert said(fine) == []
+
+
+PAGE = "kept 1 of 1 rows that have what a web page shows round an answer in the answer, and train on it: row 1 ("
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("ChatGPT said:\nFour.", "ChatGPT said:"), ("So:\n\npython\nCopy code\nprint(4)", "Copy code"),
+        ("pythonCopy code\nprint(4)", "pythonCopy code"), ("Four 【4†source】.", "【4†source】"),
+        ("Four【4:0†a.pdf】.", "【4:0†a.pdf】"), ("Four :contentReference[oaicite:0]", ":contentReference[oaicite:0]"),
+    ],
+)  # fmt: skip
+def test_what_a_web_page_shows_round_an_answer_is_named(text, note, said):
+    for road, row in on_roads(text):
+        assert said(row, road=road) == [f"{PAGE}{note})"]
+    for fine in ("Click on Copy code.", "Bo said: four", "【注】四", "As ChatGPT said: 4", "See [4]"):
+        assert said({"prompt": text, "response": fine}) == []
