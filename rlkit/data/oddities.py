@@ -193,11 +193,11 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
     differing = [*_two_golds(row), *_two_choices(row)] * bool(asks)
     no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
-    copied, bodies = _parts(_OF_PAGE.search, said), [path for text in said if (path := _in_response(text, asked))]
+    bodies = [path for x in said if (path := _in_response(x)) and not any(map(_OF_ERRORS.search, asked))]
     every = (
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
         *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
-        *(differing, no_choice, bodies, copied),
+        *(differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -277,10 +277,10 @@ def _bare_calls(row: Row, texts: Sequence[str]) -> Iterable[str]:
                 yield name
 
 
-def _in_response(text: str, asked: Sequence[str]) -> str:
-    """Where the answer is in a text that is the whole response of an API, which nobody asks for; "" for others."""
+def _in_response(text: str) -> str:
+    """Where the answer is in a text that is the whole response of an API; "" for others."""
     value = json_of(text) if text.lstrip()[:1] == "{" else text.startswith("ChatCompletion(id=")
-    if any(map(_OF_ERRORS.search, asked)) or not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
         return _OF_API["choices"] * (value is True)
     kinds = {str(value.get(name)) for name in ("object", "type")} & {"chat.completion", "response", "message"}
     kinds |= {"message" for choice in mappings(value.get("choices"))[:1] if "message" in choice}
