@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,13 +176,16 @@ def row_given(row: dict[str, Any]) -> dict[str, Any]:
 
 def shared(held_out: Sequence[Sequence[Row]], train: Sequence[Sequence[Row]], *, whole: bool = False) -> list[str]:
     """Of each held-out set, in rlkit's columns, how many of its rows ask what a row of `train` asks, and where; "" for
-    none. With `whole`, rows are compared in all columns."""
-    key = (lambda row: repr(sorted(row.items()))) if whole else _asked
-    seen, lines = {hash(key(row)) for rows in train for row in rows}, []
+    none. Prompts may differ in case, blanks and marks. With `whole`, all columns are compared as they are."""
+    key, plain = ((lambda row: repr(sorted(row.items()))), str) if whole else (_asked, _plain)
+    seen = {hash(x) for rows in train for row in rows for text in [key(row)] for x in (text, plain(text))}
+    lines = []
     for rows in held_out:
-        common = [i for i, row in enumerate(rows) if hash(key(row)) in seen]
+        asked = [key(row) for row in rows]
+        common = [i for i, text in enumerate(asked) if hash(plain(text)) in seen]
         places = ", ".join(place_of(rows, i, with_source=i == common[0]) for i in common[:_FIRST])
         fact = f"{'' if whole else 'the prompts of '}{len(common)} of {len(rows)} rows are also in --data"
+        fact += ", but for case, blanks and marks" * any(hash(asked[i]) not in seen for i in common)
         lines.append(f"{fact}: {places}{', ...' * (len(common) > _FIRST)}" if common else "")
     return lines
 
@@ -196,6 +200,12 @@ def _asked(row: Row) -> str:
             said = said[:-1]
         said = [(m.get("role"), str(m.get("content")).strip(), m.get("tool_calls")) for m in said]
     return repr((said, [row.get(name) for name in (*OF_TEMPLATE, *COLUMNS)]))
+
+
+def _plain(text: str) -> str:
+    """A text of `_asked` in small letters with single blanks, without the quotes round it and marks that end words."""
+    marks = r"""(?<![^(\[,\s])['"]|['"](?=[,)\]])|[.?:;]+(?=['")\s,]|\\n)|(?<=[a-z]{2})!+"""
+    return re.sub(r"(?:[\s,]|\\n)+", " ", re.sub(marks, "", text.casefold())).replace(" )", ")")
 
 
 _FIRST = 5  # places in a line

@@ -29,6 +29,21 @@ def test_rows_of_one_prompt_differ_by_their_images_tools_and_for_an_environment_
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("What is 2+2?", "what is  2+2", True), ("Say it's so.\nThen go!", "say it's so then go", True),
+        ("[2, 3]", "[2,3]", True), ("What is 5 - 3?", "What is 5 + 3?", False), ("Is it 1.5?", "Is it 15?", False),
+        ("f'(2)", "f(2)", False), ("5!", "5", False), ("Is it so? Say.", "Is it so, say", True),
+    ],
+)  # fmt: skip
+def test_prompts_that_differ_in_case_blanks_and_marks_alone_are_shared(one, other, alike):
+    line = "the prompts of 1 of 2 rows are also in --data, but for case, blanks and marks: row 2"
+    for of in (lambda x: {"prompt": x}, lambda x: {"messages": [{"role": "user", "content": x}]}):
+        assert shared([[of("a"), of(one)]], [[of(other)]]) == [line * alike]
+        assert shared([[of("a"), of(one)]], [[of(other)]], whole=True) == [""]
+
+
 def test_prompts_and_messages_are_rendered_and_keep_their_row():
     rows = [
         {"prompt": "394215", "answer": "123459"},
