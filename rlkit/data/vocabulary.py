@@ -1,24 +1,30 @@
-"""Tokens that a tokenizer has and the model's embedding lacks: added tokens, before the embedding was resized."""
+"""Tokens that the model's embedding lacks (added, before it was resized), and texts that the tokenizer lacks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.load import place_of
+from rlkit.data.markup import markup_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_IDS = ("ids", "prompt", "chosen", "rejected", "response")  # of prompts, examples, pairs and labelled responses
+_log = logging.getLogger("rlkit.data")
+_TRAINED = ("chosen", "rejected", "response")  # of pairs and labelled responses
+_IDS = ("ids", "prompt", *_TRAINED)  # of prompts and examples, too
 
 
 def check_vocabulary(
-    items: Iterable[Any], *, tokenizer: PreTrainedTokenizerBase, num_rows: int, rows: Sequence[Any] = ()
+    items: Sequence[Any], *, tokenizer: PreTrainedTokenizerBase, num_rows: int, rows: Sequence[Any] = ()
 ) -> None:
     """ValueError, with the token and the first of the `rows` that has its text, where an id of the tokenized `items`
-    has no row in an embedding of `num_rows`."""
+    has no row in an embedding of `num_rows`. Logged: how many of those that are trained, or asked, are unknown."""
+    _name_unknown(items, tokenizer)
     largest = max((max(ids, default=0) for item in items for ids in _ids_of(item)), default=0)
     if largest < num_rows:
         return
@@ -28,6 +34,20 @@ def check_vocabulary(
     more = vocabulary_size(tokenizer) - num_rows
     fix = f"--resize-embeddings adds rows for the {more} tokens that were added to its tokenizer"
     raise ValueError(f"{place}: token {token!r} has id {largest}, and the model's embedding has {num_rows} rows: {fix}")
+
+
+def _name_unknown(items: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log how many of the trained tokens (of prompts, of all) are the tokenizer's unknown one, if that is no other."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown in markup_of(tokenizer).ends | {tokenizer.bos_token_id}:
+        return
+    masked = [(item.ids, getattr(item, "mask", None)) for item in items if hasattr(item, "ids")]
+    ids = [i for of, mask in masked for i in (of if mask is None else compress(of, mask))]
+    ids += [i for item in items for name in _TRAINED for i in getattr(item, name, ())]
+    if num := ids.count(unknown):
+        kind = "tokens of the prompts" if any(mask is None for _, mask in masked) else "trained tokens"
+        why = "the tokenizer lacks the characters there, or the texts hold it"
+        _log.warning("%d of %d %s are %s: %s", num, len(ids), kind, tokenizer.unk_token, why)
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -6,9 +6,13 @@ import nightly
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from rlkit.data.examples import Example, Labelled, Pair
+from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.data.vocabulary import check_vocabulary
 from rlkit.model.forward import load_model, resized
 from rlkit.model.heads import load_value_model
 from rlkit.scripts import cli
@@ -122,3 +126,25 @@ def test_a_resized_model_is_the_old_one_on_old_tokens(tied):
 def test_a_critic_has_the_rows_too(folder):
     assert load_value_model("in", min_rows=265).get_input_embeddings().num_embeddings == 265
     assert load_model("in", min_rows=265).get_output_embeddings().weight.shape[0] == 265
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [
+        ([Example([0, 3, 0, 1], [False, True, True, True])], "1 of 3 trained tokens"),
+        ([Example([0, 3], [False, True])], ""), ([Pair([0], [0, 3], [3])], "1 of 3 trained tokens"),
+        ([Labelled([0], [0, 0], True)], "2 of 2 trained tokens"), ([Labelled([0], [3], True)], ""),
+        ([Prompt([0, 3, 3], {}, 0), Prompt([0], {}, 1)], "2 of 4 tokens of the prompts"),
+    ],
+)  # fmt: skip
+def test_trained_tokens_that_are_unknown_are_counted(items, found, caplog):
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}
+    for unknown, why in (("<unk>", found), ("</s>", ""), ("<s>", "")):  # GPT-2's is its eos
+        model = Tokenizer(models.WordLevel(words, unk_token=unknown))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=model, unk_token=unknown, bos_token="<s>", eos_token="</s>"
+        )
+        caplog.clear()
+        check_vocabulary(items, tokenizer=tokenizer, num_rows=4)
+        lack = " are <unk>: the tokenizer lacks the characters there, or the texts hold it"
+        assert caplog.messages == [why + lack] * bool(why)
