@@ -348,16 +348,20 @@ def _ground_truth(reward_model: Any) -> Any | None:
 
 
 def squad_normalize(text: str) -> str:
-    """Lower case; without ASCII punctuation, the articles a, an, the, and blanks beyond one between words.
+    """Lower case, in NFC; without ASCII punctuation, the articles a, an, the, and blanks beyond one between words.
 
-    The order is that of SQuAD's evaluation script.
+    The order is that of SQuAD's evaluation script, which takes NFD for another text.
 
     >>> squad_normalize("The  U.S.A., an answer!")
     'usa answer'
 
     Reference: https://arxiv.org/abs/1606.05250, https://rajpurkar.github.io/SQuAD-explorer (evaluate-v2.0.py)
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", _lower(text).translate(_PUNCTUATION)).split())
+
+
+def _lower(text: str) -> str:
+    return unicodedata.normalize("NFC", text).lower()
 
 
 def _normalizer(reference: str) -> Callable[[str], str]:
@@ -370,8 +374,8 @@ def _normalizer(reference: str) -> Callable[[str], str]:
         kept = lambda text: _MEANT.sub(lambda match: match.group().translate(_KEPT), text)  # noqa: E731
         return lambda text: squad_normalize(kept(text.translate(_WIDE)))
 
-    words = lambda text: " ".join(text.lower().translate(_PUNCTUATION).split())  # noqa: E731
-    literal = lambda text: " ".join(text.lower().split())  # noqa: E731
+    words = lambda text: " ".join(_lower(text).translate(_PUNCTUATION).split())  # noqa: E731
+    literal = lambda text: " ".join(_lower(text).split())  # noqa: E731
     return next((form for form in (squad_normalize, words, literal) if form(reference)), squad_normalize)
 
 

@@ -45,6 +45,14 @@ def test_squad(answer, reference, exact, overlap):
     assert f1(answer, row) == pytest.approx(overlap)
 
 
+def test_the_two_forms_of_an_accented_letter_are_equal():
+    for one, other in (("Z\u00fcrich", "Zu\u0308rich"), ("U\u0308BER", "\u00fcber"), ("3 \u00e9", "3 e\u0301")):
+        for answer, reference in ((one, other), (other, one)):
+            assert exact_match(answer, {"answer": reference}) == f1(answer, {"answer": reference}) == 1.0
+            assert contains(f"in {answer}.", {"answer": reference}) == 1.0
+            assert exact_match("Zurich", {"answer": reference}) == 0.0
+
+
 def test_the_best_of_several_references_counts():
     row = {"answers": ["Paris, France", "Paris"]}
     assert exact_match("paris", row, column="answers") == 1.0
