@@ -100,7 +100,7 @@ def _why_no_kernel(name: str, kind: str) -> str:
 def _disagreement(folder: Path) -> str:
     """A weight that only one of model.safetensors and the index beside it has; "" where there are not both.
 
-    transformers reads the first, and servers read the files of the index.
+    transformers reads the first, and servers read the files of the index. Two that are whole are named once.
     """
     single, index = folder / SINGLE, folder / INDEX
     if not (single.is_file() and index.is_file()):
@@ -108,7 +108,12 @@ def _disagreement(folder: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     with suppress(SafetensorError), safe_open(single, "np") as tensors:  # a damaged one is named where it is read
-        return min({*tensors.keys()} ^ {*json.loads(index.read_bytes())["weight_map"]}, default="")
+        files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        parts = sorted(name for name in {*files.values()} - {SINGLE} if (folder / name).is_file())
+        if files.keys() == {*tensors.keys()} and parts:
+            fix = f"{SINGLE} is read, and {parts[0]} is not: delete the one that is not meant"
+            _warn_once(f"model {str(folder)!r} has its weights twice, in {SINGLE} and in the files of {INDEX}; {fix}")
+        return min({*tensors.keys()} ^ files.keys(), default="")
     return ""
 
 

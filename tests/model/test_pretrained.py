@@ -101,6 +101,20 @@ def test_two_sets_of_weights_with_other_names_are_refused(folder: Path) -> None:
         load_config(folder)
 
 
+def test_two_sets_of_weights_with_the_same_names_are_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An index of the single file, and one whose files are gone, are no second set."""
+    names, part = [*load_file(folder / "model.safetensors")], "model-00001-of-00001.safetensors"
+    for file in ("model.safetensors", part):
+        save_index(folder, names, file)
+        load_config(folder)
+    assert caplog.text == ""
+    shutil.copy(folder / "model.safetensors", folder / part)
+    for _ in range(2):
+        load_config(folder)
+    assert caplog.text.count("twice, in model.safetensors and in the files of model.safetensors.index.json; ") == 1
+    assert f"model.safetensors is read, and {part} is not: delete the one that is not meant" in caplog.text
+
+
 def test_weights_that_no_index_names_are_none_of_the_model(folder: Path) -> None:
     """Mistral's repositories hold them again in another format; an export would carry them on."""
     single, part = folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
