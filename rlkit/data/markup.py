@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -167,7 +167,8 @@ class Markup:
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """`eos_token_id` of the tokenizer and of its model's folder, the one to be trained first."""
-        eos, theirs = getattr(self.tokenizer, "eos_token_id", None), _eos_of_folder(self.tokenizer)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        theirs = next((ids for _, ids in _eos_of_folder(self.tokenizer)), [])
         first = [eos] if eos is not None and (eos in theirs or not theirs) else []
         return tuple(dict.fromkeys([*first, *theirs, *([] if eos is None else [eos])]))
 
@@ -332,6 +333,7 @@ class Markup:
             opened = self._renders[0]
         except ValueError:  # it is reported where a row is rendered
             return
+        self._report_ordinary_eos()
         if self.end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
@@ -359,6 +361,18 @@ class Markup:
                 "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
                 source, self.tokenizer.decode(self.bos),
             )  # fmt: skip
+
+    def _report_ordinary_eos(self) -> None:
+        """Name an `eos_token_id` of the folder that is a token of ordinary text: answers end where they write it."""
+        known = self._special.union(self._added, [getattr(self.tokenizer, "eos_token_id", None), self.written_end])
+        files = {i: file for file, ids in _eos_of_folder(self.tokenizer) for i in ids if i not in known}
+        for i, file in files.items():
+            text = str(self.tokenizer.decode([i])) if 0 <= i < len(self.tokenizer) else ""
+            if text and not re.fullmatch(r"<.+>|\[.+\]", text.strip()):  # a stop that is not marked as special
+                line = (
+                    "%s: eos_token_id %d is %r, a token of ordinary text: answers end where they write it; correct it"
+                )
+                _log.warning(line, file, i, text)
 
 
 def speaker_of(text: str, *, answer: bool) -> str:
@@ -505,8 +519,8 @@ def _is_markup(token: str) -> bool:
     return len(token.strip()) > 1 and not token.strip()[0].isalnum()
 
 
-def _eos_of_folder(tokenizer: Any) -> list[int]:
-    """`eos_token_id` of the generation config, else of the config, beside the tokenizer's files."""
+def _eos_of_folder(tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """`eos_token_id` of the generation config, and of the config, beside the tokenizer's files, with their names."""
     path = getattr(tokenizer, "name_or_path", "")
     for name in ("generation_config.json", "config.json") if path else ():
         try:
@@ -515,5 +529,4 @@ def _eos_of_folder(tokenizer: Any) -> list[int]:
         except (OSError, ValueError, AttributeError):  # a damaged file is named where the model is loaded
             value = None
         if ids := [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]:
-            return ids
-    return []
+            yield name, ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -694,6 +695,25 @@ def test_a_template_without_a_generation_prompt_is_named_once(tmp_path, caplog):
     for _ in range(2):
         rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
     assert caplog.text.count(r"the generation prompt lacks '<|im_start|>assistant\n'") == 1
+
+
+ORDINARY_ENDS = [("config.json", [35, 36]), ("generation_config.json", [2]), ("generation_config.json", 46)]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "more"),
+    [*((name, "config.json", []) for name in FAMILIES), *(("llama3", *case) for case in ORDINARY_ENDS)],
+)
+def test_a_stop_token_that_is_ordinary_text_is_named_once(name, file, more, tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    ends = more if isinstance(more, int) else [*markup_of(tokenizer).eos, *more]
+    tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": ends}))
+    for _ in range(2):
+        rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    lines = [line for line in caplog.messages if "a token of ordinary text" in line]
+    wanted = [more] if isinstance(more, int) else more
+    assert [line.partition(", a ")[0] for line in lines] == [f"{file}: eos_token_id {i} is {chr(i)!r}" for i in wanted]
 
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
