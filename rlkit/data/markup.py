@@ -122,10 +122,11 @@ class Markup:
 
     @cached_property
     def misopened(self) -> tuple[str, str] | None:
-        """The generation prompt, and what is written before an answer, where their words differ: the role, mostly."""
+        """The generation prompt, and what is written before an answer, where neither begins the other (without tags of
+        reasoning): the role differs, or a blank."""
         told = self._renders[1].rpartition(_SAID)[0] or _ASKED
         both = self._renders[0].rpartition(_ASKED)[2], told.rpartition(_ASKED)[2]
-        first, second = (re.findall(r"\w+", REASONING.sub("", text)) for text in both)
+        first, second = (re.sub(rf"(?i){REASONING.pattern}\s*", "", text) for text in both)
         return both if any(a != b for a, b in zip(first, second)) else None
 
     @cached_property
@@ -334,6 +335,7 @@ class Markup:
         except ValueError:  # it is reported where a row is rendered
             return
         self._report_ordinary_eos()
+        self._report_turns(source)
         if self.end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
@@ -361,6 +363,17 @@ class Markup:
                 "%s: does not begin with {{ bos_token }} (%r), which this tokenizer puts before every text",
                 source, self.tokenizer.decode(self.bos),
             )  # fmt: skip
+
+    def _report_turns(self, source: str) -> None:
+        """Name an answer that ends with the token that opens turns, and turns that do not tell whose they are."""
+        asked, said, after = self._renders[2].rpartition(_ASKED)[0].rpartition(_SAID)
+        opener = after.removeprefix(self.closing)
+        if self.written_end not in (None, *self.eos) and self.end_text in opener:
+            line = "%s: an answer ends with %r, which opens turns, and %r is not written: is it misspelt?"
+            _log.warning(line, source, self.end_text, self.tokenizer.decode([*self.eos[:1]]))
+        if said and asked.rpartition(_ASKED)[2] == after:
+            line = "%s: turns of the user and the assistant are written alike, with %r between them: add their roles"
+            _log.warning(line, source, after)
 
     def _report_ordinary_eos(self) -> None:
         """Name an `eos_token_id` of the folder that is a token of ordinary text: answers end where they write it."""

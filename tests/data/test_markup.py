@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -720,6 +721,36 @@ TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
+WRONG_TURNS = {  # a text of ChatML, what it is replaced by, and what is named: nothing for what is right
+    "no end": ("<|im_end|>", "<|im_start|>", "an answer ends with '<|im_start|>', which opens turns, and '<|im_end|>'"),
+    "no end of answers": (
+        "<|im_end|>", "{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}", "an answer ends with '<|im_s",
+    ),
+    "eos ends and opens": ("<|im_start|>", "<|im_end|>", ""),
+    "another end": ("<|im_end|>", "<|endoftext|>", ""),
+    "no roles": ("{{ m.role }}", "", "turns of the user and the assistant are written alike, with '<|im"),
+    "one role": ("{{ m.role }}", "assistant", "turns of the user and the assistant are written alike, with '<|im"),
+    "short roles": ("{{ m.role }}", "{{ m.role[:4] if m.role != 'assistant' else m.role }}", ""),
+    "another mark": ("{% if add_generation_prompt %}<|im_start|>assistant\n", "{% if add_generation_prompt %}"
+                     "<|im_start|>assistant:", r"opens a turn with '<|im_end|>\n<|im_start|>assistant:' but writes"),
+    "a blank": ("{% if add_generation_prompt %}<|im_start|>assistant\n", "{% if add_generation_prompt %}"
+                "<|im_start|>assistant ", r"opens a turn with '<|im_end|>\n<|im_start|>assistant ' but writes"),
+    "no break": ("{% if add_generation_prompt %}<|im_start|>assistant\n", "{% if add_generation_prompt %}"
+                 "<|im_start|>assistant", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_TURNS)
+def test_turns_that_teach_no_end_or_no_role_are_named_once(what, tmp_path, caplog):
+    old, new, named = WRONG_TURNS[what]
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    assert old in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    for _ in range(2):
+        rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=99)
+    assert sum(named in line for line in caplog.messages) == 1 if named else caplog.text == "", caplog.text
+
+
 def test_a_generation_prompt_of_another_role_is_named_on_every_road(tmp_path, caplog):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     tokenizer.chat_template = f"{{% for m in messages %}}{TURN}{{% endfor %}}{OPENS.replace('assistant', 'user')}"
@@ -739,11 +770,13 @@ def test_a_generation_prompt_of_another_role_is_named_on_every_road(tmp_path, ca
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
-def test_no_public_template_takes_another_role_for_its_own(name, tmp_path):
+def test_no_public_template_takes_another_role_for_its_own(name, tmp_path, caplog):
     tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
     markup = markup_of(tokenizer)
     assert markup.misopened is None
     markup.refuse_first([user("hi")])
+    markup.report()
+    assert not re.search("opens turns|written alike|opens a turn", caplog.text)
 
 
 def test_a_template_that_takes_any_first_message_for_the_systems_is_refused_without_one(tmp_path):
