@@ -41,13 +41,22 @@ def _name_unknown(items: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> N
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown in markup_of(tokenizer).ends | {tokenizer.bos_token_id}:
         return
-    masked = [(item.ids, getattr(item, "mask", None)) for item in items if hasattr(item, "ids")]
-    ids = [i for of, mask in masked for i in (of if mask is None else compress(of, mask))]
-    ids += [i for item in items for name in _TRAINED for i in getattr(item, name, ())]
-    if num := ids.count(unknown):
-        kind = "tokens of the prompts" if any(mask is None for _, mask in masked) else "trained tokens"
+    asked = any(hasattr(item, "ids") and not hasattr(item, "mask") for item in items)
+    nums = [(of.count(unknown), len(of)) for item in items for of in _trained(item)]
+    if num := sum(count for count, _ in nums):
+        kind = "tokens of the prompts" if asked else "trained tokens"
         why = "the tokenizer lacks the characters there, or the texts hold it"
-        _log.warning("%d of %d %s are %s: %s", num, len(ids), kind, tokenizer.unk_token, why)
+        _log.warning("%d of %d %s are %s: %s", num, sum(n for _, n in nums), kind, tokenizer.unk_token, why)
+
+
+def _trained(item: Any) -> Iterator[list[int]]:
+    """The trained ids of an example, of a pair or of a labelled response; those of a prompt."""
+    if (ids := getattr(item, "ids", None)) is not None:
+        mask = getattr(item, "mask", None)
+        yield [*ids] if mask is None else [*compress(ids, mask)]
+    for name in _TRAINED:
+        if (ids := getattr(item, name, None)) is not None:
+            yield [*ids]
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
