@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise, product
-from string import ascii_uppercase, punctuation
 from typing import Any
 
 from rlkit.data import columns
@@ -17,100 +15,20 @@ from rlkit.data.drop import drop
 from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
 from rlkit.data.markup import Markup
-from rlkit.data.messages import CALLS, Converted, json_of, mappings, name_of, null_arguments
-from rlkit.data.prompt_columns import is_texts
-from rlkit.data.schema import ANSWERS, GOLD, LABELS, OF_MESSAGES, PAIRED, RESPONSES
+from rlkit.data.messages import CALLS, Converted, json_of, mappings, name_of
+from rlkit.data.odd_texts import FEW, OF_SHEET, OF_TEXTS, REPEATED, SOME, golds_of
+from rlkit.data.schema import ANSWERS, OF_MESSAGES, PAIRED, RESPONSES
 from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
 _log = logging.getLogger("rlkit.data")
-_REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-_LONG = 50  # characters: shorter texts may be of one length by chance
-_FEW, _SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
-_MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
-    "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
-    "[deleted]", "[removed]", "<noinput>", "<nooutput>",
-}  # fmt: skip
-_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>"}  # which may be right
-_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
-_ESCAPED = re.compile(  # \n is no command of LaTeX
-    r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
-    r"su[bp]\w*|orm\w*|olimits|parallel|prec\w*|succ\w*|sim|ewcommand|ewpage|less|gtr|(left|right)arrow)(?![a-z])))"
-)
-_ENTITY = re.compile(r"&(lt|gt|amp|quot|apos|nbsp|#\d{2,5}|#x[0-9a-fA-F]{2,4});")
-_PLACE = re.compile(  # not \boxed{answer}, x_{ij}, nor a first token of markup
-    r"(?<![\\\w^}])(?:\{\{ ?(\w+) ?\}\}|\{ ?(\w+) ?\}|%\((\w+)\)s|(?!\A<\|\w+\|>\s*\S)<\|(\w+)\|>)|"
-    r"<(image|video|audio)>"
-)
-_PLACES = {  # what a template calls a text that is asked, and one that is answered
-    "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
-    "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio",
-}  # fmt: skip
-# a gold answer's end
-_FINAL = re.compile(r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL)
-_SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
-_VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
-_FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
-    r"\S\n(?:\n((?:### )?(?:Human|User|Utilisateur|Benutzer|Nutzer|Usuario|Utente|Пользователь|用户)\s?[:\uff1a]|"
-    r"### Instruction:)|(user)\n).*"
-    r"\n(?:\n((?:### )?(?:Assistant|Assistent|Asistente|Assistente|Ассистент|助手)\s?[:\uff1a]|### Response:)|"
-    r"(assistant|model)\n)",
-    re.DOTALL,
-)
-_SCENE = re.compile("dialog|conversation|conversaci|conversazion|gespr|диалог|对话|對話", re.IGNORECASE)  # is asked for
-_ROLES = re.compile(  # not a list of them
-    r"\s*(?:(system|developer|user)\n+(?!(?:(?:system|user|tool)\n)*(?:assistant|model))\S.*?"
-    r"(?:\n(assistant|model)(?=\n|\Z)|(?<=\S)(assistant)(?=\n\n|\Z))|(assistant)\n+\S)",
-    re.DOTALL,
-)
-_RESULT = re.compile(  # of a tool, after its call in one text
-    r"</(?:tool_calls?|function_calls?|tool|search|code|python)>\s*<((?:tool|function)_(?:response|results?|output)|observation|"
-    r"information|result|output|interpreter)>|"
-    r"(?:\A|\n)Thought:[^\n]*\n(?:[^\n]*\n){0,20}?Action:[^\n]*\n(?:[^\n]*\n){0,20}?(Observation):[ \t]*\S"
-)
 _LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
     r"[\W_]*(?:(chosen|preferred|accepted|better|good|winner)|(rejected|dispreferred|worse|bad|loser))"
     r"(?: (?:response|answer|completion))?[\s*]*[:\])>]",
     re.IGNORECASE,
 )
-_API_ERROR = re.compile(  # at the beginning of an answer
-    r"\s*(Error code: \d{3} - |Error: (Error code|Rate limit|429|50\d)\b|Rate limit (reached|exceeded)|"
-    r"(openai|anthropic|litellm|httpx|requests)\.[\w.]*(Error|Timeout)\b|Internal Server Error\b|Request timed out\b|"
-    r"(HTTP(Error)? |Error )?(429|50[0234])[: ]+(Too Many|Bad Gateway|Service Unavail|Gateway Time|Internal Server)|"
-    r"(I'm |I am )?sorry, (but )?(an error|something went wrong)|An error occurred while (processing|generating)|"
-    r"\{['\"]error['\"]: ?\{|Traceback \(most recent call last\):)",
-    re.IGNORECASE,
-)  # fmt: skip
-_OF_ERRORS = re.compile(  # in a prompt that such an answer may fit
-    r"\b(errors?|rate.?limit\w*|traceback|exceptions?|bugs?|logs?|api|json|code|python|outputs?|print|import|apolog\w+)\b",
-    re.IGNORECASE,
-)
-_OF_API = {"choices": "choices[0].message.content", "output": "output[0].content[0].text", "content": "content[0].text"}
-_OF_PAGE = re.compile(  # round an answer that was copied from one
-    r"(?m)(\A(?:ChatGPT|You) said:|^[a-z+#]*Copy code$|^ChatGPT can make mistakes\.|:contentReference\[oaicite:\d+\]|"
-    r"\u3010\d+(?::\d+)?\u2020[^\u3011\n]*\u3011)"
-)
 _SCORES = ("score", "rating", "reward", "avg_rating")
-_MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
-_SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
-_REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
-_SENTENCE = re.compile(r"[.!?\n。！？]+")
 _NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
-_UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
-_MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
-    "\u00e2\u20ac.?|\u00e2\u0080[\u0080-\u00bf]|\u00f0\u0178|\u00f0\u009f|\u00c2[\u00a3\u00a7\u00a9\u00b0\u00b1\u00b7\u00bd]"
-    "|\u00c3[\u00a1-\u00aa\u00ac-\u00ba\u00bc-\u00bf]|\u00d0[\u00b0-\u00ba\u00bc-\u00bf]|\u00d1[\u00b0-\u00ba\u00bc-\u00bf]"
-)
-_SECOND = re.escape(bytes(range(0x80, 0xC0)).decode("cp1251", "ignore"))
-_MISREAD_1251 = re.compile(rf"(?:[\u0420\u0421][{_SECOND}]){{3}}|\u0432\u0402[{_SECOND}]")  # as cp1251
-_UNESCAPED = re.compile(  # \frac, \boxed, \times, \right: the first letter was read as that of an escape
-    r"\f(?:rac|orall)|\x08(?:oxed|eta|egin|inom|ar\{)|\t(?:imes|heta|herefore|(?:ext(?:bf|it|rm)?|frac|ilde)\{)|\r(?:ight|ho\b)"
-)
-_OPTION = re.compile(r"^\s*\(?([A-J])[.):]\s+(.+?)\s*$", re.MULTILINE)
-_PICTURE = re.compile(r"!\[[^\]\n]*\]\([^)\s]+\.(?:png|jpe?g|gif|webp)\)", re.IGNORECASE)
-_VOCABULARY = re.compile(  # of tokenizers: a blank and a line break. Maltese begins words with both letters
-    r"(?<=[a-z\d,])\u0120(?=\w)|(?<=[a-z\d.,:;!?])\u010a|(?<=\w)\u2581(?=\w)"
-)
 
 
 def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], texts: Sequence[Sequence[str]]) -> None:
@@ -120,218 +38,10 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
         if not least or sum(map(bad, (row for _, row in items))) >= least * len(items):
             drop(rows, items, bad, unit=unit, why=why, keep=True)
     sheet = isinstance(rows, Rows) and any(re.search(r"\.[ct]sv\b", source) for source in rows.sources)
-    for (why, narrowed), notes in zip(_OF_TEXTS, zip(*texts, strict=True), strict=True):
-        noted = [*enumerate(narrowed(notes) if sheet or why != _OF_SHEET else [])]
+    for (why, narrowed), notes in zip(OF_TEXTS, zip(*texts, strict=True), strict=True):
+        noted = [*enumerate(narrowed(notes) if sheet or why != OF_SHEET else [])]
         drop(rows, noted, bool, unit="rows", why=why, keep=True, note=lambda note: f" ({note})")
     _name_reversed_scores(rows, read)
-
-
-def _mostly(notes: Sequence[str], least: float = 0.5) -> Sequence[str]:
-    """The notes on what is meant in a few rows, and seldom in half of them; none for few."""
-    num = sum(map(bool, notes))  # code may be a few lists
-    return notes if num == len(notes) or num >= max(_FEW, least * len(notes)) else []
-
-
-def _of_all(notes: Sequence[str]) -> Sequence[str]:
-    """What the notes of all rows, of which there are several, have in common."""
-    same = set.intersection(*({*note.split(", ")} for note in notes))
-    return [", ".join(sorted(same))] * len(notes) if len(notes) > 1 else []
-
-
-def _cut(texts: Sequence[str]) -> Sequence[str]:
-    """The length that most of the texts have, which is the longest, if they are not alike: a pattern was not cut."""
-    size = max(map(len, texts))
-    longest = [text for text in texts if len(text) == size]
-    alike = [sum(a == b for a, b in zip(*pair)) / size for pair in pairwise(longest[:20]) if size]
-    if not alike or len(longest) < max(_FEW, len(texts) / 2) or sum(alike) > 0.5 * len(alike):
-        return []
-    return [f"{size} characters" * (len(text) == size) for text in texts]
-
-
-def _given_away(golds: Sequence[str]) -> Sequence[str]:
-    """The golds where nearly all are there: the last choice of a question ("yes or no?") is the right one at times."""
-    return _mostly(golds, 0.8) if len({*golds} - {""}) >= _FEW - 1 else []
-
-
-def _missing_golds(golds: Sequence[str]) -> Sequence[str]:
-    """The golds that stand for a missing value, some of them, where the others differ: one of a few may be a class."""
-    others = [gold for gold in golds if gold and gold not in _NO_GOLD]
-    notes = [repr(gold) * (gold in _NO_GOLD and 2 * len({*others}) > len(others)) for gold in golds]
-    return _mostly(notes, 0.01) if len(golds) >= _SOME else []
-
-
-def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
-    """The notes on what is read of a row, its columns `used` and texts: in the order of the lines of
-    `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
-    cells = [value for name in used if isinstance(value := row.own.get(name), str)]
-    texts = dict.fromkeys([*cells, *asked, *answers])
-    short = [text for text in texts if len(text) < _REPEATED and text.strip() in _MISSING]
-    said = [] if answers is asked else answers
-    missing = [repr(x.strip()) for x in short if x not in said or not any(x.strip() in y != x for y in asked[-1:])]
-    odd = [note for text in texts for note in _characters(text)]
-    odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
-    turns, results = (_parts(pattern.search, said) for pattern in (_FURTHER, _RESULT))
-    turns = [] if any(map(_SCENE.search, asked[-1:])) else turns
-    values = [repr(text[:30]) for text in said if _is_value(text)]
-    escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
-    entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]
-    names = {*map(str.lower, row.own)} - _SAID_PLACES | _PLACES
-    names -= {"image"} if row.get("images") else set()
-    places = [place for text in asked for place in _places(text, names) if answers is not asked or place[0] != "<"]
-    places += [place for text in said for place in _places(text, names | _SAID_PLACES)]
-    places += ["![...](...)"] * (answers is not asked and not row.get("images") and any(map(_PICTURE.search, asked)))
-    golds = _golds(row)
-    damaged = [text for text in (*said, *golds) if _is_damaged(text, asked)]
-    errors = [repr(text[:30]) for text in said if _API_ERROR.match(text) and not any(map(_OF_ERRORS.search, asked))]
-    reasoned = [f"<{match[1]}>" for text in said if "<" in text and (match := _REASONED_TWICE.search(text))]
-    loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
-    longest = max(said, key=len, default="")
-    unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
-    asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
-    given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
-    given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
-    plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
-    differing = [*_two_golds(row), *_two_choices(row)] * bool(asks)
-    no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
-    bodies = [path for x in said if (path := _in_response(x)) and not any(map(_OF_ERRORS.search, asked))]
-    every = (
-        *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
-        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
-        *(differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
-    )
-    return [", ".join(dict.fromkeys(notes)) for notes in every]
-
-
-def _parts(find: Callable[[str], re.Match[str] | None], texts: Iterable[str]) -> list[str]:
-    """The groups of what is found in texts, as "first ... last"."""
-    return [" ... ".join(filter(None, match.groups())) for text in texts if (match := find(text))]
-
-
-def _golds(row: Converted, *names: str) -> list[str]:
-    """The gold answers of a row that are texts or numbers, as texts, in the order of their columns."""
-    cells = [x.get("ground_truth") if isinstance(x, Mapping) else x for x in map(row.own.get, names or GOLD)]
-    return [text for cell in cells if isinstance(cell, str | int | float) and (text := str(cell).strip())]
-
-
-def _two_golds(row: Converted) -> Iterable[str]:
-    """The gold answers of a row that end with different whole numbers, or letters; a number as such may be a place."""
-    names = [name for name in GOLD if name not in LABELS and not isinstance(row.own.get(name), int | float)]
-    ends = {m[1].replace(",", "").lstrip("0") for x in _golds(row, *names) if (m := _FINAL.fullmatch(x))}
-    for some in ({x for x in ends if x.isalpha() is letter} for letter in (False, True)):
-        if len(some) > 1:
-            yield " and ".join(sorted(some))
-
-
-def _two_choices(row: Converted) -> Iterable[str]:
-    """The text of the choice that the gold answer names by its letter or place, where a column has another choice."""
-    lists, gold = [x for x in row.own.values() if is_texts(x)], row.own.get("answer")
-    at = ascii_uppercase.find(gold) if isinstance(gold, str) and len(gold) == 1 else gold if type(gold) is int else -1
-    for name in ("answer_text", "correct_answer", "correct_option", "correct_choice") if len(lists) == 1 else ():
-        other = row.own.get(name)
-        if 0 <= at < len(lists[0]) and isinstance(other, str) and other in lists[0] and other != lists[0][at]:
-            yield f"{lists[0][at][:30]!r} and {other[:30]!r}"
-
-
-def _no_choice(prompt: str, gold: str) -> str:
-    """A gold answer that is none of the letters of the choices that a prompt has on lines of their own; "" for none.
-
-    A text counts where it is that of a choice, and the prompt asks for a letter.
-    """
-    options = dict(_OPTION.findall(prompt))
-    letters = "".join(options)
-    if len(options) < 2 or not ascii_uppercase.startswith(letters) or gold in letters:
-        return ""
-    letter = gold in ascii_uppercase[:_SOME] and not re.search(rf"\b{gold}[.):]", prompt)
-    text = gold in options.values() and re.search(r"\bletter\b", prompt) is not None
-    return f"{gold[:30]!r} of A to {letters[-1]}" if letter or text else ""
-
-
-def _ends_with(prompt: str, gold: str) -> bool:
-    """Whether a prompt ends with a word, or words, apart from the marks after them."""
-    prompt, gold = (text.rstrip(f"{punctuation} \n\t") for text in (prompt, gold))
-    before = prompt.removesuffix(gold)
-    return "" != before != prompt and not before[-1].isalnum()
-
-
-def _is_damaged(text: str, asked: Sequence[str]) -> bool:
-    """Whether a text is a date or number as a spreadsheet shows others, and the prompt has nothing like it."""
-    match = _SHEET.fullmatch(text.strip()) if len(text) < _REPEATED else None
-    part = next(filter(None, (match[1], match[2], r"E\+|10\^|scientific")), "") if match else ""
-    return match is not None and not any(re.search(part, prompt) for prompt in asked)
-
-
-def _repeated(text: str) -> str:
-    """The sentence, or line, that is at least half of a text and stands there five times; empty for none."""
-    parts = Counter(part.strip() for part in _SENTENCE.split(text) if part.strip()) if len(text) > _LONG else Counter()
-    sentence, num = parts.most_common(1)[0] if parts else ("", 0)
-    return sentence if num > _FEW and 2 * num >= parts.total() and len(sentence) >= _REPEATED else ""
-
-
-def _bare_calls(row: Row, texts: Sequence[str]) -> Iterable[str]:
-    """The names of the row's tools that texts call in JSON."""
-    tools = str(row.get("tools") or row.get("functions") or "")
-    for text in texts if tools else ():
-        value = json_of(text) if text.lstrip()[:1] in ("{", "[") else None
-        for call in mappings(value if isinstance(value, list) else [value]):
-            if "arguments" in call and isinstance(name := call.get("name"), str) and name in tools:
-                yield name
-
-
-def _in_response(text: str) -> str:
-    """Where the answer is in a text that is the whole response of an API; "" for others."""
-    value = json_of(text) if text.lstrip()[:1] == "{" else text.startswith("ChatCompletion(id=")
-    if not isinstance(value, Mapping):
-        return _OF_API["choices"] * (value is True)
-    kinds = {str(value.get(name)) for name in ("object", "type")} & {"chat.completion", "response", "message"}
-    kinds |= {"message" for choice in mappings(value.get("choices"))[:1] if "message" in choice}
-    return next((path for name, path in _OF_API.items() if kinds and mappings(value.get(name))), "")
-
-
-def _escape(text: str) -> re.Match[str] | None:
-    """The first escape of a line break or character outside quotes, of a text without line breaks."""
-    text = text.strip()
-    text = text[1:-1] if text[:1] == '"' and isinstance(whole := json_of(text), str) and whole != text else text
-    return None if "\n" in text else _ESCAPED.search(_QUOTED.sub("", text))
-
-
-def _entity(text: str) -> re.Match[str] | None:
-    """The first entity of a text that has been escaped for HTML: it has no bare < > or &."""
-    return None if re.search("[<>]", text) or "&" in _ENTITY.sub("", text) else _ENTITY.search(text)
-
-
-def _places(text: str, names: set[str]) -> Iterable[str]:
-    """The placeholders of these names, as they stand in a text."""
-    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<", "%(")) else ():
-        if {*map(str.lower, filter(None, match.groups()))} <= names:
-            yield match[0]
-
-
-def _is_value(text: str) -> bool:
-    """Whether a text is what Python writes of bytes, an object or a list of one text, and no JSON."""
-    if not _VALUE.match(text) or not isinstance(json_of(text), str):
-        return False
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = ast.literal_eval(text.strip())
-        return isinstance(value, bytes | dict) or (isinstance(value, list) and [*map(type, value)] == [str])
-    return False
-
-
-def _characters(text: str) -> Iterable[str]:
-    """The characters of a text that are seldom meant."""
-    if command := _UNESCAPED.search(text):
-        yield f"{command[0]!r} of LaTeX in JSON, where a backslash is written twice"
-    if "\0" in text:
-        yield "NUL"
-    if "<0x0A>" in text:
-        yield "<0x0A>"
-    if text.isascii():
-        return
-    if "\ufffd" in text:
-        yield "U+FFFD"
-    if first := _UNSEEN.get(text.lstrip()[:1]):
-        yield f"{first} at the start"
-    for match in filter(None, (x.search(text) for x in (_MISREAD, _MISREAD_1251, _VOCABULARY))):
-        yield repr(match[0])
 
 
 def name_two_golds(
@@ -342,7 +52,7 @@ def name_two_golds(
     golds: dict[str, dict[str, str]] = {prompt: {} for prompt, num in Counter(asked).items() if prompt and num > 1}
     for prompt, (_, row) in zip(asked, read):
         if prompt in golds:
-            golds[prompt] |= {gold.casefold(): gold[:30] for gold in _golds(row)[:1]}
+            golds[prompt] |= {gold.casefold(): gold[:30] for gold in golds_of(row)[:1]}
     notes = [(index, [*golds.get(prompt, {}).values()]) for index, prompt in enumerate(asked)]
     why = "stand there with another gold answer too"
     several, shown = (lambda note: len(note) > 1), (lambda note: f" ({' and '.join(note)})")
@@ -365,7 +75,7 @@ def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Conver
 def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]) -> None:
     """Log that at least half of the examples repeat others, or that all have one prompt, or one answer."""
     form, _ = read[-1]
-    if len(turns) < _FEW or any(turn.images for of_row in turns for turn in of_row):
+    if len(turns) < FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
     first, same, pairs = turns[0][0], list[str](), form is PAIR
@@ -378,7 +88,7 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     if num <= len(turns) / 2:
         texts = "all the same text" if num == 1 else f"{num} different texts"
         _log.warning("%sthe %d rows are %s: each trains as often as it is there", source, len(turns), texts)
-    elif same and len(turns) >= _SOME:
+    elif same and len(turns) >= SOME:
         repeated = "the same chosen response" if pairs and same == ["answer"] else f"the same {same[0]}"
         _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), repeated)
 
@@ -404,7 +114,7 @@ def _repeats_prompt(row: Converted, *names: str) -> bool:
     within = prompt[-1:].isalnum()  # of a word
     rests = [response[len(prompt) :] for response in responses if response.startswith(prompt)]
     begins = len(rests) == len(responses) and not any(within and re.match(r"\w", rest) for rest in rests)
-    return len(prompt) >= (1 if names else _REPEATED) and begins and bool(responses)
+    return len(prompt) >= (1 if names else REPEATED) and begins and bool(responses)
 
 
 def _both_repeat_prompt(row: Converted) -> bool:
@@ -414,7 +124,7 @@ def _both_repeat_prompt(row: Converted) -> bool:
 def _one_repeats_prompt(row: Converted) -> bool:
     """Whether one response of a pair begins with the prompt, which is long, and the other does not."""
     one, other = (_repeats_prompt(row, name) for name in PAIRED)
-    return one != other and len(row["prompt"].strip()) >= _REPEATED
+    return one != other and len(row["prompt"].strip()) >= REPEATED
 
 
 def _says_label(row: Converted) -> bool:
@@ -544,29 +254,4 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((), "rows", _asks_twice, "have the same message of a user twice in a row", 0),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
-)
-_OF_SHEET = "have an answer that a spreadsheet wrote for another text (02-Jan for 2/1, 1.23E+12 for 1230000000000)"
-_OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
-    ("have a text that stands for a missing value", list),
-    ("hold characters that are seldom meant (of another encoding, of Windows, or of a tokenizer's vocabulary)", list),
-    ("hold the roles of a chat template without its tokens, as decoding with skip_special_tokens leaves them", list),
-    ("have the result of a tool inside an answer, which trains as its text: give it as a message of the tool", list),
-    ("have further turns inside an answer, which train as its text: give them as messages, or cut them off", list),
-    ("have the error of a server or program for an answer", list),
-    (_OF_SHEET, list),
-    ("have a second, empty reasoning after an answer's reasoning", list),
-    ("hold a call of a tool as the text of an answer, which trains as text: write it into tool_calls", list),
-    ("have an answer that is Python's text of a value, and train on its quotes and brackets", _mostly),
-    ("hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps", _mostly),
-    ("hold a text that is escaped for HTML, and train on its entities: apply html.unescape", _mostly),
-    ("hold calls in JSON text with arguments that are null, as a table fills them: drop those", _mostly),
-    ("hold the same placeholder, which nothing has filled", _of_all),
-    ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
-    ("have an answer that repeats one sentence", _mostly),
-    ("have a prompt that ends with its own answer", _given_away),
-    ("have a gold answer that stands for a missing value", _missing_golds),
-    (f"have gold answers that differ, of which rewards read the first ({', '.join(GOLD)})", list),
-    ("have a gold answer that is none of the letters of the choices in the prompt", list),
-    ("have the whole response of an API for an answer, which is a part of it", list),
-    ("have what a web page shows round an answer in the answer, and train on it", list),
 )

@@ -21,7 +21,8 @@ from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
 from rlkit.data.load import Row, column_error, place_of
 from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings
-from rlkit.data.oddities import name_foreign, name_oddities, name_repeats, name_two_golds, odd_texts
+from rlkit.data.odd_texts import odd_texts
+from rlkit.data.oddities import name_foreign, name_oddities, name_repeats, name_two_golds
 from rlkit.data.schema import FOR_REWARDS, IN_SFT, LABELS, OF_TEMPLATE, PAIRED, PROMPTS, RESPONSES
 from rlkit.data.template import NO_PROMPT, RESULTS, Template
 from rlkit.data.turns import (
