@@ -23,15 +23,22 @@ def check_vocabulary(
     items: Sequence[Any], *, tokenizer: PreTrainedTokenizerBase, num_rows: int, rows: Sequence[Any] = ()
 ) -> None:
     """ValueError, with the token and the first of the `rows` that has its text, where an id of the tokenized `items`
-    has no row in an embedding of `num_rows`. Logged: how many of those that are trained, or asked, are unknown."""
+    has no row in an embedding of `num_rows`. Logged: how many of those that are trained, or asked, are unknown;
+    an embedding that is far larger."""
     _name_unknown(items, tokenizer)
+    size, told = vocabulary_size(tokenizer), markup_of(tokenizer).told
+    if num_rows - size > max(size // 2, 256) and "rows" not in told:  # padding is far less
+        told.add("rows")
+        _log.warning(
+            "the model's embedding has %d rows for %d tokens: is the tokenizer that of the model?", num_rows, size
+        )
     largest = max((max(ids, default=0) for item in items for ids in _ids_of(item)), default=0)
     if largest < num_rows:
         return
     token = str(tokenizer.convert_ids_to_tokens(largest))
     has_it = (i for i, row in enumerate(rows) if token in json.dumps(row, ensure_ascii=False, default=str))
     place = next((place_of(rows, i) for i in has_it), "the chat template")
-    more = vocabulary_size(tokenizer) - num_rows
+    more = size - num_rows
     fix = f"--resize-embeddings adds rows for the {more} tokens that were added to its tokenizer"
     raise ValueError(f"{place}: token {token!r} has id {largest}, and the model's embedding has {num_rows} rows: {fix}")
 

@@ -153,23 +153,39 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_CODE)
         with suppress(OSError):  # `rlkit.data.markup` looks for it beside the tokenizer
             cached_file(str(path), "generation_config.json")
-        if (growth := _growth(tokenizer)) > 1000:  # "▁" for a blank is 1
+        steps = _steps(tokenizer)
+        growth = math.prod(max(1, len(step.get("content", ""))) for step in steps)  # of one character, at most
+        if growth > 1000:  # "▁" for a blank is 1
             raise ValueError(f"its normalizer makes up to {growth:,} characters of one")
         tokenizer.deprecation_warnings[_TOO_LONG] = True  # the limits are the run's, and the model's positions
         empty = len(tokenizer) < 2 or not tokenizer.encode("hello", add_special_tokens=False)
     if empty:
         fault = "no tokenizer with a vocabulary: copy tokenizer.json and tokenizer_config.json of its base model there"
         raise ValueError(f"model {str(path)!r} has {fault}")
+    if any(step.get("type") == "Lowercase" or step.get("lowercase") for step in steps):
+        _warn_once(f"the tokenizer of {str(path)!r} writes all text in small letters, so that no answer has others")
+    if _two_templates(Path(path)):
+        read = "chat_template.jinja is read, and that of tokenizer_config.json is not: delete the one that is not meant"
+        _warn_once(f"model {str(path)!r} has two chat templates that differ; {read}")
     if tokenizer.init_kwargs.get("auto_map"):
         _warn_once(_NOT_RUN.format(str(path), "tokenizer"))
     return tokenizer
 
 
-def _growth(tokenizer: Any) -> int:
-    """How many characters the replacements of a tokenizer's normalizer make of one, at most."""
+def _steps(tokenizer: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer, as tokenizer.json has them."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     steps = json.loads(normalizer.__getstate__()) if normalizer is not None else {}
-    return math.prod(max(1, len(step.get("content", ""))) for step in (steps, *steps.get("normalizers", ())))
+    return [steps, *steps.get("normalizers", ())]
+
+
+def _two_templates(folder: Path) -> bool:
+    """Whether a folder has a chat template of its own, and another one in tokenizer_config.json."""
+    files = [folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    with suppress(OSError, ValueError, AttributeError):  # a damaged file is named where it is read
+        own, other = files[0].read_text(encoding="utf-8"), json.loads(files[1].read_bytes()).get("chat_template")
+        return isinstance(other, str) and own.strip() != other.strip()
+    return False
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from rlkit.scripts.cli import Flat, run
 from rlkit.scripts.start import Place, load_tokenizer, open_place
 from rlkit.scripts.task import baseline_of, bring, clipped_loss, load_models, load_tools, make_task, with_engine
 from rlkit.scripts.trial import kl_estimator_of, trial_of, tried_function
+from rlkit.scripts.unusual import warn_of_teacher_prompt
 from rlkit.settings import (
     OF_KL,
     OWN,
@@ -200,6 +201,7 @@ def teacher_prompt_of(args: Args, place: Place, task: Any) -> Callable[[Any, Any
     from rlkit.data.template import Template
     from rlkit.model.positions import check_positions
 
+    warn_of_teacher_prompt(columns_in(text))
     data, episodes = args.data.rendering(), args.episodes
     template = Template(
         place.tokenizer, data["system_prompt"], data["apply_chat_template"], load_tools(episodes) or None,

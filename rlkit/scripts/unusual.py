@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf, log
 from typing import Any, NamedTuple
 
+from rlkit.data.schema import ASKED
 from rlkit.settings import Rollouts, is_default
 
 _log = logging.getLogger("rlkit.scripts")
@@ -60,6 +61,14 @@ def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) ->
             said = says.format(above=1 + number, off=abs(1 - number), **values)
             text = " ".join(format(part, "" if isinstance(part, str) else "g") for part in (x, *more))
             _log.warning("--%s %s: %s", flag.replace("_", "-"), text, said)
+
+
+def warn_of_teacher_prompt(names: Sequence[str]) -> None:
+    """Log a prompt of the teacher whose columns are none that asks."""
+    if not {"prompt", *ASKED} & {*names}:
+        _log.warning(
+            "--teacher-prompt reads %s and no {prompt}: the teacher does not see the question", ", ".join(names)
+        )
 
 
 def warn_of_clip(loss: Any, rollouts: Rollouts) -> None:

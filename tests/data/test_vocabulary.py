@@ -148,3 +148,12 @@ def test_trained_tokens_that_are_unknown_are_counted(items, found, caplog):
         check_vocabulary(items, tokenizer=tokenizer, num_rows=4)
         lack = " are <unk>: the tokenizer lacks the characters there, or the texts hold it"
         assert caplog.messages == [why + lack] * bool(why)
+
+
+@pytest.mark.parametrize(("num_rows", "said"), [(263, 0), (384, 0), (520, 1)])
+def test_an_embedding_that_is_far_larger_than_the_tokenizer_is_named_once(num_rows, said, caplog):
+    tokenizer = tiny_tokenizer()
+    for _ in range(2):
+        check_vocabulary([Prompt([1], {}, 0)], tokenizer=tokenizer, num_rows=num_rows)
+    line = f"the model's embedding has {num_rows} rows for 263 tokens: is the tokenizer that of the model?"
+    assert caplog.messages == [line] * said

@@ -171,3 +171,30 @@ def test_a_key_that_is_misspelt_is_named_once(folder: Path, key: str, near: str,
         load_config(folder)
     line = f"{str(folder)!r}: config.json has {key}, which Qwen3Config does not read, and no {near}: is it misspelt?"
     assert [line for line in caplog.messages if "misspelt" in line] == [line]
+
+
+def test_two_chat_templates_that_differ_are_named_once(folder: Path, caplog: Any) -> None:
+    own, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    assert own.is_file()
+    for other, said in ((own.read_text() + "\n", 0), ("{{ messages }}", 1), ("{{ messages }}", 1)):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": other}))
+        load_tokenizer(folder)
+        lines = [
+            line
+            for line in caplog.messages
+            if "has two chat templates that differ; chat_template.jinja is read" in line
+        ]
+        assert len(lines) == said
+
+
+@pytest.mark.parametrize(
+    "normalizer", [{"type": "Lowercase"}, {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}, None]
+)
+def test_a_tokenizer_without_capital_letters_is_named(folder: Path, caplog: Any, normalizer: Any) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    load_tokenizer(folder)
+    lines = [
+        line for line in caplog.messages if "writes all text in small letters, so that no answer has others" in line
+    ]
+    assert len(lines) == (normalizer is not None)

@@ -33,7 +33,7 @@ from rlkit.scripts.flags import CONFIG, grouped, help_text, list_flags, wrong_wo
 from rlkit.scripts.start import check_device
 from rlkit.scripts.task import check_rl
 from rlkit.scripts.trial import advantage_of
-from rlkit.scripts.unusual import warn_of_unusual
+from rlkit.scripts.unusual import warn_of_teacher_prompt, warn_of_unusual
 from rlkit.settings import Critic, Engines, Penalties, Rollouts, check, collected
 
 ROOT = Path(__file__).parents[2]
@@ -845,3 +845,10 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(name, monkeypatch):
     monkeypatch.setenv(name, "abc")
     with pytest.raises(ValueError, match=f"^the environment variable {name} is 'abc', and torchrun sets a number: uns"):
         check_rl(args_of(grpo.Args))
+
+
+@pytest.mark.parametrize(("names", "said"), [(["prompt", "answer"], 0), (["question", "answer"], 0), (["answer"], 1)])
+def test_a_teacher_that_does_not_see_the_question_is_named(names, said, caplog):
+    warn_of_teacher_prompt(names)
+    line = "--teacher-prompt reads answer and no {prompt}: the teacher does not see the question"
+    assert caplog.messages == [line] * said

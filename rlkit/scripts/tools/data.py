@@ -237,7 +237,7 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
     before, logger.filters = logger.filters, [keep]
     try:
         if tokenizer is not None:
-            markup_of(tokenizer).told.clear()
+            markup_of(tokenizer).told.intersection_update([] if isinstance(args.chat_template, bool) else ["template"])
             render = renderer(args, data, command, rows, tokenizer)
         items, dropped = read(rows)
         notes = [record.getMessage().removeprefix(f"{rows.source}: ") for record in said if dropped]
