@@ -226,15 +226,25 @@ def same_tensors(path: str | Path, one: str, other: str) -> bool:
 def said_of(source: Source, config: Any) -> str:
     """One line about the weights that do not train, or that config.json promises and the checkpoint lacks; "" where
     all are read."""
+    text = config.get_text_config()
     if source.left:
         first = ", ".join(source.left[:2]) + ", ..." * (len(source.left) > 2)
         fault = f"{len(source.left)} tensors of {source.path} ({first}) have no place in the model"
-        return f"{fault}: they do not train, and exports have them unchanged"
-    text = config.get_text_config()
+        return f"{fault}: they do not train, and exports have them unchanged{_beyond(source.left, text)}"
     keys = [name for name in _PREDICTION if getattr(text, name, 0) and not _predicts(source.tensors, text)]
     if keys and source.path:
         return f"config.json has {keys[0]}, and no weights of it are there or can be carried on: exports have 0"
     return ""
+
+
+def _beyond(left: Iterable[str], text: Any) -> str:
+    """A question about decoder layers that the files have beyond those of config.json; "" for those that predict."""
+    last = getattr(text, "num_hidden_layers", None) or 1 << 30
+    found = (re.search(r"\b(?:language_)?model\.layers\.(\d+)\.", name) for name in left)
+    more = sorted({int(match[1]) for match in found if match and int(match[1]) >= last})
+    if not more or any(getattr(text, name, 0) for name in _PREDICTION):
+        return ""
+    return f"; config.json has num_hidden_layers {last}, and layer {more[0]} of the files is beyond: is it meant?"
 
 
 def _predicts(names: Iterable[str], text: Any) -> bool:

@@ -16,7 +16,7 @@ from rlkit.model.forward import load_model, read_pretrained
 from rlkit.model.heads import load_reward_model
 from rlkit.model.lora import add_lora, save_adapter
 from rlkit.model.pretrained import load_config
-from rlkit.model.source import source_of
+from rlkit.model.source import said_of, source_of
 from rlkit.model.weights import export_hf
 from rlkit.scripts import cli
 
@@ -311,3 +311,17 @@ def test_a_stop_token_outside_the_vocabulary_is_named(tmp_path, caplog):
         caplog.clear()
     assert not said[63]
     assert "eos_token_id 64 is not one of the 64 tokens of the vocabulary, and ends no answer" in said[64]
+
+
+def test_a_layer_beyond_the_config_is_asked_about(tiny):
+    """One that config.json does not count trains no more; layers that predict are beyond by design."""
+    folder, _ = tiny
+    beyond = "config.json has num_hidden_layers 1, and layer 1 of the files is beyond: is it meant?"
+    for changes, told in (
+        ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, False),
+        ({"num_nextn_predict_layers": 0}, True),
+    ):
+        edit(folder, **changes)
+        said = said_of(source_of(load_model(folder)), load_config(folder))
+        assert "do not train, and exports have them unchanged" in said
+        assert (beyond in said) == told
