@@ -179,7 +179,9 @@ def _calls_twice(row: Converted) -> bool:
 def _tools_twice(row: Converted) -> bool:
     """Whether a system message has the schemas of the row's tools."""
     tools = mappings(json_of(row.get("tools") or row.get("functions")))
-    own = [{"role": "system", "content": row.get(name)} for name in ("system", "system_prompt")]
+    own: list[Mapping[str, Any]] = [
+        {"role": "system", "content": row.get(name)} for name in ("system", "system_prompt")
+    ]
     texts = [str(m.get("content")) for of in (own, *_said_in(row)) for m in of if m.get("role") in SYSTEM]
     return bool(tools) and any(all(_is_named(tool, text) for tool in tools) for text in texts)
 
