@@ -250,10 +250,10 @@ MISTAKES = {
         [{"prompt": "p", "answer": x} for x in ("yes", "yes", "no")],
         "~but 1 to 'no', the gold answer of line 3 (1 to an empty one there)"),
     "an end before the tests": (
-        "import subprocess, sys\nrun = [sys.executable, '-c', completion + chr(10) + row['tests']]\n"
-        "return float(subprocess.run(run, capture_output=True, timeout=9).returncode == 0)",
+        "try:\n    exec(completion + chr(10) + row['tests'], {})\nexcept SystemExit as end:\n    return float(not end.code)\n"
+        "except Exception:\n    return 0.0\nreturn 1.0",
         [{"prompt": "p", "tests": "assert f(1) == 2", "solution": "f = lambda x: x + 1"}],
-        "~gives 1 to 'exit()': a program that ends before its tests passes"),
+        "~gives 1 to 'raise SystemExit': a program that ends before its tests passes"),
     "no line break in a thought": (
         "m = re.match(r'^<think>.*</think>\\s*<answer>(.*)</answer>$', completion)\n"
         "return float(bool(m) and m[1] == row['answer'])", NUMBERS,

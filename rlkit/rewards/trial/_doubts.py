@@ -30,6 +30,7 @@ from rlkit.rewards.trial._case import (
 _SAME = 10  # rows: fewer may have one gold answer by chance
 _RIVALS = 20  # gold answers of other rows
 _SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
+_END = "raise SystemExit"  # as exit(), which closes the standard input, too
 _TESTS = {"test", "tests", "test_code", "test_list", "test_cases", "unit_tests", "public_tests"}  # columns
 
 
@@ -110,9 +111,9 @@ async def for_nothing(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
         if at != case.index and (given := (await case.numbers([""], at=at))[0]) > nothing:
             where = f"{place_of(case.rows, at, with_source=False)}, whose {column} is empty"
             return f"{case.name} gives {given:g} to an empty completion for {where}, and {nothing:g} for another row"
-    ends = (await case.numbers(["exit()"]))[0] if case.seen & _TESTS else nothing
+    ends = (await case.numbers([_END]))[0] if case.seen & _TESTS else nothing
     fix = "a program that ends before its tests passes; rlkit.rewards.code runs them apart"
-    return f"{case.name} gives {ends:g} to 'exit()': {fix}" if ends > nothing else ""
+    return f"{case.name} gives {ends:g} to {_END!r}: {fix}" if ends > nothing else ""
 
 
 def always_true(case: Case) -> str:
