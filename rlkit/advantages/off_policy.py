@@ -57,7 +57,8 @@ def vtrace(
     Limits:   at ratio 1 and caps >= 1 the targets are `td_lambda`, and at lam = 1 the advantages those of `gae`; with
               lam = 0 the targets are one truncated TD step; rho_max = 0 leaves the values unchanged; without
               truncation and at lam = 1 it is per-decision importance sampling.
-    Errors:   ValueError for rho_max, c_max or pg_rho_max below 0. The paper's c_max <= rho_max is not checked.
+    Errors:   ValueError for rho_max, c_max or pg_rho_max below 0, and for ratios as `log_ratio` (on the CPU). The
+              paper's c_max <= rho_max is not checked.
     Differs:  from rlax at lam < 1: its advantages use lam targets' + (1 - lam) V' instead of targets'.
     Reference: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, section 4, remark 2
     """

@@ -56,7 +56,8 @@ def top_entropy_mask(
         m_t and entropy_t >= threshold
 
     `threshold` is `entropy_quantile` of the whole batch; a single process may omit it. Multiply the policy term by the
-    mask; as in TRL and the paper, all tokens stay in the denominator: give `token_mean` the original mask.
+    mask; as in TRL and the paper, all tokens stay in the denominator: give `token_mean` the original mask. Errors:
+    ValueError for values that are all negative, as log-probs are.
     Reference: arXiv:2506.01939, equation 5; TRL `get_high_entropy_mask`.
     """
     if threshold is None:

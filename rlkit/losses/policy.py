@@ -61,7 +61,8 @@ def ppo_clip(
 
     Coefficient: c = r, and 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low.
     It clips only where a step would move r further from 1; r is unbounded for A < 0 (`dual_clip` bounds it). The clip
-    distances may be tensors: one number for the whole batch (`bapo_clip_range`) or one per token.
+    distances may be tensors: one number for the whole batch (`bapo_clip_range`) or one per token. A warning for numbers
+    that look like bounds, such as 0.8 and 1.2.
     Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps that move r
     back towards 1.
     Differs: verl `vanilla` always adds the dual clip.

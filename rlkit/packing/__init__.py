@@ -60,6 +60,7 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
     no other piece or whose reward differs from the one before it; for trajectories of different temperatures; for a
     mask that is True at all tokens of version -1 and at no other; and for sampled `ids` that all begin with the prompt.
+    A warning for one group of several prompts, with as many samples of each: those of a prompt are a group.
     """
     groups = _lists(groups)
     streams: list[_Streams] = []

@@ -69,8 +69,8 @@ def gym_env(
 
     An object in Gymnasium's form, whose `reset` returns (observation, info), gets the text of a turn, and its `step`
     returns (observation, reward, terminated, truncated, info). A `reset` with arguments `seed` and `options`, in either
-    form, gets `seed_of` the prompt and the row. Errors: TypeError for other results, with the class. An empty
-    observation is named once.
+    form, gets `seed_of` the prompt and the row. Errors: TypeError for other results, with the class; ValueError for an
+    object that still plays another episode. An empty observation is named once.
 
     `make(prompt)` is called for every sample of a group, so state that the samples share (a secret, a seed) must come
     from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that
