@@ -179,10 +179,8 @@ def _calls_twice(row: Converted) -> bool:
 def _tools_twice(row: Converted) -> bool:
     """Whether a system message has the schemas of the row's tools."""
     tools = mappings(json_of(row.get("tools") or row.get("functions")))
-    own: list[Mapping[str, Any]] = [
-        {"role": "system", "content": row.get(name)} for name in ("system", "system_prompt")
-    ]
-    texts = [str(m.get("content")) for of in (own, *_said_in(row)) for m in of if m.get("role") in SYSTEM]
+    said = [str(m.get("content")) for of in _said_in(row) for m in of if m.get("role") in SYSTEM]
+    texts = [*said, *(str(row.get(name)) for name in ("system", "system_prompt"))]
     return bool(tools) and any(all(_is_named(tool, text) for tool in tools) for text in texts)
 
 
@@ -239,20 +237,8 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
     ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
     ((), "rows", _one_id_twice, "have two calls of one message under one id, to which both results belong", 0),
-    (
-        (),
-        "rows",
-        _calls_twice,
-        "have a call in the text of a message and in its tool_calls, so that it stands twice",
-        0,
-    ),
-    (
-        (),
-        "rows",
-        _tools_twice,
-        "have the schemas of their tools in a system message too: the template writes them again",
-        0,
-    ),
+    ((), "rows", _calls_twice, "have a call in a message's text and in its tool_calls, so that it stands twice", 0),
+    ((), "rows", _tools_twice, "have their tools in a system message too: the template writes them again", 0),
     ((), "rows", _asks_twice, "have the same message of a user twice in a row", 0),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),

@@ -843,7 +843,7 @@ def with_tools():
     return tokenizer
 
 
-CALL_TWICE = "rows that have a call in the text of a message and in its tool_calls, so that it stands twice"
+CALL_TWICE = "rows that have a call in a message's text and in its tool_calls, so that it stands twice"
 
 
 @pytest.mark.parametrize(
@@ -865,7 +865,7 @@ def test_a_call_that_stands_in_the_text_and_in_tool_calls_is_named(text, said):
             assert lines == [f"kept 1 of 1 {line}: row 1"] * bool(line)
 
 
-TOOLS_TWICE = "have the schemas of their tools in a system message too"
+TOOLS_TWICE = "have their tools in a system message too"
 
 
 def test_tools_that_stand_in_the_system_message_too_are_named(said):
