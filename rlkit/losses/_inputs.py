@@ -29,8 +29,7 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_mask(mask, **{name: first})
     data = {"log_ratio": "advantages", "logp": "ref_logp"}.get(name, "")
     given = tensors.get(data)
-    alone = name == "log_ratio" or not first.requires_grad
-    if given is not None and given.requires_grad and (alone or given is first):
+    if given is not None and given.requires_grad and (not first.requires_grad or given is first):
         raise ValueError(
             f"{data} has a gradient{'' if first.requires_grad else f' and {name} has none'}: the order is "
             f"({name}, {data}), and advantages that are computed from values, and log-probs of a reference, need "

@@ -23,7 +23,7 @@ from rlkit.model.forward import Policy, prepare_model, with_kept_mass, with_old_
 from rlkit.model.optim import optimizer_step
 from rlkit.packing import microbatches, pack, select, unpack, with_advantages
 from rlkit.rewards.scoring import scorer
-from rlkit.rollout import rollout
+from rlkit.rollout import calling, rollout
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.settings import Optim, Penalties, Rollouts, SamplingParams, Schedule
 
@@ -217,7 +217,8 @@ def test_grpo_still_evaluates_greedily_at_its_temperature(tmp_path):
 @pytest.mark.parametrize(
     "end", [lambda optimizer: None, lambda optimizer: optimizer.step()], ids=["no step", "no zero"]
 )
-def test_gradients_that_an_update_leaves_are_named(tmp_path, caplog, end):
+def test_gradients_that_an_update_leaves_are_named(tmp_path, caplog, end, monkeypatch):
+    monkeypatch.setattr(calling, "_reported", set())
     own_loop(tmp_path / "right", Policy(small_model()))
     own_loop(tmp_path / "zeroed", Policy(small_model()), end=lambda optimizer: optimizer.zero_grad(set_to_none=False))
     assert "leaves gradients" not in caplog.text
