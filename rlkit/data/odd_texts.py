@@ -133,7 +133,7 @@ def _missing_golds(golds: Sequence[str]) -> Sequence[str]:
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
     """The notes on what is read of a row, its columns `used` and texts: in the order of the lines of
-    `name_oddities`. Of a text that is all trained, `answers` is `asked`."""
+    `OF_TEXTS`. Of a text that is all trained, `answers` is `asked`."""
     cells = [value for name in used if isinstance(value := row.own.get(name), str)]
     texts = dict.fromkeys([*cells, *asked, *answers])
     short = [text for text in texts if len(text) < REPEATED and text.strip() in _MISSING]
@@ -142,7 +142,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     odd = [note for text in texts for note in _characters(text)]
     odd += ["\\r\\n"] * any("\r\n" in text for text in answers)
     turns, results = (_parts(pattern.search, said) for pattern in (_FURTHER, _RESULT))
-    turns = [] if any(map(_SCENE.search, asked[-1:])) else turns
+    turns = [] if turns and any(map(_SCENE.search, asked[-1:])) else turns
     values = [repr(text[:30]) for text in said if _is_value(text)]
     escapes = [match[0] for text in texts if "\\" in text and (match := _escape(text))]
     entities = [match[0] for text in texts if "&" in text and (match := _entity(text))]

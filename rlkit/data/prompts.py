@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from string import punctuation, whitespace
 from typing import TYPE_CHECKING, Any
 
 from rlkit.data.chat import encode_all
@@ -177,11 +178,13 @@ def row_given(row: dict[str, Any]) -> dict[str, Any]:
 def shared(held_out: Sequence[Sequence[Row]], train: Sequence[Sequence[Row]], *, whole: bool = False) -> list[str]:
     """Of each held-out set, in rlkit's columns, how many of its rows ask what a row of `train` asks, and where; "" for
     none. Prompts may differ in case, blanks and marks. With `whole`, all columns are compared as they are."""
-    key, plain = ((lambda row: repr(sorted(row.items()))), str) if whole else (_asked, _plain)
-    seen = {hash(x) for rows in train for row in rows for text in [key(row)] for x in (text, plain(text))}
+    key, bare, plain = ((lambda row: repr(sorted(row.items()))), str, str) if whole else (_asked, _bare, _plain)
+    sets = [[key(row) for row in rows] for rows in held_out]
+    wanted = {bare(text) for asked in sets for text in asked}
+    like = (text for rows in train for text in map(key, rows) if bare(text) in wanted)
+    seen = {hash(x) for text in like for x in (text, plain(text))}
     lines = []
-    for rows in held_out:
-        asked = [key(row) for row in rows]
+    for rows, asked in zip(held_out, sets, strict=True):
         common = [i for i, text in enumerate(asked) if hash(plain(text)) in seen]
         places = ", ".join(place_of(rows, i, with_source=i == common[0]) for i in common[:_FIRST])
         fact = f"{'' if whole else 'the prompts of '}{len(common)} of {len(rows)} rows are also in --data"
@@ -202,6 +205,11 @@ def _asked(row: Row) -> str:
     return repr((said, [row.get(name) for name in (*OF_TEMPLATE, *COLUMNS)]))
 
 
+def _bare(text: str) -> str:
+    """The letters and digits of a text of `_asked`, in small letters: alike where `_plain` is, and made much faster."""
+    return text.casefold().replace("\\n", "").translate(_MARKS)
+
+
 def _plain(text: str) -> str:
     """A text of `_asked` in small letters with single blanks, without the quotes round it and marks that end words."""
     marks = r"""(?<![^(\[,\s])['"]|['"](?=[,)\]])|[.?:;]+(?=['")\s,]|\\n)|(?<=[a-z]{2})!+"""
@@ -209,3 +217,4 @@ def _plain(text: str) -> str:
 
 
 _FIRST = 5  # places in a line
+_MARKS = str.maketrans("", "", punctuation + whitespace)

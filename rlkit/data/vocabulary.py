@@ -26,7 +26,7 @@ def check_vocabulary(
     has no row in an embedding of `num_rows`. Logged: how many of those that are trained, or asked, are unknown;
     an embedding that is far larger."""
     _name_unknown(items, tokenizer)
-    size, told = vocabulary_size(tokenizer), markup_of(tokenizer).told
+    size, told = len(tokenizer), markup_of(tokenizer).told
     if num_rows - size > max(size // 2, 256) and "rows" not in told:  # padding is far less
         told.add("rows")
         _log.warning(
@@ -38,7 +38,7 @@ def check_vocabulary(
     token = str(tokenizer.convert_ids_to_tokens(largest))
     has_it = (i for i, row in enumerate(rows) if token in json.dumps(row, ensure_ascii=False, default=str))
     place = next((place_of(rows, i) for i in has_it), "the chat template")
-    more = size - num_rows
+    more = vocabulary_size(tokenizer) - num_rows
     fix = f"--resize-embeddings adds rows for the {more} tokens that were added to its tokenizer"
     raise ValueError(f"{place}: token {token!r} has id {largest}, and the model's embedding has {num_rows} rows: {fix}")
 
