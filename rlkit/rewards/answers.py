@@ -11,6 +11,7 @@ from rlkit.data.messages import json_of
 from rlkit.rewards.source import texts_in
 from rlkit.rewards.text import final_answer, last_boxed, last_tag
 
+_SHORT = 30  # characters: of a longer text another digit may count for little
 LONGEST = 1000  # characters of an answer that is tried in other forms
 FORMS = (  # in which rewards look for an answer
     "{}", r"\boxed{{{}}}", "<answer>{}</answer>", "<think>\n1\n</think>\n<answer>{}</answer>", "#### {}",
@@ -110,11 +111,8 @@ def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     if _CHOICE.match(gold) or re.search(r"[\\{}=+*/^<>_$]", gold):
         return []
     if re.search(r"[\d-]", gold):
-        return (
-            []
-            if gold[0] not in "0123456789" or len(gold) > 30
-            else [re.sub(r"\d", lambda digit: str(int(digit[0]) % 9 + 1), gold, count=1)]
-        )
+        other = re.sub(r"\d", lambda digit: str(int(digit[0]) % 9 + 1), gold, count=1)
+        return [other] * (gold[0] in "0123456789" and len(gold) <= _SHORT)
     backwards = re.sub(r"[Nn]o\b|[^\W\d]{3,}", lambda word: word[0][::-1], gold)
     words = [gold[1:3], gold[: (len(gold) + 1) // 2] + backwards] if gold.isalpha() and len(gold) > 4 else []
     words += [word for word in gold.lower().split() if word in ("the", "of") and " " in gold.strip()][:1]

@@ -525,7 +525,7 @@ def test_of_another_row_little_is_tried(tmp_path):
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
     assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 17  # wrong answers near the first, those of other rows, a long one
+    assert calls[9:] == ["yes"] * 14  # wrong answers near the first, those of other rows, a long one
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):

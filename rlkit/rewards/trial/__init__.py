@@ -37,6 +37,7 @@ from rlkit.rewards.trial._case import (
 from rlkit.rewards.trial._doubts import (
     all_the_same,
     always_true,
+    before_tests,
     elsewhere,
     for_nothing,
     jumps,
@@ -124,10 +125,10 @@ async def _of_golds(case: Case, trial: Trial, *, alone: bool, stop: bool) -> Tri
         trial = await _of_gold(case, trial, alone=alone)
     elif case.seen - {*PROMPTS}:
         trial = replace(trial, note=of_empty(case.name, trial.tried))
-    if not (trial.note or is_ours(case.function) or reads_gold(case)):
-        trial = replace(trial, note=await jumps(case, trial.tried))
     if not (trial.note or is_ours(case.function)):
-        trial = replace(trial, note=await for_nothing(case, trial.tried) or always_true(case))
+        note = "" if reads_gold(case) else await jumps(case, trial.tried)
+        note = note or await for_nothing(case, trial.tried) or await before_tests(case) or always_true(case)
+        trial = replace(trial, note=note)
     if trial.note or (column := _column(case)) is None:
         return trial
     case = replace(case, gold_of=lambda row: first_value(row, column), column=column)

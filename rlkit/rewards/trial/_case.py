@@ -62,6 +62,11 @@ class Case:
         return text_of(self.gold_of(self.rows[self.index])) or None
 
     @cached_property
+    def answer(self) -> str:
+        """What the gold answer ends with, where it is a longer text, else it; empty without one."""
+        return self.short(self.gold or "") or self.gold or ""
+
+    @cached_property
     def other(self) -> str | None:
         texts = (text_of(self.gold_of(row)) for row in self.rows)
         return next((text for text in texts if text not in (None, self.gold, "")), None)
@@ -101,6 +106,7 @@ async def form_that_counts(
 
 
 def module_of(function: Callable[..., Any]) -> str:
+    """The module of the function that partials and wrappers call; empty without one."""
     return str(getattr(unwrapped(function), "__module__", ""))
 
 
@@ -119,8 +125,10 @@ def text_of(gold: Any) -> str | None:
 
 
 def shown(text: str) -> str:
+    """A text in quotes, of a long one the beginning."""
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
 
 
 def number(result: Reward | RewardError) -> float:
+    """The reward; NaN for an error."""
     return math.nan if isinstance(result, RewardError) else result.reward + 0.0  # no -0

@@ -102,8 +102,7 @@ async def jumps(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
 
 
 async def for_nothing(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
-    """The line about a function that gives more to "" on a row where a column that it reads is empty, or to a program
-    that ends before its tests; else empty."""
+    """The line about a function that gives more to "" on a row where a column that it reads is empty; else empty."""
     nothing = {text: number(result) for text, _, result in tried}.get("", math.nan)
     for column in sorted(case.seen - {*PROMPTS}):
         cells = enumerate(row.get(column) for row in islice(case.rows, AMONG))
@@ -111,12 +110,20 @@ async def for_nothing(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
         if at != case.index and (given := (await case.numbers([""], at=at))[0]) > nothing:
             where = f"{place_of(case.rows, at, with_source=False)}, whose {column} is empty"
             return f"{case.name} gives {given:g} to an empty completion for {where}, and {nothing:g} for another row"
-    ends = (await case.numbers([_END]))[0] if case.seen & _TESTS else nothing
+    return ""
+
+
+async def before_tests(case: Case) -> str:
+    """The line about a function that gives more to a program that ends before its tests than to ""; else empty."""
+    if not case.seen & _TESTS:
+        return ""
+    ends, nothing = await case.numbers([_END, ""])
     fix = "a program that ends before its tests passes; rlkit.rewards.code runs them apart"
     return f"{case.name} gives {ends:g} to {_END!r}: {fix}" if ends > nothing else ""
 
 
 def always_true(case: Case) -> str:
+    """The line about a function with a text alone beside `and` or `or`; empty for none."""
     text = constant_operand(case.function)
     alone = f"{case.name} has {text!r} alone as an operand of `and` or `or`, where it is always true"
     return f"{alone}: write {text!r} in completion" if text else ""
@@ -185,13 +192,14 @@ async def loose(case: Case, form: str) -> str:
     for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):
             return line
+    if is_ours(case.function):
+        return ""
     return await _first_number(case) or await _one_side(case, form) or await _broken(case, form) or await _longer(case)
 
 
 async def _first_number(case: Case) -> str:
     """The line about a function for which a number before the answer takes the answer's place; else empty."""
-    gold = case.short(case.gold or "") or case.gold or ""
-    if is_ours(case.function) or not re.fullmatch(r"-?\d+", gold):
+    if not re.fullmatch(r"-?\d+", gold := case.answer):
         return ""
     texts = [f"{start}\nThe answer is {gold}." for start in ("Step one.", "Step 4." if gold == "3" else "Step 3.")]
     words, early, nothing = await case.numbers([*texts, ""])
@@ -203,8 +211,7 @@ async def _first_number(case: Case) -> str:
 
 async def _one_side(case: Case, form: str) -> str:
     """The line on a function that takes a number that begins (or ends) with the answer, and not both; else empty."""
-    gold = case.short(case.gold or "") or case.gold or ""
-    if is_ours(case.function) or not re.fullmatch(r"\d+", gold):
+    if not re.fullmatch(r"\d+", gold := case.answer):
         return ""
     texts = [form.format(text) for text in (gold, f"{gold}1", f"2{gold}", "")]
     right, *numbers, nothing = await case.numbers(texts)
@@ -215,10 +222,11 @@ async def _one_side(case: Case, form: str) -> str:
 
 async def _broken(case: Case, form: str) -> str:
     """The line about a function that takes the form of its own pattern, and not with a line break in it; else empty."""
-    gold = case.short(case.gold or "") or case.gold or ""
-    texts = [x.format(gold) for x in (form, re.sub(r"(?<=>)1(?=<)", "1\n2", form))]
+    texts = [x.format(case.answer) for x in (form, re.sub(r"(?<=>)1(?=<)", "1\n2", form))]
+    if texts[0] == texts[1]:
+        return ""
     right, broken, nothing = await case.numbers([*texts, ""])
-    if texts[0] == texts[1] or not right > nothing >= broken:
+    if not right > nothing >= broken:
         return ""
     given = f"{case.name} gives {right:g} to {shown(texts[0])}, and {broken:g} to {shown(texts[1])}"
     return f"{given}: a point in a regular expression takes a line break with re.DOTALL only"
@@ -226,10 +234,10 @@ async def _broken(case: Case, form: str) -> str:
 
 async def _longer(case: Case) -> str:
     """The line about a function that gives more to a long text than to the gold answer; else empty."""
-    best = max((number(result) for result in await case.call(answers(case.gold or ""))), default=math.nan)
+    best = max(await case.numbers(answers(case.gold or "")), default=math.nan)
     (long,) = await case.numbers(["word " * (LONGEST // 5)])
     given = f"{case.name} gives {long:g} to 'word word ...', {LONGEST} characters, and {best:g} to the gold answer"
-    return f"{given}: is the sign of a length in it meant?" if long > best and not is_ours(case.function) else ""
+    return f"{given}: is the sign of a length in it meant?" if long > best else ""
 
 
 async def _as_much(case: Case, form: str, at: int, gold: str, wrong: Sequence[str]) -> str:
@@ -256,16 +264,15 @@ def _rivals(case: Case) -> list[str]:
     kinds = (r"-?\d+", lambda text: str(int(text))), (r"[^\W\d_]+", str.casefold)
     if is_ours(case.function) or isinstance(case.gold_of(case.rows[case.index]), list | tuple):  # another may be in it
         return []
-    mine, *texts = (case.short(text) or text for text in (case.gold or "", *case.golds.values()))
+    mine, texts = case.answer, [case.short(text) or text for text in case.golds.values()]
     pattern, value = next(((x, value) for x, value in kinds if re.fullmatch(x, mine)), ("", str))
     others = {value(x): x for x in texts if re.fullmatch(pattern, x) and value(x) != value(mine)}
     held = [f"x{mine}x"] * (mine.isalpha() and 1 < len(mine) < 4)
     choices = [x for x in others.values() if len(x) == 1] if len(mine) == 1 and mine.isalpha() else []
     held += [f"{choices[0]}, {mine} or {choices[1]}"] if len(choices) > 1 else []
     labels = [mine, *others.values()]
-    held += [", ".join(labels)] * (
-        mine.isalpha() and len(mine) > 1 and 1 < len(labels) <= _SAME and len(texts) > len(labels)
-    )
+    named = mine.isalpha() and len(mine) > 1 and len(texts) > len(labels) > 1  # some are the label of several rows
+    held += [", ".join(labels)] * (named and len(labels) <= _SAME)
     return [*held, *others.values()][:_RIVALS]
 
 
@@ -274,10 +281,9 @@ def unpaid(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
     best, nothing, other = ([number(result) for *_, result in tried] + [math.nan] * 3)[:3]
     if not nothing - other > 5 * (best - nothing) > 0:
         return ""
-    given = (
-        f"{case.name} gives {best:g} to the gold answer, {nothing:g} to an empty completion and {other:g} to another's"
-    )
-    return f"{given}: a wrong answer costs far more than a right one wins, so that none may pay best"
+    given = f"{case.name} gives {best:g} to the gold answer, {nothing:g} to an empty completion"
+    why = "a wrong answer costs far more than a right one wins, so that none may pay best"
+    return f"{given} and {other:g} to another's: {why}"
 
 
 def all_the_same(case: Case) -> str:
