@@ -67,8 +67,7 @@ def vtrace(
     rewards, values, log_ratio = prepared(mask, cu_seqlens, rewards=rewards, values=values, log_ratio=log_ratio)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma, lam = coefficient(mask, rewards, gamma=gamma), coefficient(mask, rewards, lam=lam)
-    check_no_ratio(log_ratio, mask)
-    ratio = bounded_exp(log_ratio)
+    ratio = _ratio(log_ratio, mask)
     next_values = next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end)
     delta = ratio.clamp(max=rho_max) * (rewards + gamma * next_values - values)
     zero = torch.zeros_like(end)
@@ -107,8 +106,7 @@ def retrace(
     """
     _check_caps(c_max=c_max)
     (log_ratio,) = prepared(mask, cu_seqlens, log_ratio=log_ratio)
-    check_no_ratio(log_ratio, mask)
-    c = coefficient(mask, log_ratio, lam=lam) * bounded_exp(log_ratio).clamp(max=c_max)
+    c = coefficient(mask, log_ratio, lam=lam) * _ratio(log_ratio, mask).clamp(max=c_max)
     return _off_policy_q(rewards, q_values, values, c, mask, cu_seqlens, gamma, bootstrap, c_max)
 
 
@@ -164,8 +162,7 @@ def clipped_is_returns(
     _check_caps(rho_max=rho_max)
     rewards, log_ratio = prepared(mask, cu_seqlens, rewards=rewards, log_ratio=log_ratio)
     end = end_values(bootstrap, cu_seqlens, rewards)
-    check_no_ratio(log_ratio, mask)
-    rho = bounded_exp(log_ratio).clamp(max=rho_max)
+    rho = _ratio(log_ratio, mask).clamp(max=rho_max)
     gamma = coefficient(mask, rewards, gamma=gamma)
     return masked(scan(rho * gamma, rho * rewards, mask=mask, cu_seqlens=cu_seqlens, end=end, a_max=rho_max), mask)
 
@@ -189,6 +186,12 @@ def _off_policy_q(
     one_step = rewards + gamma * next_action(values, mask=mask, cu_seqlens=cu_seqlens, end=end)
     y = scan(c * gamma, c * (one_step - q_values), mask=mask, cu_seqlens=cu_seqlens, end=zero, a_max=c_max)
     return masked(one_step + gamma * following(y, cu_seqlens=cu_seqlens, end=zero), mask)
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The ratio, its exponent capped; ValueError for a `log_ratio` that is one already."""
+    check_no_ratio(log_ratio, mask)
+    return bounded_exp(log_ratio)
 
 
 def _check_caps(**caps: float) -> None:

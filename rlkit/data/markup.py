@@ -32,6 +32,7 @@ _REASONS = r"[\w:|.-]*(?:think|thought|reason)[\w:|.-]*"
 _OPEN = rf"[<\[◁](?!/|\|end){_REASONS}[>\]▷]"
 _OPENED = re.compile(rf"{_OPEN}\s*\Z", re.IGNORECASE)
 REASONING = re.compile(rf"[<\[◁]/?{_REASONS}[>\]▷]", re.IGNORECASE)
+_REASONING_UP = re.compile(rf"{REASONING.pattern}\s*", re.IGNORECASE)  # to the next text
 _CLOSES = re.compile(r"./|<\|end")
 _BEGINS = re.compile(rf"\s*(?:{_OPEN}\s*{REASONING.pattern}\s*)?({_OPEN})", re.IGNORECASE)  # after an empty reasoning
 _WORDS = re.compile(r"<?[\[<]/?[A-Z_]{2,}[\]>]>?")  # [INST], <<SYS>>: markup that is no token
@@ -126,7 +127,7 @@ class Markup:
         reasoning): the role differs, or a blank."""
         told = self._renders[1].rpartition(_SAID)[0] or _ASKED
         both = self._renders[0].rpartition(_ASKED)[2], told.rpartition(_ASKED)[2]
-        first, second = (re.sub(rf"(?i){REASONING.pattern}\s*", "", text) for text in both)
+        first, second = (_REASONING_UP.sub("", text) for text in both)
         return both if any(a != b for a, b in zip(first, second)) else None
 
     @cached_property
@@ -382,10 +383,8 @@ class Markup:
         for i, file in files.items():
             text = str(self.tokenizer.decode([i])) if 0 <= i < len(self.tokenizer) else ""
             if text and not re.fullmatch(r"<.+>|\[.+\]", text.strip()):  # a stop that is not marked as special
-                line = (
-                    "%s: eos_token_id %d is %r, a token of ordinary text: answers end where they write it; correct it"
-                )
-                _log.warning(line, file, i, text)
+                line = "%s: eos_token_id %d is %r, a token of ordinary text: answers end where they write it; "
+                _log.warning(line + "correct it", file, i, text)
 
 
 def speaker_of(text: str, *, answer: bool) -> str:

@@ -201,13 +201,13 @@ def teacher_prompt_of(args: Args, place: Place, task: Any) -> Callable[[Any, Any
     from rlkit.data.template import Template
     from rlkit.model.positions import check_positions
 
-    warn_of_teacher_prompt(columns_in(text))
+    warn_of_teacher_prompt(columns := columns_in(text))
     data, episodes = args.data.rendering(), args.episodes
     template = Template(
         place.tokenizer, data["system_prompt"], data["apply_chat_template"], load_tools(episodes) or None,
         data["template_args"], of_run=True,
     )  # fmt: skip
-    judged, names = episodes.reward or episodes.env or episodes.agent, {*columns_in(text)} - {"prompt"}
+    judged, names = episodes.reward or episodes.env or episodes.agent, {*columns} - {"prompt"}
     readable = [prompt for prompt in task.prompts if not judged or names <= prompt.row.keys()]
     longest = max((len(reworded(x, text, template)) for x in readable), default=0)
     most = longest + args.rollouts.max_new_tokens

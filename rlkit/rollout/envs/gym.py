@@ -81,16 +81,15 @@ def gym_env(
 
     Differs from Gymnasium: info is ignored, and in rlkit's own form `step` gets the turn with its tokens.
     """
-
-    playing: list[Any] = []
+    playing: dict[int, Any] = {}
 
     async def env(prompt: Prompt, sample: Sampler) -> list[Trajectory]:
         game = make(prompt)
         if not (hasattr(game, "reset") and hasattr(game, "step")):
             raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
-        if any(game is other for other in playing):
+        if id(game) in playing:
             raise ValueError(f"make(prompt) must make an object per episode: its {game!r:.200} plays another one still")
-        playing.append(game)
+        playing[id(game)] = game
         try:
             arguments = {"seed": seed_of(prompt), "options": dict(prompt.row)}
             opening = await call(partial(game.reset, **accepted(game.reset, arguments)))
@@ -106,7 +105,7 @@ def gym_env(
                 )  # fmt: skip
             return await _play(game, talk, token_rewards, gymnasium=gymnasium)
         finally:
-            playing[:] = [other for other in playing if other is not game]
+            del playing[id(game)]
             if hasattr(game, "close"):
                 await call(game.close)
 
