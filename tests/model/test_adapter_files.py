@@ -227,6 +227,18 @@ def test_weights_that_have_no_place_are_refused(name, message, base, tmp_path):
         load_policy(folder, ParallelArgs())
 
 
+@pytest.mark.parametrize("options", [{}, {"layers_to_transform": [0]}], ids=["cut short", "chosen layers"])
+def test_layers_that_the_config_names_and_the_file_lacks_are_told(options, base, tmp_path, caplog):
+    _, folder = by_peft(base, tmp_path / "adapter", target_modules=["q_proj"], **options)
+    load_policy(folder, ParallelArgs())
+    assert "has no weights for" not in caplog.text
+    file = folder / "adapter_model.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if "layers.0." in name}, file)
+    load_policy(folder, ParallelArgs())
+    said = "has no weights for 1 of the 2 layers that its target_modules name, as model.layers.1.self_attn.q_proj"
+    assert (said in caplog.text) == (not options)
+
+
 def test_no_pickle_of_an_adapter_is_read(base, tmp_path):
     _, folder = by_peft(base, tmp_path / "adapter", target_modules=["q_proj"])
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
