@@ -16,13 +16,13 @@ from rlkit.data.prompt_columns import is_texts
 from rlkit.data.schema import GOLD, LABELS
 
 REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-_LONG = 50  # characters: shorter texts may be of one length by chance
+_LONG, _MANY = 50, 400  # characters: shorter texts may be of one length, or without a full stop, by chance
 FEW, SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
 _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
-    "[deleted]", "[removed]", "<noinput>", "<nooutput>",
+    "[deleted]", "[removed]", "<noinput>", "<nooutput>", "TODO", "TBD", "FIXME", "PLACEHOLDER",
 }  # fmt: skip
-_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>"}  # which may be right
+_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>", "PLACEHOLDER"}  # which may be right
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
 _ESCAPED = re.compile(  # \n is no command of LaTeX
     r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
@@ -79,6 +79,8 @@ _OF_PAGE = re.compile(  # round an answer that was copied from one
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
 _REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
+_REASONING = re.compile(r"\s*<(think|thinking|thought|reasoning|reflection|scratchpad)>")
+_UNENDED = re.compile(r"[.!?] [^\n.!?:]{2,}[^\W\d]\s*\Z")  # prose, after a sentence of the same line
 _SENTENCE = re.compile(r"[.!?\n。！？]+")
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
 _MISREAD = re.compile(  # UTF-8 that was read as Latin-1 or cp1252: pairs that are seldom text in any language
@@ -117,6 +119,12 @@ def _cut(texts: Sequence[str]) -> Sequence[str]:
     if not alike or len(longest) < max(FEW, len(texts) / 2) or sum(alike) > 0.5 * len(alike):
         return []
     return [f"{size} characters" * (len(text) == size) for text in texts]
+
+
+def _differing(tags: Sequence[str]) -> Sequence[str]:
+    """The rarer of several tags."""
+    num = Counter(filter(None, tags))
+    return [tag * (num[tag] < max(num.values())) for tag in tags] if len(num) > 1 else []
 
 
 def _given_away(golds: Sequence[str]) -> Sequence[str]:
@@ -158,6 +166,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
     unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
+    broken = [longest[-30:]] * bool(len(longest) >= _MANY and _UNENDED.search(longest[-_MANY:]))
     asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
     given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
@@ -169,6 +178,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
         *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
         *(differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
+        *([repr(x) for x in broken], _parts(_REASONING.match, said)[:1]),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -329,4 +339,6 @@ OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("have a gold answer that is none of the letters of the choices in the prompt", list),
     ("have the whole response of an API for an answer, which is a part of it", list),
     ("have what a web page shows round an answer in the answer, and train on it", list),
+    ("have a long answer that ends within a sentence, as if it was cut", _mostly),
+    ("begin an answer with another tag of reasoning than most answers", _differing),
 )

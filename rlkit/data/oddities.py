@@ -47,7 +47,8 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
 def name_two_golds(
     rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]
 ) -> None:
-    """Log prompts that stand there with another gold answer too."""
+    """Log prompts that stand there with another gold answer too, or that all show one image."""
+    _name_one_picture(rows, turns)
     asked = [turn.prompt * (not turn.images) for (turn, *_) in turns]
     golds: dict[str, dict[str, str]] = {prompt: {} for prompt, num in Counter(asked).items() if prompt and num > 1}
     for prompt, (_, row) in zip(asked, read):
@@ -73,8 +74,10 @@ def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Conver
 
 
 def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], turns: Sequence[Sequence[Turn]]) -> None:
-    """Log that at least half of the examples repeat others, or that all have one prompt, or one answer."""
+    """Log that half of the examples repeat others, that many begin others, or that all have one part the same."""
+    _name_one_picture(rows, turns)
     form, _ = read[-1]
+    source = _source(rows)
     if len(turns) < FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
@@ -84,13 +87,28 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     said = [[turn.whole.removeprefix(turn.prompt) for turn in (of_row[:1] if pairs else of_row)] for of_row in turns]
     if all(answers == said[0] for answers in said):  # conversations may end with the same word
         same.append("answer")
-    source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
+    within = {turn.whole for of_row in turns for turn in of_row[:-1] if not pairs}
+    parts = sum(of_row[-1].whole in within for of_row in turns)
     if num <= len(turns) / 2:
         texts = "all the same text" if num == 1 else f"{num} different texts"
         _log.warning("%sthe %d rows are %s: each trains as often as it is there", source, len(turns), texts)
     elif same and len(turns) >= SOME:
         repeated = "the same chosen response" if pairs and same == ["answer"] else f"the same {same[0]}"
         _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), repeated)
+    if parts >= max(FEW, len(turns) / 3):
+        fact = "%s%d of the %d conversations are the beginning of another one, and train its answers again"
+        _log.warning(f"{fact}: keep the longest", source, parts, len(turns))
+
+
+def _name_one_picture(rows: Sequence[Row], turns: Sequence[Sequence[Turn]]) -> None:
+    """Log that all rows show the same images."""
+    pictures = {turn.images for of_row in turns for turn in of_row}
+    if len(turns) >= SOME and len(pictures) == 1 and (num := len(*pictures)):
+        _log.warning("%sall %d rows show the same %s", _source(rows), len(turns), "image" if num == 1 else "images")
+
+
+def _source(rows: Sequence[Row]) -> str:
+    return f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
 
 
 def name_foreign(rows: Sequence[Row], texts: Sequence[str], markup: Markup) -> None:

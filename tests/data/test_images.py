@@ -21,6 +21,7 @@ from rlkit.data.images import Image, ImageReader
 from rlkit.data.load import load_rows
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_vision_model
+from rlkit.data.turns import PROMPT, SFT
 from rlkit.model.pretrained import load_config, load_tokenizer
 
 
@@ -268,3 +269,16 @@ def test_files_of_several_folders_are_relative_to_their_own(made, tmp_path):
     for source in ([tmp_path / "a" / "rows.jsonl", tmp_path / "b" / "rows.jsonl"], tmp_path / "b"):
         prompts, _ = rl_prompts(load_rows(source), **made, max_prompt_tokens=99)
         assert [p.images[0].inputs()["image_grid_thw"][0, 2].item() for p in prompts] == [4, 8][-len(prompts) :]
+
+
+@pytest.mark.parametrize("make", [rl_prompts, sft_examples])
+def test_one_image_in_all_rows_is_named(make, pictures, made, caplog):
+    of_row = lambda i, picture: {"prompt": f"What? {i}", "response": f"{i}!", "images": [str(picture)]}
+    limit = {"max_prompt_tokens" if make is rl_prompts else "max_example_tokens": 99}
+    rows = [{**of_row(i, pictures[0]), "n": i} for i in range(10)]
+    forms = (PROMPT,) if make is rl_prompts else SFT
+    make(read(rows, *forms), **made, **limit)
+    assert "all 10 rows show the same image" in caplog.text
+    caplog.clear()
+    make(read([*rows[1:], of_row(0, pictures[1])], *forms), **made, **limit)
+    assert "show the same image" not in caplog.text

@@ -94,7 +94,7 @@ MISSING = "rows that have a text that stands for a missing value"
 
 
 @pytest.mark.parametrize(
-    "text", ["nan", "NULL", "null", "None", "<noinput>", " NaN\n", "n/a", "undefined", "[deleted]"]
+    "text", ["nan", "NULL", "null", "None", "<noinput>", " NaN\n", "n/a", "undefined", "[deleted]", "TODO"]
 )
 def test_a_missing_value_that_became_text_is_named_in_any_column_that_is_read(text, said):
     line = f"kept 1 of 2 {MISSING}: row 2 ({text.strip()!r})"
@@ -935,3 +935,43 @@ def test_what_a_web_page_shows_round_an_answer_is_named(text, note, said):
         assert said(row, road=road) == [f"{PAGE}{note})"]
     for fine in ("Click on Copy code.", "Bo said: four", "【注】四", "As ChatGPT said: 4", "See [4]"):
         assert said({"prompt": text, "response": fine}) == []
+
+
+LONG = "have a long answer that ends within a sentence, as if it was cut"
+
+
+def test_long_answers_that_end_within_a_sentence_are_named_at_any_length(said):
+    cut = [". ".join(STORIES)[: 450 + 13 * i].rstrip(" .") for i in range(6)]
+    for road, rows in on_all_roads(cut):
+        (line,) = [x for x in said(*rows, road=road) if LONG in x]
+        assert line.startswith("kept 6 of 6 rows")
+        assert repr(cut[0][-30:]) in line
+    listed = [f"{text}\n\n- one. And two\n- three and four" for text in cut]
+    for texts in ([f"{text}." for text in cut], listed, [text[-300:] for text in cut]):
+        assert not [x for x in said(*[{"prompt": f"q{i}", "response": x} for i, x in enumerate(texts)]) if LONG in x]
+
+
+def test_another_tag_of_reasoning_than_most_rows_have_is_named(said):
+    rows = [{"prompt": f"q{i}", "response": f"<think>\nhm {i}\n</think>\n{i}"} for i in range(3)]
+    other = {"prompt": "q9", "response": "<reasoning>so</reasoning>9"}
+    (line,) = [x for x in said(*rows, other) if "tag of reasoning" in x]
+    expected = "rows that begin an answer with another tag of reasoning than most answers: row 4 (reasoning)"
+    assert line == f"kept 1 of 4 {expected}"
+    for others in ([], [{"prompt": "q8", "response": "no more than 8"}]):
+        assert not [x for x in said(*rows, *others) if "tag of reasoning" in x]
+
+
+def test_conversations_that_are_the_beginning_of_others_are_named(said):
+    turns = [m for i in range(4) for m in (user(f"q{i}"), assistant(f"a{i}"))]
+    rows = [{"messages": [user(f"{x}"), assistant(f"{x}!"), *turns][:num]} for x in "ab" for num in (4, 6, 8)]
+    (line,) = said(*rows)
+    assert line == (
+        "4 of the 6 conversations are the beginning of another one, and train its answers again: keep the longest"
+    )
+    greeted = [{"messages": [user("hi"), assistant("Hello!"), user(x), assistant(x + "!")]} for x in "abcdef"]
+    assert said(*greeted) == []
+    last = [{"messages": [*row["messages"][:-1], {**row["messages"][-1], "weight": 1}]} for row in rows]
+    for row in last:
+        for message in row["messages"][:-1]:
+            message["weight"] = int(message["role"] != "assistant")
+    assert not [x for x in said(*json.loads(json.dumps(last))) if "beginning of another" in x]
