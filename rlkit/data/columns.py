@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlkit.data.load import FromText, Row, Rows, column_error, place_of
-from rlkit.data.schema import ASKED, FOR_REWARDS, OF_MESSAGES, RESPONSES
+from rlkit.data.schema import ASKED, FOR_REWARDS, LABELS, OF_MESSAGES, RESPONSES
 
 MEDIA = (
     "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values", "multi_modal_data",
@@ -154,6 +155,7 @@ class Unused:
         self._found: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}  # (file, kind) -> names
         self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
         self._marked: dict[tuple[str, str], list[tuple[int, str]]] = {}  # (file, how) -> rows with control tokens
+        self._verdicts: dict[str, Counter[str]] = {}  # column -> how often each value is there
 
     def add(
         self, index: int, row: Row, used: Iterable[str], asked: Sequence[str], answers: Sequence[str],
@@ -166,6 +168,8 @@ class Unused:
         raw, used, file = getattr(row, "own", row), {*used}, self._file(index)
         columns = self._found.setdefault((file, "column"), {})
         for name, value in raw.items():
+            if type(value) is bool or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
+                self._verdicts.setdefault(name, Counter())[str(value).lower()] += 1
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
             if _IDENTITY.fullmatch(name) and not any(
@@ -233,7 +237,14 @@ class Unused:
             for names, of in files.items():
                 source = f"{_short(of)}: " if of != [""] else ""
                 flag = advised(getattr(self._rows[0], "own", self._rows[0]), names) if noun == "column" else ""
-                _log.warning("%s%s %s%s", source, _listed(noun, names), fact, flag and f"; to include: {flag}")
+                fact += f"; to include: {flag}" * bool(flag) + "".join(map(self._verdict, names)) * (noun == "column")
+                _log.warning("%s%s %s", source, _listed(noun, names), fact)
+
+    def _verdict(self, name: str) -> str:
+        """That rows differ in a column of yes and no, or of a few labels, and train alike."""
+        found = self._verdicts.get(name, Counter[str]()).most_common(_MOST)
+        shown = " and ".join(f"{value} in {num}" for value, num in found)
+        return f"; {name} is {shown} rows, and all of them train" if 1 < len(found) < _MOST else ""
 
 
 def advised(row: Row, lost: Iterable[str]) -> str:

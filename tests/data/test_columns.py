@@ -99,3 +99,20 @@ def test_the_line_of_unused_columns_names_its_files(tmp_path, caplog):
         f"{paths[0]}, {paths[2]}: column mood is not part of the prompt or the response",
         f"{paths[3]}: column hint is not part of the prompt or the response",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("is_correct", [True, False, True], "is_correct is true in 2 and false in 1 rows"),
+        ("is_test", [False, False, True], "is_test is false in 2 and true in 1 rows"),
+        ("label", ["good", "bad", "bad"], "label is bad in 2 and good in 1 rows"),
+        ("is_correct", [True, True, True], ""),
+        ("label", [f"topic {x}" for x in "abcdefgh"], ""),
+    ],
+)
+def test_a_column_of_verdicts_that_differ_says_that_all_rows_train(name, values, said, caplog):
+    rows = [{"prompt": f"q{i}", "response": f"a{i}", name: value} for i, value in enumerate(values)]
+    sft_examples(rows, tokenizer=tokenizer_of(), max_example_tokens=99)
+    rest = f"; {said}, and all of them train" * bool(said)
+    assert caplog.messages == [f"column {name} is not part of the prompt or the response{rest}"]

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,9 @@ VALUES = (
 SENTENCES = {"needs": "requires {}", "for": "is for {}", "without": "excludes `"}
 
 
+hints_of = cache(get_type_hints)
+
+
 def args_of(script):
     return importlib.import_module(module_of(script)).Args
 
@@ -42,14 +46,14 @@ def args_of(script):
 def kinds_of(kind):
     """The dataclass and those in its fields."""
     yield kind
-    for hint in get_type_hints(kind).values():
+    for hint in hints_of(kind).values():
         if is_dataclass(hint):
             yield from kinds_of(hint)
 
 
 def made(kind, changes):
     """An object with the defaults, and the `changes` by class and field, that nothing has checked."""
-    hints, settings = get_type_hints(kind), object.__new__(kind)
+    hints, settings = hints_of(kind), object.__new__(kind)
     for f in fields(kind):
         default = f.default if f.default_factory is MISSING else f.default_factory()
         value = made(hints[f.name], changes) if is_dataclass(hints[f.name]) else None if default is MISSING else default
@@ -70,7 +74,7 @@ def literals_of(hint):
 
 def values_of(kind, name):
     """Values other than the default that the field allows, and that are not off."""
-    default, literals = getattr(kind, name, None), literals_of(get_type_hints(kind)[name])
+    default, literals = getattr(kind, name, None), literals_of(hints_of(kind)[name])
     for value in (*literals, *((x,) for x in literals), *VALUES):
         with collected() as messages:
             check(made(kind, {(kind, name): value}))
@@ -81,7 +85,7 @@ def values_of(kind, name):
 def holders_of(script, kind, relation):
     """The class that holds each of the other fields."""
     kinds = [kind, *kinds_of(args_of(script))]
-    leaves = [(k, {name for name, hint in get_type_hints(k).items() if not is_dataclass(hint)}) for k in kinds]
+    leaves = [(k, {name for name, hint in hints_of(k).items() if not is_dataclass(hint)}) for k in kinds]
     return {x: next(k for k, names in leaves if x in names) for x in relation.names if any(x in n for _, n in leaves)}
 
 
