@@ -187,6 +187,7 @@ def test_optimal_token_baseline_limits():
     assert torch.equal(tail, torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_compile_and_int32():
     b = token_baseline_batch(1)
     rewards = torch.randn(7, generator=torch.Generator().manual_seed(0)).double()

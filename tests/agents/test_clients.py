@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import nightly
 import numpy as np
 import pytest
 import torch
@@ -68,7 +69,10 @@ async def test_openai_chat_completions(tmp_path):
 _SHARES = ((0, 1), (2, 3), (4, 5), (6,))  # the turns of each piece: the last choice of two is a branch
 
 
-@pytest.mark.parametrize(("program", "package"), [("openai_responses", "openai"), ("anthropic_messages", "anthropic")])
+@pytest.mark.parametrize(
+    ("program", "package"),
+    nightly.only([("openai_responses", "openai"), ("anthropic_messages", "anthropic")], ("openai_responses", "openai")),
+)
 async def test_other_formats(program, package, tmp_path):
     """Three conversations of two turns, each continued token by token."""
     turns = ["I add.\n" + ADD, "8"] * 3
@@ -78,6 +82,7 @@ async def test_other_formats(program, package, tmp_path):
     assert pieces[-1].info["metrics"] == {"agent/branches": 2, "agent/rerendered": 0}
 
 
+@pytest.mark.slow
 def test_images_of_the_clients_over_tls(certificate, tmp_path):
     """Each image is shown in every context that holds it; the two conversations of OpenAI and that of Anthropic are
     the same one, sampled three times."""

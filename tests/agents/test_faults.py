@@ -220,6 +220,7 @@ asyncio.run(agent(Prompt, "http://127.0.0.1:1/x/v1"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment")
+@pytest.mark.slow
 def test_a_command_ends_with_the_run_that_started_it(tmp_path):
     """Even with one that is killed: its supervisor sees the end of a pipe."""
     with warm.Popen([sys.executable, "-c", RUN, str(tmp_path)]) as run:

@@ -25,7 +25,8 @@ def rehearse(script: str, out: Path, *flags: str, run=warm.run) -> str:
     return done.stdout
 
 
-PEAKED, EVERY = ["--only", "tiny", "qwen3-8b 16k, peaked"], pytest.param([], marks=pytest.mark.slow)
+PEAKED = pytest.param(["--only", "tiny", "qwen3-8b 16k, peaked"], marks=pytest.mark.slow)
+EVERY = pytest.param([], marks=pytest.mark.slow)
 
 
 @pytest.mark.timeout(600)

@@ -115,7 +115,7 @@ def kept_on_rank(rank, world, sizes, options):
     ("sizes", "options"),
     [
         ({"shard": 4}, {}),
-        ({"pp": 2}, {"activation_checkpointing": True}),
+        pytest.param({"pp": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, {"offload": True}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "shard": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
     ],

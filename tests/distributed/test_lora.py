@@ -153,7 +153,7 @@ def lora_on_rank(rank, world, kind, sizes, options, folder):
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"),
     [
-        (base, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
+        pytest.param(base, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
         (moe, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
         pytest.param(base, {"shard": 4}, {}, marks=pytest.mark.slow),
         pytest.param(moe, {"shard": 4}, {}, marks=pytest.mark.slow),
@@ -189,7 +189,7 @@ def from_files_on_rank(rank, world, folder, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        (base, {"replicate": 2}),
+        pytest.param(base, {"replicate": 2}, marks=pytest.mark.slow),
         (base, {"pp": 2, "offload": True}),
         (moe, {"pp": 2}),
         pytest.param(base, {"shard": 4}, marks=pytest.mark.slow),

@@ -64,8 +64,8 @@ def on_rank(rank, world, sizes, options, folder):
     [
         (2, {"shard": 2}, {}),
         (4, {"replicate": 2}, {"offload": True}),
-        (4, {"tp": 2, "shard": 2}, {}),
-        (4, {"pp": 2, "cp": 2}, {}),
+        pytest.param(4, {"tp": 2, "shard": 2}, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 2, "cp": 2}, {}, marks=pytest.mark.slow),
         pytest.param(4, {"replicate": 4}, {}, marks=pytest.mark.slow),
         pytest.param(4, {"tp": 4}, {}, marks=pytest.mark.slow),
     ],

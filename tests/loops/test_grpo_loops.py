@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import stdev
 
+import nightly
 import pytest
 import small
 import torch
@@ -215,7 +216,7 @@ def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
     assert "all rewards are equal" not in said
 
 
-@pytest.mark.parametrize("staleness", [0.0, pytest.param(1.0, marks=pytest.mark.slow), 2.0])
+@pytest.mark.parametrize("staleness", nightly.only([0.0, 1.0, 2.0], 2.0))
 def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     model, engine = small_model(), CopyEngine()
     path = run(
@@ -261,6 +262,7 @@ def test_at_staleness_0_the_asynchronous_loop_takes_the_steps_of_the_synchronous
         run(async_grpo, small_model(), CopyEngine(), tmp_path / "none", kl_coef=0.1)
 
 
+@pytest.mark.slow
 def test_the_asynchronous_loop_moves_its_reference_and_resumes_with_it(tmp_path):
     options = {
         "kl_coef": 0.1,

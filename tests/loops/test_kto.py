@@ -131,6 +131,7 @@ def test_the_evaluation_is_of_the_exported_model_and_it_learns(tmp_path):
     assert lines[-1]["eval/accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_the_size_of_micro_batches_changes_nothing(tmp_path):
     """Rows of up to 12 tokens in micro-batches of 13, so of one or a few, against all at once."""
     lines = [run(tmp_path / str(n), reference=small_model(1), max_tokens=n) for n in (13, 10_000)]
@@ -159,6 +160,7 @@ def test_a_mismatched_response_that_no_micro_batch_holds_is_refused(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
     lines = []
     for second in (True, False):

@@ -215,6 +215,7 @@ def lines_of(folder):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+@pytest.mark.slow
 def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
     _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, epochs=2, bootstrap=False)
     lines = lines_of(tmp_path / "run")
@@ -228,6 +229,7 @@ def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
     assert (tmp_path / "run/model/config.json").exists()
 
 
+@pytest.mark.slow
 def test_what_a_critic_explains(folder, tmp_path):
     """1 - error / variance; there is none where all rewards are equal, and no number of no token."""
     run(folder, tmp_path / "run", steps=1, minibatches=1)
@@ -256,6 +258,7 @@ def test_a_step_of_nothing_but_cut_answers_says_so_and_logs_no_nan(folder, tmp_p
         assert not {"entropy", "kl/ref", "value/mean", "value/explained"} & line.keys()
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first(folder, tmp_path):
     model, critic = run(folder, tmp_path / "run", steps=2, critic_steps=2)
     untouched = tiny_model(tokenizer(), **SIZES).state_dict()

@@ -33,6 +33,7 @@ def run(folder, *, overlap=False, **options):
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_overlap_bounds_the_age_and_corrects_for_it(tmp_path):
     lines = run(tmp_path, overlap=True)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]

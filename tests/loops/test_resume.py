@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 import screens
 import warm
@@ -70,7 +71,7 @@ def test_a_folder_without_a_run_is_not_resumed(task, tmp_path, script):
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("script", EACH)
+@pytest.mark.parametrize("script", nightly.only(FLAGS, "grpo"))
 def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
     """The run goes on from the one before it, to the same numbers; without any that is whole it changes nothing."""
     output = tmp_path / "run"
@@ -148,6 +149,7 @@ print(json.dumps([*refused, kept, repr(freed.error), freed.out]))
 
 
 @pytest.mark.timeout(1000)
+@pytest.mark.slow
 def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     """Filled while the run is away; freed again, the run goes on to the numbers of one that was left alone."""
     (tmp_path / "mount").mkdir()

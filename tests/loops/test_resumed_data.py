@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import nightly
 import pytest
 
 from rlkit.data import order
@@ -52,7 +53,7 @@ def visited(monkeypatch, command, data, *argv):
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
 def test_a_changed_file_begins_at_its_first_row(command, folder, monkeypatch, capfd):
     per = 2 if command == "kto" else 1  # its pairs are two responses
     visited(monkeypatch, command, [("a", "")], "--steps", "1")

@@ -116,7 +116,7 @@ EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
 @pytest.mark.parametrize(
     ("kind", "config", "world", "sizes"),
     [
-        ("Qwen2", DENSE, 64, {"shard": 8, "tp": 8}),
+        pytest.param("Qwen2", DENSE, 64, {"shard": 8, "tp": 8}, marks=pytest.mark.slow),
         pytest.param("Qwen2", DENSE, 64, {"shard": 16, "cp": 4}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 512, "ep": 8}, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", EXPERTS, 512, {"shard": 128, "tp": 4, "ep": 8}, marks=pytest.mark.slow),

@@ -160,6 +160,7 @@ def command(model, command, output, *more):
     return [*words, "--steps", "1", "--device", "cpu", *more]
 
 
+@pytest.mark.slow
 def test_the_flag_trains_exports_and_measures_the_longer_context(folders, tmp_path, capsys, no_pictures):
     plain, run = folders[0], tmp_path / "run"
     reward = ("--reward", f"{tmp_path / 'r.py'}:score")

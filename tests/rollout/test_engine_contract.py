@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import nightly
 import numpy as np
 import pytest
 import torch
@@ -64,7 +65,7 @@ def engine_of_the_docs(model):
     return scope["Naive"](model)
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "vllm"])
+@pytest.mark.parametrize("name", nightly.only([*ENGINES, "vllm"], "fake", "local", "shared", "docs", "vllm"))
 async def test_generate(name, model, tmp_path):
     async with engine_of(name, model, tmp_path) as subject:
         await check_generate(subject)
@@ -87,7 +88,7 @@ async def what_is_no_request_is_refused(subject):
         assert (await subject.engine.generate(prompt, params=greedy)).ids == expected.ids
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", nightly.only(ENGINES, "fake", "local", "process", "shared"))
 async def test_engine(name, model, tmp_path):
     async with engine_of(name, model, tmp_path) as subject:
         await check_engine(subject)

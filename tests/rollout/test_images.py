@@ -41,6 +41,7 @@ def task(tmp_path_factory) -> tuple[Any, Any, list[Prompt]]:
     return load_model(folder), tokenizer, prompts
 
 
+@pytest.mark.slow
 async def test_the_images_of_a_prompt_stay_through_all_turns(task: tuple[Any, Any, list[Prompt]]) -> None:
     model, tokenizer, prompts = task
 

@@ -424,6 +424,7 @@ def test_progress_counts_running_waiting_and_tokens(model):
     assert {(0, 0, 0), (0, 3, 0), (2, 1, 2), (2, 1, 4), (2, 1, 6), (0, 1, 8), (1, 0, 9), (0, 0, 12)} <= seen
 
 
+@pytest.mark.slow
 def test_many_admissions_into_few_slots_lose_nothing(model):
     g = torch.Generator().manual_seed(0)
     lens = torch.randint(1, 40, (120,), generator=g).tolist()

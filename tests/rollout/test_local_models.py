@@ -153,10 +153,7 @@ def test_logp_equals_the_models_own_forward(case):
     assert torch.cat([torch.tensor(c.logp) for _, c in out]).std() > 0.5  # not a uniform model
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2 with qkv bias", "gpt2")]
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", *SLOW])
+@pytest.mark.parametrize("name", nightly.only(["qwen3", "gemma2", "qwen2 with qkv bias", "gpt2"], "qwen3"))
 def test_greedy_is_hf_greedy(name):
     model = build(CASES[name][0]).eval()
     engine = LocalEngine(model, max_batch=3, max_len=96, eos_token_ids=())
@@ -173,7 +170,7 @@ def test_greedy_is_hf_greedy(name):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", nightly.only(["qwen3", "gemma3"], "qwen3"))
 def test_bf16_is_as_close_to_fp32_as_the_models_own_bf16(name):
     model = build(CASES[name][0])
     exact = build(CASES[name][0])
@@ -387,7 +384,7 @@ async def talk(engine: LocalEngine, stop: list[int]) -> list:
 TALKS = ["qwen3", "llama 3 rope", "mistral, sliding", "gemma3", "mixtral", "qwen3.5, a gated delta net", "bloom"]
 
 
-@pytest.mark.parametrize("case", nightly.only(TALKS, "qwen3", "gemma3", "bloom"))
+@pytest.mark.parametrize("case", nightly.only(TALKS, "qwen3", "bloom"))
 def test_a_next_turn_reads_only_what_is_new_and_gives_the_same(case):
     model, stop, read = build(CASES[case][0]), [*range(0, VOCAB, 2)], dict.fromkeys((False, True), 0)
     found = {}

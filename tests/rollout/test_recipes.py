@@ -107,6 +107,7 @@ async def test_the_reward_of_what_an_agent_wrote(tmp_path):
     assert rewards == [1.0, 0.5, 0.0]
 
 
+@pytest.mark.slow
 async def test_a_program_with_the_openai_package():
     class Completions:
         def __init__(self, base_url):
