@@ -6,7 +6,7 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from string import punctuation, whitespace
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,8 @@ _log = logging.getLogger("rlkit.data")
 class Prompt:
     """A rendered prompt, the row it came from, the index of that row, and the images that the prompt shows.
 
-    `begun` is the text with which the prompt begins the answer: a reward reads it before what was sampled.
+    `begun` is the text with which the prompt begins the answer: a reward reads it before what was sampled. `place` says
+    where the row is, as `rlkit.data.load.place_of`.
     """
 
     ids: list[int]
@@ -45,6 +46,7 @@ class Prompt:
     index: int
     images: tuple[Picture, ...] = ()
     begun: str = ""
+    place: str = field(default="", compare=False)
 
 
 def rl_prompts(
@@ -94,7 +96,8 @@ def rl_prompts(
     )
     encoded = encode_all(tokenizer, [turn.prompt for _, turn in left], ready_made=not apply_chat_template)
     prompts = [
-        (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun)) for (i, t), ids in zip(left, encoded, strict=True)
+        (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun, t.place))
+        for (i, t), ids in zip(left, encoded, strict=True)
     ]
     lose = "the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens"
     limits: dict[str, Any] = {"too_long": too_long, "lose": lose, "max_prompt_tokens": max_prompt_tokens}
@@ -158,7 +161,7 @@ def reworded(prompt: Prompt, text: str, template: Template, values: Mapping[str,
     `{prompt}` is the text that it replaces; other names are columns of the row, and `values`, which win. "\\n" is a
     line break. Errors: ValueError, with the row, for a name that is neither or is null, and a prompt without a user.
     """
-    place = f"row {prompt.index + 1}"
+    place = prompt.place or f"row {prompt.index + 1}"
     if (last := _last_user(prompt.row)) is None:
         raise ValueError(f"{place}: no message is the user's, so there is none to write anew")
     columns = {**prompt.row, **(values or {}), "prompt": last[0]}

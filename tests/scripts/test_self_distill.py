@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rlkit.data.prompts import Prompt, reworded
+from rlkit.data.load import Rows
+from rlkit.data.prompts import Prompt, reworded, rl_prompts
 from rlkit.data.template import Template
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import read_metrics
@@ -93,3 +94,7 @@ def test_the_last_user_message_is_written_anew():
         reworded(Prompt([1], {"prompt": "Q", "answer": None}, 2), "{answer}", plain)
     with pytest.raises(ValueError, match="row 1: no message is the user's"):
         reworded(Prompt([1], {"messages": said[1:2]}, 0), "{prompt} x", template)
+    rows = Rows([{"prompt": "Q"}, {"prompt": "R", "answer": None}], source="a.jsonl", places=["line 1", "line 9"])
+    (_, of_file), _ = rl_prompts(rows, tokenizer=tokenizer, max_prompt_tokens=99)
+    with pytest.raises(ValueError, match=r"^a.jsonl, line 9: there is no 'answer' to write into"):
+        reworded(of_file, "{answer}", template)
