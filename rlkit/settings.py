@@ -658,7 +658,12 @@ class Engines:
     engine_pause: Annotated[Literal["retract", "in_place", "abort"], _SERVED] = "retract"
     """requests in flight on servers when new weights come: retract computes their keys and values again; in_place keeps
     those of the old weights (faster, less exact); abort ends them"""
-    weight_sync: Annotated[Literal["auto", "ipc", "group", "disk", "changes"], _SERVED] = "auto"
+    weight_sync: Annotated[
+        Literal["auto", "ipc", "group", "disk", "changes"],
+        _SERVED,
+        Needs("engine_urls", of=("changes",), why="it is for servers on other machines"),
+        Needs("weight_sync_folder", of=("changes",), why="it is for servers on other machines"),
+    ] = "auto"
     """how weights go to servers: ipc (memory of this machine), group (NCCL or gloo), disk, changes (the
     values that a step changes, to machines that run `rlkit patch`). auto: ipc where all servers
     are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
@@ -688,10 +693,6 @@ class Engines:
         refuse_if(
             len(self.engine_gpus) % self.engine_tp,
             f"`engine_gpus` are {len(self.engine_gpus)}: give a multiple of `engine_tp` {self.engine_tp}",
-        )
-        refuse_if(
-            self.weight_sync == "changes" and not (self.engine_urls and self.weight_sync_folder),
-            "`weight_sync` changes is for servers on other machines: give `engine_urls` and `weight_sync_folder`",
         )
 
     @property

@@ -108,7 +108,7 @@ class Data:
     eval_data: str | tuple[str, ...] | None = None
     """held-out data, in the same formats; of several splits the only test or validation split. NAME=FILE is a set that
     is measured by itself, as eval/NAME/...; files without a name are one set. None: no evaluation"""
-    system_prompt: Annotated[str | None, _OF_TEMPLATE] = None
+    system_prompt: Annotated[str | None, _OF_TEMPLATE, Without("agent", why="which writes its own messages")] = None
     """system message for conversations that have none"""
     chat_template: ChatTemplate = True
     """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""

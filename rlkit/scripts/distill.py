@@ -51,6 +51,7 @@ from rlkit.settings import (
     Rollouts,
     Schedule,
     Share,
+    Without,
     check,
     named,
     refuse_if,
@@ -67,7 +68,7 @@ class Loss:
     teacher_prompt: str | None = None
     """what the teacher reads as the last user message: a format string of {prompt}, of columns of the row, and of texts
     and numbers that the reward returned by name, as "{prompt}\\n\\nHint: {answer}". None: what the student reads"""
-    teacher_ema: Share = 0.0
+    teacher_ema: Annotated[Share, Without("lora_rank", "adapter", why="it copies whole weights; drop one")] = 0.0
     """--teacher self: the teacher is a copy that moves this share of the way to the model after each step
     (0: the current weights)"""
     loss: Annotated[str, named("reverse_kl", "forward_kl", "jsd", "advantage", "uld")] = "reverse_kl"
@@ -140,8 +141,6 @@ class Args:
         )
         nothing = self.loss.teacher_coef == 0 and not judged
         refuse_if(nothing, "`teacher_coef` 0 trains nothing without a `reward`: give one of them")
-        copied = self.loss.teacher_ema and (self.lora.lora_rank or self.model.adapter)
-        refuse_if(copied, "`teacher_ema` copies whole weights: drop it, or `lora_rank` and `adapter`")
         served = next((place for place in self.loss.teachers().values() if is_url(place)), "")
         refuse_if(
             served and self.rollouts.temperature != 1,

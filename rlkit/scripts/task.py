@@ -229,7 +229,6 @@ def read_agent(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, 
     why = "a function runs in this process" if is_function else "it is measured on Linux only"
     measured = sys.platform == "linux" and not is_function
     refuse_if(episodes.agent_memory is not None and not measured, f"`agent_memory` is for commands on Linux: {why}")
-    refuse_if(data.system_prompt is not None, "`system_prompt` has no place: an `agent` writes its own messages")
     try:
         check_address(episodes.agent_address)
     except ValueError as error:

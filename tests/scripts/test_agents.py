@@ -123,7 +123,6 @@ async def test_a_wrong_result_of_a_function_is_one_line_with_its_name(files, ret
         ({"agent": "reward.py:agent", "agent_memory": 1.0}, "a function runs in this process"),
         ({"agent": "python x", "agent_address": "192.0.2.1"}, "nothing can listen at 192.0.2.1: Cannot assign"),
         ({"agent": "python x", "agent_certificate": Path("c.pem")}, "`agent_certificate`: there is no file c.pem"),
-        ({"agent": "python x", "data": {"system_prompt": "be"}}, "an `agent` writes its own messages"),
         ({"agent": "python x", "data": {"chat_template": False}}, "`agent` works on messages for the chat template"),
     ],
 )

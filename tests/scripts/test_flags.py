@@ -157,7 +157,10 @@ URL = ("http://127.0.0.1:30000",)
         ),
         ({"engine_memory": 1.0}, "`engine_memory` must be above 0 and below 1"),
         ({"engine_gpus": (0, 1, 2), "engine_tp": 2}, "`engine_gpus` are 3: give a multiple of `engine_tp` 2"),
-        ({"weight_sync": "changes", "engine_urls": URL}, "`weight_sync` changes is for servers on other machines"),
+        (
+            {"weight_sync": "changes", "engine_urls": URL},
+            "`weight_sync` changes requires `weight_sync_folder`: it is for servers on other machines",
+        ),
         (
             {"weight_sync_lora": "adapter", "engine_release": True},
             "`weight_sync_lora` adapter excludes `engine_release`: use merged",

@@ -63,11 +63,11 @@ def test_the_hint_is_what_a_verifier_said_of_the_answer(command, task):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--teacher-prompt", "{prompt} {hint}"], "row 1: there is no 'hint' to write into '{prompt} {hint}'"),
+        (["--teacher-prompt", "{prompt} {hint}"], "line 1: there is no 'hint' to write into '{prompt} {hint}'"),
         (["--teacher-prompt", "{prompt} {answer} and more to read", "--max-tokens", "30"], "holds --max-tokens 30"),
         (
             ["--teacher-prompt", "{prompt} {answer}", "--teacher-ema", "0.1", "--lora-rank", "2"],
-            "--teacher-ema copies whole weights",
+            "--teacher-ema excludes --lora-rank: it copies whole weights; drop one",
         ),
     ],
 )
