@@ -16,7 +16,7 @@ from rlkit.data.prompt_columns import is_texts
 from rlkit.data.schema import GOLD, LABELS
 
 REPEATED = 12  # characters: a response may begin with a shorter prompt by chance ("hi")
-_LONG, _MANY = 50, 400  # characters: shorter texts may be of one length, or without a full stop, by chance
+_LONG, _MANY = 50, 200  # characters: shorter texts may be of one length, or without a full stop, by chance
 FEW, SOME = 4, 10  # rows: fewer may be the same, or have the same prompt or answer, by chance
 _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-Instruct
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",

@@ -947,7 +947,7 @@ def test_long_answers_that_end_within_a_sentence_are_named_at_any_length(said):
         assert line.startswith("kept 6 of 6 rows")
         assert repr(cut[0][-30:]) in line
     listed = [f"{text}\n\n- one. And two\n- three and four" for text in cut]
-    for texts in ([f"{text}." for text in cut], listed, [text[-300:] for text in cut]):
+    for texts in ([f"{text}." for text in cut], listed, [text[-180:] for text in cut]):
         assert not [x for x in said(*[{"prompt": f"q{i}", "response": x} for i, x in enumerate(texts)]) if LONG in x]
 
 
