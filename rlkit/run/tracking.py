@@ -104,15 +104,15 @@ def _new_steps(folder: Path, *, after: int) -> Iterator[tuple[int, dict[str, flo
 
 def _send_samples(tracker: Tracker, folder: Path, step: int, *, every: int) -> None:
     """The first samples of a step: of training at step 1 and every `every`-th, and of each evaluation."""
-    names = ["eval_greedy", "eval_sampled", *(["train"] if step == 1 or step % every == 0 else [])]
-    for name in names:
-        path = folder / "trajectories" / f"{name}_{step:06d}.jsonl"
+    places, end = folder / "trajectories", f"_{step:06d}.jsonl"
+    trained = [places / f"train{end}"] if step == 1 or step % every == 0 else []
+    for path in (*sorted(places.glob(f"eval_*{end}")), *trained):
         if path.exists():
             with path.open("rb") as file:
                 first = [line for line in islice(untrusted.lines(file, path), _SAMPLES) if line.endswith(b"\n")]
             rows = [_sample(row, step) for row in map(object_of, first) if row is not None]
             if rows:
-                tracker.table(step, name, rows)
+                tracker.table(step, path.name.removesuffix(end), rows)
 
 
 def _sample(row: Row, step: int) -> Row:

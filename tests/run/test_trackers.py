@@ -210,6 +210,22 @@ def test_following_sends_new_lines_and_survives_lost_steps(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(s, float(s)) for s in range(1, 6)]
 
 
+def test_the_answers_of_each_evaluation_are_sent(tmp_path):
+    need("tensorboard")
+    folder, kinds = tmp_path / "run", ("eval_greedy", "eval_sampled_easy_sums", "eval_sampled_hard")
+    write(folder, {"step": 2, "loss": 1.0})
+    (folder / "trajectories").mkdir()
+    for kind in (*kinds, "train"):  # of step 2, no answers are printed
+        row = {"group": 0, "prompt": "a", "completion": kind, "reward": 1.0}
+        (folder / "trajectories" / f"{kind}_000002.jsonl").write_text(json.dumps(row) + "\n")
+    assert track(folder, to="tensorboard") == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert {tag for tag in events.Tags()["tensors"] if "samples" in tag} == {f"samples/{kind}" for kind in kinds}
+
+
 def flags(task, output, *more):
     sizes = "--prompts-per-step 2 --group-size 2 --max-new-tokens 4 --eval-steps 0 --steps 3"
     files = f"--model {task / 'model'} --data {task / 'rows.jsonl'} --reward {task / 'reward.py'}:score"
