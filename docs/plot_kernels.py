@@ -52,7 +52,7 @@ def draw(head: dict[str, Any], scan: dict[str, Any], path: Path) -> None:
     by_name = {row["name"]: row for row in head["rows"]}
     figure, axes = plt.subplots(1, 3, figsize=(12.5, 3.3))
     times = [(n, by_name[n]["median_ms"]) for n in HEADS]
-    bars(axes[0], "forward and backward, ms (one CPU core, fp32,\n4096 rows, 512 wide, 32,768 entries)", times, "ms")
+    bars(axes[0], "forward and backward, ms (two CPU cores, fp32,\n4096 rows, 512 wide, 32,768 entries)", times, "ms")
     bars(axes[1], "memory over the inputs, MB", [(n, by_name[n]["peak_mb"]) for n in HEADS], "MB")
     traces = [(row["name"], row["median_ms"]) for row in scan["rows"]]
     bars(axes[2], "segmented scan, 1 M tokens, ms", traces, "ms")

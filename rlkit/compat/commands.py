@@ -235,7 +235,7 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             found["loss"] = ["gspo"]
         found |= _dual_clip(system, {**given, **found}, notes)
         if system == "ColossalAI":
-            dapo = given.get("algo", ["GRPO"])[0].upper() == "DAPO"
+            dapo = _is_dapo(given)
             filters = {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]}
             found |= filters if dapo else {"aggregate": ["episode"]}
             coef = _number(given, "kl_coeff", default=0.01)
@@ -354,6 +354,11 @@ def _split(file: str) -> tuple[str, str]:
     return (split, path) if at else ("", file)
 
 
+def _is_dapo(given: Given) -> bool:
+    """Whether a command of ColossalAI has the settings of DAPO."""
+    return given.get("algo", ["GRPO"])[0].upper() == "DAPO"
+
+
 def _overlong(system: str, given: Given) -> str:
     """The reward for the length of verl's, OpenRLHF's and ColossalAI's options; "" where they are off.
 
@@ -366,7 +371,7 @@ def _overlong(system: str, given: Given) -> str:
     buffer = number("overlong_buffer_len", default=0)
     if is_on(given.get("overlong_buffer.enable")) or is_on(given.get("overlong_buffer_cfg.enable")):
         buffer = number("overlong_buffer.len", "overlong_buffer_cfg.len", default=0)
-    if is_on(given.get("soft_over_length_punishment")):
+    if is_on(given.get("soft_over_length_punishment", [str(system == "ColossalAI" and _is_dapo(given))])):
         buffer = number("cache_length", default=min(1024, limit // 4))
     factors = ("overlong_penalty_factor", "overlong_buffer.penalty_factor", "overlong_buffer_cfg.penalty_factor")
     reward = f"rlkit.rewards.text:soft_overlong(max_tokens={int(limit)},cache_tokens={int(buffer)})"

@@ -30,8 +30,8 @@ THEIRS = re.compile(
 PAIRS = [(ours, theirs, flags) for theirs, ours, flags in THEIRS.findall(PAGE)]
 DIFFERS = {  # of what the page has, beside what no command of another system says
     "sft": {"batch_size"},  # blocks of 4096 tokens there
-    "verl": {"reward", "loss", "steps", "kl_estimator", "parallel.activation_checkpointing"},  # rows are counted
-    "openrlhf": {"reward", "steps", "kl_estimator", "max_total_tokens", "warmup_steps"},
+    "verl": {"reward", "steps", "parallel.activation_checkpointing"},  # rows are counted
+    "openrlhf": {"reward", "steps", "max_total_tokens", "warmup_steps"},
     "--num-rollout": {"model", "max_tokens", "clip_high"},  # 0.28 is the default
     "actor.model_name": {"reward", "env", "steps"},
     "--reward-type": {"steps", "max_prompt_tokens"},
