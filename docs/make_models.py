@@ -171,13 +171,14 @@ Of the causal language models of transformers {version}, and those that read ima
 {num_unbuilt}.
 
 The table is of small copies of default configs with random weights, and so are the tests; `llama` was also
-trained from a published checkpoint (SmolLM2-135M), and `gemma3_text` for the steps of a benchmark (Gemma 3 270M). When a checkpoint is loaded, its own config is checked.
+trained from a published checkpoint (SmolLM2-135M), and `gemma3_text` for the steps of a benchmark (Gemma 3 270M). When
+a checkpoint is loaded, its own config is checked.
 
 - **layouts**: beside `replicate` and `shard`, which all types have.
 - **LoRA**: whether `--lora-rank` has layers to adapt, and whether fused experts are among them.
 - **embedded engine**: how `--engine local` decodes: "fast" is a decoder of its own, "cache" the model's forward with a
   cache of keys, values and states, "whole" the model's forward on whole sequences for every token. `mistral` and
-  `qwen2` are "cache" for the sliding layers of their default configs: checkpoints without them (Qwen2.5) are decoded "fast".
+  `qwen2` are "cache" for the sliding layers of their default configs: checkpoints without them (Qwen2.5) are "fast".
 - **SGLang**, **vLLM**: whether {servers} list the model. Of these `llama`, `qwen3`, `qwen3_moe` and `qwen3_vl` ran on
   real servers.
 
