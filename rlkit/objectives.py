@@ -7,6 +7,7 @@ Functions on fronts take points `[M, K]`, e.g. one evaluated checkpoint per row.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,8 @@ def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max
     """A new archive with the point, without the points it dominates; the same archive if the point is dominated.
 
     A point equal to an archived one is dropped, and the older item stays. Beyond `max_size` the point with the smallest
-    crowding distance is removed, but never the best point of an objective, so the front keeps its ends.
+    crowding distance is removed, but never the best point of an objective, so the front keeps its ends; where
+    `max_size` has no room for these, the new point goes.
 
     Reference: Deb et al. 2002 (NSGA-II), https://doi.org/10.1109/4235.996017, section III-B
     """
@@ -186,7 +188,8 @@ def archive_insert(archive: Archive, point: tuple[float, ...], item: Any, *, max
     entries = sorted([*entries, (point, item)], key=lambda entry: entry[0], reverse=True)
     while max_size is not None and len(entries) > max_size:
         crowding = _crowding([p for p, _ in entries])
-        entries.pop(min(range(len(entries)), key=crowding.__getitem__))
+        old = [x == inf and p != point for x, (p, _) in zip(crowding, entries)]
+        entries.pop(min(range(len(entries)), key=lambda i: (crowding[i], old[i])))
     return Archive(tuple(p for p, _ in entries), tuple(i for _, i in entries))
 
 

@@ -1,4 +1,5 @@
-"""Sums, means and broadcasts over packed sequences, groups and episodes: no Python loops, no atomics.
+"""Sums, means and broadcasts over packed sequences, groups and episodes: no Python loops, no atomics
+(but under torch.func).
 
 Episodes in several pieces. A chat template may rewrite history between two turns (drop the reasoning of past turns,
 reformat a tool call). The next turn is then sampled from a context that does not extend the tokens so far, and the

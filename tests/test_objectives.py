@@ -158,6 +158,9 @@ def test_archive_keeps_its_ends_and_its_spread():
     assert len(archive.items) == 5
     assert O.archive_insert(archive, (4.0, 4.0), "dominated", max_size=5) is archive
     assert O.archive_insert(archive, (11.0, 11.0), "best", max_size=1).items == ("best",)
+    first = O.archive_insert(O.archive_init(), (1.0, 0.0), "first")
+    assert O.archive_insert(first, (0.0, 1.0), "new", max_size=1) == first  # both are ends
+    assert O.archive_insert(first, (2.0, -1.0), "new", max_size=1) == first
     best = O.archive_insert(archive, (11.0, 11.0), "best")
     assert best == O.Archive(((11.0, 11.0),), ("best",))
 

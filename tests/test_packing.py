@@ -249,7 +249,12 @@ def test_old_log_probs_under_a_gradient_train_as_detached_ones():
 def test_a_fill_that_the_dtype_cannot_hold_is_refused():
     mask = torch.tensor([[True, False]])
     assert to_padded(torch.tensor([3]), padding_mask=mask, fill=-100)[0].tolist() == [[3, -100]]
-    for x, fill in ((torch.tensor([3]), -1.5), (torch.tensor([3], dtype=torch.uint8), -100), (torch.tensor([True]), 2)):
+    for x, fill in (
+        (torch.tensor([3]), -1.5),
+        (torch.tensor([3], dtype=torch.uint8), -100),
+        (torch.tensor([True]), 2),
+        (torch.tensor([3], dtype=torch.uint8), 300),
+    ):
         with pytest.raises((ValueError, RuntimeError), match=r"cannot hold|overflow"):
             to_padded(x, padding_mask=mask, fill=fill)
 

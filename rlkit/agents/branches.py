@@ -75,7 +75,7 @@ class _Ready(NamedTuple):
 class Branches:
     """One episode of a program. `await branches.reply(messages)` samples the next turn of a conversation.
 
-    Two conversations are equal if their texts are, but for white space, ids of calls, and the form of the policy's
+    Two conversations are equal if their texts are, but for ids of calls, and white space and the form of the policy's
     turns: reasoning in `<think>` or in `reasoning_content`, calls in the text or in `tool_calls`. Calls may run at
     once. `num_rerendered` counts calls whose conversation has a turn of the policy as text of the program or of the
     template, in place of the tokens that were sampled; such text is context, and never trained.

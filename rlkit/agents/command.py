@@ -57,8 +57,9 @@ def command(
     Its output goes to a file in `logs` (the first MiB; of the newest 1000 episodes), `info["log"]`. `info["folder"]` is
     its folder, for reward functions; `scored` deletes it. At the end of the episode all its processes are killed.
 
-    An exit code other than 0, no end after `timeout_s`, more memory than `memory_gib` (of all its processes, measured
-    ten times a second; Linux) and a result that cannot be read are an `AgentError`; so is, with `needs_reward`, none.
+    An exit code other than 0, no end after `timeout_s`, more than 1000 processes (Linux), more memory than
+    `memory_gib` (of all its processes, measured ten times a second; Linux) and a result that cannot be read are an
+    `AgentError`; so is, with `needs_reward`, none.
 
     This is no sandbox: the command has the rights of the run.
     """

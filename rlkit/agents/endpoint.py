@@ -89,7 +89,7 @@ def agent_env(
     An exception of the program ends the run, and so does no end after `timeout_s` (a sync function keeps running in
     the background; its URL is closed), or a thousand refused requests. Without `raise_errors` the episode has failed
     instead, also if it asked for no turn: its reward is None and `info["error"]` the reason, which
-    `rlkit.rewards.scoring` counts and leaves out of training. An exception after a limit left no room is the end of a
+    `rlkit.rewards.scoring` counts and leaves out of training. There an exception after a limit left no room ends a
     truncated episode, with reward 0. An error of the engine always ends the run.
 
     Needs aiohttp (the extra `http`).

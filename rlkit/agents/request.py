@@ -99,7 +99,7 @@ def answer_of(said: Said, tokenizer: Any, request: Request) -> Answer:
     fine = request.reads_calls and bool(said.calls) and all(depth_is_fine(c.arguments, MAX_DEPTH) for c in said.calls)
     start = secrets.token_hex(2)  # nine characters in all, as Mistral's template requires
     calls = [
-        ToolCall(c.id or f"call{start}{i % 10}", c.name, json.dumps(c.arguments, ensure_ascii=False))
+        ToolCall(c.id or f"c{start}{i:04x}", c.name, json.dumps(c.arguments, ensure_ascii=False))
         for i, c in enumerate(said.calls if fine else ())
     ]
     at_end = said.stop is not None or said.turn.finish_reason == "stop"

@@ -4,5 +4,7 @@ A file per kind, and in it a row per system:
 
     rewards     `adapted`: reward functions of TRL, verl, OpenRLHF, slime, RL2, rl4llm, rl-max
     envs        `adapted`: environments of RL2, OpenRLHF, verifiers, Gymnasium, GEM, TextArena, OpenEnv, rl4llm
-    flags       what stands here for a flag of theirs
+    rows        rows of data as they write them
+    tasks, games, libraries     task folders, games and environments of packages
+    flags, commands             what stands here for a flag of theirs, and for a whole command
 """

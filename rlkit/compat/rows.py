@@ -56,7 +56,7 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True, pr
         read([{"question": "1 + 1 =", "answer": "2"}])       [{"prompt": "1 + 1 =", "completion": "2", ...}]
 
     The first row decides which system's columns are read. A converted row keeps its own columns, and errors name those.
-    With `forms` of `rlkit.data.rows` the rows are also checked (see `check_columns`), the error for a row in another
+    With `forms` of `rlkit.data.turns` the rows are also checked (see `check_columns`), the error for a row in another
     form says what it looks like and what to do, and of PROMPT only the prompt is converted: rewards see the columns of
     the file, and an answer at the end of `messages` is left out where another column holds it.
 

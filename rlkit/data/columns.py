@@ -1,6 +1,6 @@
 """Columns of rows and keys of messages that no form reads: refused, or named once.
 
-A column or key that could change what is trained is used by a form (`rlkit.data.rows`), or refused here, or reported
+A column or key that could change what is trained is used by a form (`rlkit.data.turns`), or refused here, or reported
 in one line per file.
 """
 
@@ -237,8 +237,8 @@ class Unused:
             for names, of in files.items():
                 source = f"{_short(of)}: " if of != [""] else ""
                 flag = advised(getattr(self._rows[0], "own", self._rows[0]), names) if noun == "column" else ""
-                fact += f"; to include: {flag}" * bool(flag) + "".join(map(self._verdict, names)) * (noun == "column")
-                _log.warning("%s%s %s", source, _listed(noun, names), fact)
+                more = f"; to include: {flag}" * bool(flag) + "".join(map(self._verdict, names)) * (noun == "column")
+                _log.warning("%s%s %s%s", source, _listed(noun, names), fact, more)
 
     def _verdict(self, name: str) -> str:
         """That rows differ in a column of yes and no, or of a few labels, and train alike."""

@@ -1,6 +1,6 @@
 """The columns that rlkit reads: what each may hold, and which part of a row it is.
 
-All lists of column names are made of this table. A form (`rlkit.data.rows`) says which columns a row needs, and
+All lists of column names are made of this table. A form (`rlkit.data.turns`) says which columns a row needs, and
 `rlkit.compat.rows` gives rlkit's columns for those of other systems.
 """
 

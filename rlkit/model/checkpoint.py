@@ -630,7 +630,8 @@ class BackgroundSaver:
     ) -> None:
         """Start to write a checkpoint of the current state; see `save_checkpoint` for the arguments.
 
-        Without `copy`, which suits the last save of a run, it is written from the live tensors before this returns.
+        Without `copy`, which suits the last save of a run, it is written from the live tensors before this returns,
+        unless an earlier save has made buffers: these are filled, and `wait` returns once it is written.
 
         `then` is called by the next `wait`, once the checkpoint is on the disk. Checkpoints of the steps `spared` are
         not deleted; of many ranks those of the first count.

@@ -41,8 +41,8 @@ _WRITES = ("update_conv_state(", "update_recurrent_state(", "set_linear_cache(")
 class States:
     """The cache of one layer with the methods that transformers' layers call, for any number of rows.
 
-    `conv` are the last inputs of each causal convolution, `recurrent` the states of the recurrence. Both are replaced,
-    never written in place, so that gradients flow through them.
+    `conv` are the last inputs of each causal convolution, `recurrent` the states of the recurrence. In a forward
+    both are replaced, never written in place, so that gradients flow through them; `write` is for sampling.
     """
 
     def __init__(self, conv: dict[int, Tensor] | None = None, recurrent: dict[int, Tensor] | None = None) -> None:

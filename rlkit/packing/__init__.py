@@ -56,7 +56,7 @@ def pack(groups: Iterable[Iterable[Trajectory]], *, share_prompts: bool = True) 
     The pieces of one episode (`Trajectory.continues`) have equal `episode_ids`; each ends with the episode's reward.
 
     Errors: TypeError, naming group, sample and field, for anything but lists of numbers; ValueError, naming group and
-    sample, for an empty prompt, a log-prob above 0, streams of different lengths, a non-finite
+    sample, for an empty prompt, a log-prob above 0.01, streams of different lengths, a non-finite
     log-prob or reward at a trained token, a trajectory without tokens that is not truncated, and a piece that follows
     no other piece or whose reward differs from the one before it; for trajectories of different temperatures; for a
     mask that is True at all tokens of version -1 and at no other; and for sampled `ids` that all begin with the prompt.
@@ -229,7 +229,8 @@ def _lists(groups: Any) -> list[list[Trajectory]]:
 
 
 def unpack(batch: Batch) -> list[list[Trajectory]]:
-    """The trajectories that were packed, in their groups. Floats have fp32 precision; `score` and `info` are not kept.
+    """The trajectories that were packed, in their groups. Floats have fp32 precision; `score`, `info`, `role`
+    and `experts` are not kept.
 
     Pieces of one episode that are no longer adjacent (after `select`) become separate episodes.
     Of a batch with `support`, log-probs are those of the whole vocabulary, and the support is not kept.
@@ -318,7 +319,7 @@ def to_padded(*streams: Tensor, padding_mask: Bool[Tensor, "B L"], fill: float =
     for i, x in enumerate(streams):
         if x.shape[0] != num_real:
             raise ValueError(f"streams[{i}] must hold one row per True in padding_mask, {num_real}, got {x.shape[0]}")
-        if not (x.is_floating_point() or x.is_complex()) and x.new_full((), fill).item() != fill:
+        if not (x.is_floating_point() or x.is_complex()) and torch.tensor(fill).to(x.dtype).item() != fill:
             raise ValueError(f"streams[{i}] is {str(x.dtype).removeprefix('torch.')}, which cannot hold fill={fill}")
         padded = x.new_full((*padding_mask.shape, *x.shape[1:]), fill)
         out.append(padded.masked_scatter(padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 1)), x))

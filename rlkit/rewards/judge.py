@@ -44,10 +44,10 @@ def score_line(text: str) -> float:
     >>> score_line("It is right, but long.  Score: 8")
     0.8
     """
-    if not (numbers := re.findall(r"score\W{0,6}(\d+(?:\.\d+)?)(?:\s*/\s*10)?\b", text, re.IGNORECASE)):
+    if not (numbers := re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\b", text, re.IGNORECASE)):
         raise ValueError(f"the judge gives no score: {text[-200:]!r}")
     value = float(numbers[-1])
-    if value > 10:
+    if not 0 <= value <= 10:
         raise ValueError(f"the judge gives {value:g} of 10")
     return value / 10
 

@@ -29,13 +29,13 @@ from rlkit.data.columns import is_empty
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
 
-_BOX = re.compile(r"\\f?boxed\s*")
+_BOX = re.compile(r"\\(?:f?boxed|fbox)\s*")
 _UNBRACED = re.compile(r"\\[A-Za-z]+|[^\s{}\\$]")
 _FENCE = re.compile(r"^[ \t]*(`{3,}(?=[^`\n]*$)|~{3,})([^\n]*)$", re.MULTILINE)  # one of Markdown, and its info
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; braces may nest, `\{` and `\}` do not count.
+    r"""The content of the last complete `\boxed{...}`, also `\fbox`, `\fboxed`; braces may nest, but `\{`, `\}`.
 
     `\boxed 5` (without braces, as TeX allows) gives the one character or command that follows. A box that is not closed
     is ignored.
@@ -133,8 +133,7 @@ def think_answer_tags(completion: str, _row: dict[str, Any]) -> float:
     Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
     Reference: https://arxiv.org/abs/2501.12948, table 1
     """
-    match = _TAGS.fullmatch(completion)
-    return float(match is not None and all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")))
+    return float(_TAGS.fullmatch(completion) is not None and tag_count(completion, {}) == 1)
 
 
 def think_tags(completion: str, _row: dict[str, Any]) -> float:

@@ -3,9 +3,10 @@
 rollout                         groups for a list of prompts, the function of `groups`
 groups, stream, limits          episodes and environments; an endless, interruptible stream; filters and limits
 envs.turns, text, envs.chat     episodes in tokens, in text, in messages
-envs.gym, .tools, .endpoint     environments: Gym-like objects, functions to call, programs that use HTTP
-agents                          what `.endpoint` is made of: formats, the tree of calls, commands
+envs.gym, .tools                environments: Gym-like objects, functions to call (programs: `rlkit.agents.endpoint`)
+shared, saved                   one engine for several ranks; samples of a run that are read again
 engines.local, .process         the local engine, in this process or its own
+engines.servers                 what SGLang and vLLM share: requests, replicas, weights
 engines.sglang                  SGLang servers
 engines.vllm                    vLLM servers
 """

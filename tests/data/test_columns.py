@@ -92,11 +92,12 @@ def test_columns_that_say_where_a_row_is_from_are_named_if_they_hold_a_text(tmp_
 
 def test_the_line_of_unused_columns_names_its_files(tmp_path, caplog):
     row = {"prompt": "hi", "response": "yo"}
-    more = {"a.jsonl": {"mood": 1}, "b.jsonl": {}, "c.parquet": {"mood": 1}, "d.csv": {"hint": "x"}}
+    more = {"a.jsonl": {"mood": True}, "b.jsonl": {}, "c.parquet": {"mood": False}, "d.csv": {"hint": "x"}}
     paths = [write(tmp_path / name, [{**row, "prompt": name, **columns}]) for name, columns in more.items()]
     sft_examples(load_rows(paths), tokenizer=tokenizer_of(), max_example_tokens=99)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{paths[0]}, {paths[2]}: column mood is not part of the prompt or the response",
+        f"{paths[0]}, {paths[2]}: column mood is not part of the prompt or the response; mood is true in 1 and "
+        "false in 1 rows, and all of them train",
         f"{paths[3]}: column hint is not part of the prompt or the response",
     ]
 

@@ -28,6 +28,7 @@ GOOD = "<think>a\n</think>\n<answer>b</answer>"
         ("<think>a<answer>b</answer></think>", 0, 0, 1.0),
         ("<think>a<think>c</think></think><answer>b</answer>", 0, 0, 0.5),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 1, 0.5),
+        ("<think>a</think><answer>b</answer>c</answer>", 0, 1, 0.75),
         ("<think>a</think><answer>b", 0, 1, 0.75),
         ("a</think><answer>b</answer>", 0, 0, 0.75),
         ("", 0, 0, 0.0),

@@ -166,7 +166,7 @@ def test_the_share_of_a_script():
         ("\\boxed{5}", "5"),
         ("\\boxed{1} \\boxed{ \\frac{1}{2} } end", "\\frac{1}{2}"),
         ("\\boxed {7}", "7"),
-        ("\\fbox{7}", None),
+        ("\\fbox{7}", "7"),
         ("\\fboxed{7}", "7"),
         ("\\boxed 5 and", "5"),
         ("$\\boxed\\pi$", "\\pi"),

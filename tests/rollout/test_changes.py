@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from rlkit._util.changes import changes, follow, patch
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.rollout.engines import EngineError
-from rlkit.rollout.engines.servers.tensors import FromChanges
+from rlkit.rollout.engines.servers.tensors import FromChanges, FromDisk
 from rlkit.rollout.engines.sglang import SGLang
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.scripts.args import Model
@@ -181,3 +182,15 @@ async def test_an_update_without_a_copy_names_the_command(tmp_path: Path) -> Non
             await engine.update_weights(weights(0).items(), version=0)
         await engine.close()
         assert loaded == []
+
+
+async def test_files_of_a_version_that_is_sent_again_stay(tmp_path):
+    async def load(server, path, version):
+        assert sorted(x.name for x in path.iterdir()) == ["00000.safetensors"]
+
+    server, disk = SimpleNamespace(api=SimpleNamespace(load=load)), FromDisk(tmp_path / "weights")
+    for version in (1, 2, 2, 2):  # tried again after a server failed
+        await disk.send([server], [("x", torch.ones(2))], version=version)
+    assert sorted(x.name for x in (tmp_path / "weights").iterdir()) == ["1", "2"]
+    await disk.close()
+    assert not (tmp_path / "weights").exists()

@@ -69,10 +69,10 @@ class Http:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def request(self, url: str, body: Any = None, *, timeout: float | None, method: str = "POST") -> Any:
-        """The parsed JSON of the reply (None for an empty one).
+        """The parsed JSON of the reply (None for an empty one, and for plain text).
 
         Raises:
-            ReplicaError: no connection, a broken one, status 5xx, or a body that is not JSON or above 256 MiB.
+            ReplicaError: no connection, a broken one, status 5xx, or a body above 256 MiB or of JSON that is broken.
             Busy: status 408, 425, 429 or 503. Refused: any other status 4xx.
             TimeoutError: no reply within `timeout` seconds.
         """

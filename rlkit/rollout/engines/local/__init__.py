@@ -61,7 +61,8 @@ class LocalEngine:
         seed: seed of the generator that gives a seed to requests without one.
         keep_turns: keep the keys and values of up to `max_batch` completions that ended with a stop token, for a next
             turn: a prompt that begins with their tokens is read from there on, and before other waiting requests.
-        compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more.
+        compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more. Not with a
+            `dtype`, nor for models that the own decoder does not take.
         dtype: sample from a copy of the weights in this dtype (bf16 or fp16; see `fused`), where the model's family is
             one of `decode.SUPPORTED`. Others are read in place, and a log line says why.
 

@@ -303,7 +303,7 @@ class ServerEngine:
         Raises:
             ValueError, TypeError: the tensors are not those of the served checkpoint (names, shapes, one is missing),
             as far as it can be read on this machine; they are sharded; the servers run with `--pp` or `--dp`, to which
-            only `FromDisk` sends. WeightMismatch: see `Probe`. ReplicaError.
+            only `FromDisk` and `FromChanges` send. WeightMismatch: see `Probe`. ReplicaError.
             After any failure the servers may hold mixed weights: `generate` raises until an update succeeds, or with
             `wait_s` waits for it, also what was in flight.
         """

@@ -121,7 +121,8 @@ class Replica:
 
 
 class Replicas:
-    """Servers of one model behind one client. A dead server stays out until a weight update includes it again."""
+    """Servers of one model behind one client. A dead server stays out until a weight update includes it again,
+    or, where none is left, until it answers and has the current weights."""
 
     def __init__(
         self, http: Http, urls: Sequence[str], api: Api, *, stall: float, vocab_size: int | None = None

@@ -109,7 +109,7 @@ class FromDisk:
         for number, (named, _) in enumerate(groups(named_tensors, max_bytes=self._file_bytes)):
             await asyncio.to_thread(_write, path / f"{number:05d}.safetensors", named)
         await all_done(server.api.load(server, path, version) for server in servers)
-        self._written.append(path)
+        self._written = [old for old in self._written if old != path] + [path]  # a version may be sent again
         while len(self._written) > 2:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
