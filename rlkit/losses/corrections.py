@@ -188,7 +188,7 @@ def opsm(
     """
     check_at_least(0, delta=delta)
     drift = -seq_log_ratio(log_ratio.detach(), mask=mask, cu_seqlens=cu_seqlens)
-    drift, advantages = prepared(mask, log_ratio=drift, advantages=advantages.detach())
+    drift, advantages = prepared(mask, drift=drift, advantages=advantages.detach())
     weights = (~((advantages < 0) & (drift > delta))).to(drift.dtype)
     return masked(carry_nan(weights, advantages, drift), mask)
 

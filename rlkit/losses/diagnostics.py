@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -50,7 +51,7 @@ def ratio_stats(
         "clip_low": mean(below, mask=mask),
         "clip_high": mean(above, mask=mask),
         "kl_old_k1": mean(-log_ratio, mask=mask),
-        "kl_old_k3": mean(k3(-log_ratio, log_ratio * 0), mask=mask),
+        "kl_old_k3": mean(k3(torch.zeros_like(log_ratio), log_ratio), mask=mask),
         "abs_log_ratio_max": largest(log_ratio.abs(), mask=mask),
     }
 
@@ -71,7 +72,7 @@ def mismatch_stats(old_logp: Tokens, rollout_logp: Tokens, *, mask: Mask) -> Met
     prob = (old_logp.exp() - rollout_logp.exp()).abs()
     return {
         "mismatch_k1": mean(-x, mask=mask),
-        "mismatch_k3": mean(k3(-x, x * 0), mask=mask),
+        "mismatch_k3": mean(k3(torch.zeros_like(x), x), mask=mask),
         "mismatch_abs": mean(x.abs(), mask=mask),
         "mismatch_max": largest(x.abs(), mask=mask),
         "mismatch_prob": mean(prob, mask=mask),

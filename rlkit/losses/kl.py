@@ -165,15 +165,15 @@ def kl_from_logits(
 
         KL(pi || ref) = sum_v pi_v (log pi_v - log ref_v)
 
-    Logits are temperature-scaled by the caller. A logit of -inf in `logits` contributes 0; -inf in `ref_logits` only
-    gives inf. Swap the arguments for KL(ref || pi). Memory: several copies of [*shape, V]; call it on slices of the
-    positions.
+    Logits are temperature-scaled by the caller. A logit of -inf in `logits` contributes 0, and so does a probability
+    that underflows; -inf in `ref_logits` only gives inf. Swap the arguments for KL(ref || pi). Memory: several copies
+    of [*shape, V]; call it on slices of the positions.
     """
     check_float(logits=logits, ref_logits=ref_logits)
     check_same_shape(logits=logits, ref_logits=ref_logits)
     check_mask(mask, positions=logits[..., 0])
     rows = None if mask is None else mask.unsqueeze(-1)
     logp, ref_logp = (masked(upcast(x), rows).log_softmax(-1) for x in (logits, ref_logits))
-    possible = logp > -torch.inf
+    possible = logp.exp() > 0
     gap = torch.where(possible, logp, 0) - torch.where(possible, ref_logp, 0)
     return (logp.exp() * gap).sum(-1)

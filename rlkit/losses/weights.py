@@ -63,7 +63,7 @@ def seq_mean(
     Reference: arXiv:2402.03300, equation 3.
     """
     lens = seq_count(mask, cu_seqlens=cu_seqlens)
-    per_seq = 1 / (lens.clamp(min=1) * _count("num_seqs", num_seqs, lens > 0))
+    per_seq = 1 / (lens.clamp(min=1).double() * _count("num_seqs", num_seqs, lens > 0))
     return _token_weights(per_seq, mask, cu_seqlens)
 
 

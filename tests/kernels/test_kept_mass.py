@@ -88,6 +88,16 @@ def test_masked_rows_are_not_read_and_nothing_is_trained() -> None:
     torch.testing.assert_close(got, torch.where(mask, want, 0.0))
 
 
+@pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 2}, {"min_p": 0.1}, {"top_p": 0.6, "top_k": 3}])
+def test_a_row_of_nan_is_nan(limits: dict[str, float]) -> None:
+    hidden, weight = torch.randn(6, 3), torch.randn(9, 3)
+    want = linear_log_kept_mass(hidden, weight, **limits)
+    hidden[2] = math.nan
+    got = linear_log_kept_mass(hidden, weight, **limits)
+    assert got[2].isnan()
+    torch.testing.assert_close(got[[0, 1, 3, 4, 5]], want[[0, 1, 3, 4, 5]])
+
+
 def test_errors_name_the_argument() -> None:
     x = torch.randn(3, 3)
     with pytest.raises(ValueError, match="top_p must be in"):

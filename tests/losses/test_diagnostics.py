@@ -112,3 +112,12 @@ def test_all_metrics_add_over_micro_batches() -> None:
     whole = finalize(all_of(slice(None)))
     split = finalize(merge(all_of(slice(0, 1)), all_of(slice(1, 4)), all_of(slice(4, 6))))
     assert split == pytest.approx(whole, rel=1e-14)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_log_ratios_of_one_sign_are_no_probabilities(sign: int) -> None:
+    x = sign * torch.linspace(0.01, 0.4, 64, dtype=torch.float64)
+    mask = torch.ones(64, dtype=torch.bool)
+    expected = pytest.approx(float((x.exp() - 1 - x).mean()))
+    assert finalize(ratio_stats(x, mask=mask, clip_low=0.2, clip_high=0.28))["kl_old_k3"] == expected
+    assert finalize(mismatch_stats(x - 1, torch.full_like(x, -1.0), mask=mask))["mismatch_k3"] == expected

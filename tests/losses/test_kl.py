@@ -203,6 +203,11 @@ def test_exact_kl_takes_impossible_tokens_masks_and_gradients() -> None:
     assert got[2].item() == 0
     (grad,) = torch.autograd.grad(got[0] + got[2], logits)
     assert grad[[0, 2]].isfinite().all()
+    far = torch.tensor([0.0, -200.0], requires_grad=True)  # whose probability is 0 in fp32
+    value = kl_from_logits(far, torch.tensor([0.0, -inf]))
+    (grad,) = torch.autograd.grad(value, far)
+    assert value.item() == 0
+    assert grad.isfinite().all()
     with pytest.raises(ValueError, match="ref_logits must have the shape of logits"):
         kl_from_logits(logits, ref[:2])
 

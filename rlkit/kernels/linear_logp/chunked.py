@@ -240,7 +240,7 @@ def kept_mass(p: Tensor, top_p: float, top_k: int, min_p: float = 0.0) -> Tensor
         largest = (p if todo.numel() == p.shape[0] else p[todo]).topk(size, dim=1).values.double()
         total = cumsum(largest, 1)
         before = torch.cat([torch.zeros_like(total[:, :1]), total[:, :-1]], dim=1)
-        likely = largest >= min_p * largest[:, :1]
+        likely = ~(largest < min_p * largest[:, :1])  # NaN stays
         mass[todo] = torch.where(((before < top_p) | (top_p == 1)) & likely, largest, 0).sum(1)
         todo = todo[(total[:, -1] < top_p) & likely[:, -1]] if size < top_k else todo[:0]
         size = min(8 * size, top_k)
