@@ -11,7 +11,7 @@ from rlkit._util.text import Explained
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rewards.episodes import EpisodeError
-from rlkit.scripts import grpo
+from rlkit.scripts import cli, grpo
 from rlkit.scripts.args import Data, Episodes, Model
 from rlkit.scripts.task import read_env
 from rlkit.settings import Rollouts, Schedule
@@ -137,3 +137,12 @@ def test_the_folder_of_the_command_line_is_that_of_its_files(files):
     from rlkit.agents.command import _words
 
     assert _words("python agent.py {prompt}") == ["python", str(Path(files, "agent.py")), "{prompt}"]
+
+
+def test_an_evaluation_leaves_no_logs_where_it_was_called(files, capfd):
+    agent = f"{sys.executable} agent.py {{prompt}} {{numbers}}"
+    limits = "--max-new-tokens", "8", "--max-total-tokens", "200"
+    judged = "--agent", agent, "--reward", "reward.py:score"
+    cli.main(["eval", "model", "--eval-data", "rows.jsonl", *judged, *limits])
+    assert "sampled" in capfd.readouterr().out
+    assert not (files / "-").exists()

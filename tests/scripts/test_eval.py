@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
+import torch
 
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import cli
+from rlkit.scripts.args import Episodes
+from rlkit.scripts.tools import eval as eval_command
 
 REWARD = """
 def score(completion, row):
@@ -138,6 +142,10 @@ FIXED = ("--data", "turns.jsonl")
         ("sft", (*FIXED, "--eval-data", "turns.jsonl", "--eval-sampling", "samples:2"), "--eval-sampling requires"),
         ("sft", (*FIXED, "--eval-data", "turns.jsonl", "--eval-reward", "x=reward.py:score"), "--eval-reward x=...:"),
         ("eval", ("--eval-data", "a.jsonl"), "give --reward, --env or --agent"),
+        (
+            "eval", ("--eval-data", "a.jsonl", *REWARDED, "--engine-threads", "2"),
+            "--engine-threads is for training beside the engine: drop it",
+        ),
         ("eval", ("--eval-data", "a.jsonl", *REWARDED, "--output", "model"), "--output must be a new folder"),
         ("eval", ("--eval-data", "a.jsonl", *REWARDED, "--rename", "x", "y"), "--rename x: --eval-data does not have"),
         ("eval", ("--eval-data", "x=a.jsonl", *REWARDED, "--max-prompt-tokens", "2"), "a.jsonl: all 6 prompts are"),
@@ -151,3 +159,15 @@ def test_what_cannot_be_measured_is_refused_in_one_line(script, flags, message, 
     assert len(printed) == 1
     assert " ".join(printed[0].split()).startswith(f"error: {message}")
     assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_the_run_hold_where_none_is_given():
+    args = eval_command.Args("m", "a.jsonl", Episodes(reward="reward.py:score"))
+    saved = {"stop": ["###"], "max_new_tokens": 7, "temperature": 0.5, "system_prompt": "be"}
+    flags = eval_command.flags_of_grpo(args, saved)
+    assert flags.rollouts.stop == ("###",)
+    assert (flags.rollouts.max_new_tokens, flags.rollouts.temperature) == (7, 0.5)
+    assert flags.data.system_prompt == "be"
+    assert eval_command.flags_of_grpo(replace(args, stop=("x",)), saved).rollouts.stop == ("x",)
+    assert flags.model.device is None
+    assert eval_command.on_device(flags).model.device == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -259,7 +259,7 @@ def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[An
         path = str(folder / "model" if exported else folder)
         return load_policy(path, ParallelArgs(), device=device), load_tokenizer(path)
     newest = latest_checkpoint(folder / "checkpoints")
-    if newest is None or "critic_lr" in saved or saved.get("ref_sync_steps"):
+    if newest is None or "critic_lr" in saved or saved.get("ref_sync_steps") or saved.get("teacher_ema"):
         fault = "no model/ yet, and no checkpoint of the policy alone: wait for the run's end, or resume it (--resume)"
         if saved.get("steps") == 0:
             fault = f"nothing was trained there (--steps 0): talk to its model, rlkit chat {saved.get('model')}"

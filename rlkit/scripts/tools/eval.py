@@ -35,12 +35,26 @@ from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read
 from rlkit.scripts.tools.chat import SAMPLING, base_in, kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
-from rlkit.settings import Count, CountOr0, Engines, Positive, Range, Rollouts, Schedule, Seed, Share, check, refuse_if
+from rlkit.settings import (
+    Count,
+    CountOr0,
+    Engines,
+    Positive,
+    Range,
+    Rollouts,
+    Schedule,
+    Seed,
+    Share,
+    check,
+    is_default,
+    refuse_if,
+)
 
 if TYPE_CHECKING:
     from rlkit.loops.evaluate import EvalSet
 
 _NEW = Range("a new folder", lambda path: not Path(path).exists())
+_OF_TRAINING = "weight_sync", "weight_sync_folder", "weight_sync_lora", "engine_pause", "engine_threads", "engine_cpus"
 _RENDERING = ("system_prompt", "template_args")  # flags of a run that hold here where none is given
 
 
@@ -67,7 +81,7 @@ class Args:
     min_p: Share | None = None
     """sample from tokens with at least this share of the most likely token's probability; None: the run's, else off"""
     stop: tuple[str, ...] = ()
-    """strings that end a turn, in addition to the model's own stop tokens"""
+    """strings that end a turn, in addition to the model's own stop tokens; none: the run's"""
     rename: dict[str, str] = field(default_factory=dict, hash=False)
     """rename columns of the data, old name and new name"""
     prompt: str | None = None
@@ -89,6 +103,8 @@ class Args:
     def __post_init__(self) -> None:
         check(self)
         refuse_if(self.episodes.eval_kl, "`eval_kl` compares a run with its reference: drop it")
+        unread = next((name for name in _OF_TRAINING if not is_default(self.engine, name)), None)
+        refuse_if(unread, f"`{unread}` is for training beside the engine: drop it")
 
 
 class Asked(NamedTuple):
@@ -111,12 +127,13 @@ def main(args: Args) -> None:
     folder = Path(args.model)
     saved = kept_flags(folder)
     flags = flags_of_grpo(args, saved)
-    asked = bring(args, flags, saved)
-    warn_of_unusual(vars(args))
-    model, tokenizer = load_for(flags, folder, saved)
-    flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, saved)))
-    sets, env = make_sets(flags, asked, model, tokenizer)
-    with TemporaryDirectory() as scratch:  # logs and weights of servers that are started here
+    with TemporaryDirectory() as scratch:  # logs of agents and of servers that are started here
+        asked = bring(args, flags, saved, logs=args.output or Path(scratch))
+        warn_of_unusual(vars(args))
+        flags = on_device(flags)
+        model, tokenizer = load_for(flags, folder, saved)
+        flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, saved)))
+        sets, env = make_sets(flags, asked, model, tokenizer)
         spec = engine_of(flags, flags.model, args.output or Path(scratch))
         numbers, answers = run_sync(measure(args, flags, spec, model, tokenizer, sets, env, asked.score(tokenizer)))
     for line in table(numbers, {name: len(one.prompts) for name, one in sets.items()}):
@@ -125,7 +142,17 @@ def main(args: Args) -> None:
         write(args.output, numbers, answers)
 
 
-def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
+def on_device(flags: grpo.Args) -> grpo.Args:
+    """The flags with the device that None stands for."""
+    import torch
+
+    from rlkit.model.launch import choose_device
+
+    device, _ = choose_device(flags.model.device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
+    return replace(flags, model=replace(flags.model, device=device))
+
+
+def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path) -> Asked:
     """Read the data and the user's code; ValueError for what cannot be measured."""
     from rlkit.data.turns import PROMPT
     from rlkit.model.pretrained import load_config
@@ -143,7 +170,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any]) -> Asked:
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
     rows = {name: flags.data.read(part, PROMPT) for name, part in loaded.items()}
     rewards = own_rewards(args.evaluation, args.episodes, rows)
-    env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=flags.schedule.output)
+    env = read_env(args.episodes, flags.data, flags.rollouts, *rows.values(), output=logs)
     others = (part for name, part in rows.items() if name not in rewards)
     score = read_reward(episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not saved
@@ -212,7 +239,7 @@ def flags_of_grpo(args: Args, saved: Mapping[str, Any]) -> grpo.Args:
     path = str(exported) if (exported / "config.json").is_file() else args.model
     return grpo.Args(
         Model(path, device=args.device), data, args.episodes, args.evaluation,
-        Rollouts(stop=args.stop, eval_samples=args.samples, **kept(SAMPLING, saved)),
+        Rollouts(stop=args.stop or tuple(saved.get("stop", ())), eval_samples=args.samples, **kept(SAMPLING, saved)),
         Schedule(Path("-"), steps=0), engine=served,
     )  # fmt: skip
 
