@@ -188,8 +188,10 @@ def read_env(episodes: Episodes, data: Data, rollouts: Rollouts, *parts: Any, ou
         elif tools:
             chat: Any = {"system_prompt": data.system_prompt, "template_args": data.template() or None}
             env = tool_env(tools, tokenizer=tokenizer, parse=parse, **chat)
-        else:
+        elif episodes.max_total_tokens is None:
             return single_turn
+        else:
+            env = single_turn  # a server's context may be longer
         if episodes.compact_at is not None:
             env = compacted(env, at=episodes.compact_at, max_new_tokens=rollouts.max_new_tokens)
         bounds = {"max_total_tokens": episodes.max_len(rollouts), "max_sampled_tokens": episodes.max_sampled_tokens}

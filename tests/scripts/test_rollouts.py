@@ -1,5 +1,6 @@
 """What the scripts of reinforcement learning share: tasks, environments and losses from flags."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -25,7 +26,7 @@ from rlkit.scripts.start import open_place
 from rlkit.scripts.task import bring, check_lengths, load_models, make_task, read_env, render
 from rlkit.scripts.trial import read_reward
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
-from rlkit.types import Trajectory
+from rlkit.types import Completion, Trajectory
 
 TOOLS = '''
 def weather(city: str) -> str:
@@ -277,3 +278,17 @@ def test_a_prompt_without_room_for_an_answer_is_dropped(files):
     length = 5 + 8  # bytes, and the turn around them
     prompts = prompts_of(args_of(files, max_total_tokens=length + 1), tiny_tokenizer())
     assert [p.row["prompt"] for p in prompts] == ["12345"]
+
+
+@pytest.mark.parametrize(("total", "room"), [(10, 4), (None, None)])
+def test_an_answer_ends_at_the_context_of_the_flag_with_any_engine(tmp_path, total, room):
+    asked = []
+
+    async def sample(prompt_ids, **more):
+        asked.append(more.get("max_new_tokens"))
+        return Completion([1, 2], [-1.0, -1.0], [0, 0], "length")
+
+    episodes = Episodes(reward="a.py:f", max_total_tokens=total)
+    env = read_env(episodes, Data("rows.jsonl"), Rollouts(max_new_tokens=8), output=tmp_path)(None)
+    assert asyncio.run(env(Prompt([5] * 6, {}, 0), sample)).ids == [1, 2]
+    assert asked == [room]
