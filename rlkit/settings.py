@@ -300,8 +300,8 @@ class Rollouts:
     temperature: Positive = 1.0
     """sampling temperature; all log-probs are computed at it"""
     top_p: TopP = 1.0
-    """nucleus sampling; log-probs are those of the tokens that were kept (--engine local: at most 1,024). With
-    --overlap or --staleness the engine is local"""
+    """nucleus sampling; with --engine local log-probs are those of the tokens that were kept (at most 1,024), else, and
+    in distill, those of all, weighted by the kept mass. With --overlap or --staleness the engine is local"""
     top_k: Annotated[CountOr0, Without("top_p", why="engines combine them differently; use one")] = 0
     """sample from the k most likely tokens (0: off)"""
     min_p: Annotated[Share, Without("top_p", why="engines combine them differently; use one")] = 0.0
@@ -428,7 +428,7 @@ class Optim:
     lr: Share = 1e-6
     """peak learning rate"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after the warm-up: constant, or decay to 0 at the last step"""
+    """learning rate after the warm-up: constant, or a decay that would be 0 one step after the last"""
     warmup_steps: CountOr0 = 0
     """linear warm-up steps"""
     weight_decay: NotNegative = 0.0
@@ -440,7 +440,8 @@ class Optim:
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
     optimizer: Annotated[str, named("adamw", "muon")] = "adamw"
-    """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head and vectors. Or FILE.py:FUNCTION,
+    """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head, vectors and stacked
+    experts. Or FILE.py:FUNCTION,
     `def make(groups)`, which returns a torch.optim.Optimizer of these parameter groups (docs/optimizers.md)"""
     lr_at: Annotated[
         Callable[[int], float] | None, Without("lr", "lr_schedule", "warmup_steps", why="it replaces the schedule")
@@ -466,7 +467,8 @@ class Penalties:
     kl_in: Annotated[Literal["loss", "reward", "advantage"] | None, Needs("kl_coef", "kl_limit", by="has_kl")] = None
     """where the KL goes: in the loss of each token, in its reward, or in its advantage. None: loss (PPO: reward)"""
     kl_target: Annotated[Positive | None, Needs("kl_coef")] = None
-    """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant"""
+    """adapt kl_coef to keep the KL (mean of k3, nats per token) near this; None: kl_coef is constant, unless
+    --kl-controller decay or cosine lowers it"""
     kl_controller: Annotated[
         Literal["fixed", "linear", "exponential", "pid", "decay", "cosine"] | None,
         Needs("kl_coef"),
@@ -485,7 +487,8 @@ class Penalties:
     """weight of the entropy bonus"""
     entropy_target: Annotated[NotNegative | None, Without("entropy_limit", why="both move `entropy_coef`")] = None
     """raise entropy_coef by 0.005 a step while the entropy (nats per token) is at or below this.
-    Above, lower it and switch it off (TRL's adaptive entropy). None: entropy_coef is constant"""
+    Above, lower it and switch it off (TRL's adaptive entropy); it stays from 0 to 1. None: entropy_coef is
+    constant, unless --entropy-limit adds to it"""
     entropy_limit: NotNegative | None = None
     """constraint: a Lagrange multiplier is added to entropy_coef while the entropy (nats per token) is below this"""
     limit_rate: Annotated[Positive, Needs("kl_limit", "entropy_limit")] = 0.1
@@ -604,21 +607,23 @@ class ParallelArgs(Parallel):
 
 
 class ServerTraits(NamedTuple):
-    """A kind of inference server: its name, and its limits of `weight_sync`.
+    """A kind of inference server: its name, and its limits.
 
     Its key in `SERVERS` is the name of its folder, of its Python package, and of `owned_by` in its /v1/models.
 
     `one_gpu_ipc`: ipc reaches a single server of a single GPU only. `cpu_from_disk`: on a CPU, only disk does.
+    `truncates`: one that is started here samples with `top_p`, `top_k` and `min_p`.
     """
 
     name: str
     one_gpu_ipc: bool = False
     cpu_from_disk: bool = False
+    truncates: bool = True
 
 
 SERVERS = {  # values of `engine`; `rlkit.rollout.engines.servers.kinds` has the rest of each
     "sglang": ServerTraits("SGLang"),
-    "vllm": ServerTraits("vLLM", one_gpu_ipc=True, cpu_from_disk=True),
+    "vllm": ServerTraits("vLLM", one_gpu_ipc=True, cpu_from_disk=True, truncates=False),
 }
 
 
@@ -647,7 +652,7 @@ class Engines:
     engine_tp: Annotated[Count, _SERVED, _STARTED_HERE] = 1
     """GPUs of each server that is started here (tensor parallel)"""
     engine_memory: Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1), _SERVED, _STARTED_HERE] = 0.4
-    """share of its GPU's free memory that a server started here takes"""
+    """share of its GPU's memory that a server started here takes (SGLang: of what is free, vLLM: of all)"""
     engine_release: Annotated[bool, _SERVED] = False
     """free the servers' GPU memory, weights and KV cache, during updates (SGLang's memory saver, vLLM's sleep mode)"""
     engine_args: Annotated[str, _SERVED, _STARTED_HERE] = ""
@@ -669,7 +674,7 @@ class Engines:
     are on this machine (vLLM: where there is one, of one GPU, else disk), else disk if there is a folder, else group"""
     weight_sync_folder: Annotated[Path | None, _SERVED, For("weight_sync", "auto", "disk", "changes")] = None
     """folder for --weight-sync disk, which trainer and servers see under the same name (none: OUTPUT/weights), or for
-    changes"""
+    changes; auto uses it where weights do not go by ipc"""
     weight_sync_lora: Annotated[
         Literal["auto", "adapter", "merged"],
         _SERVED,
@@ -682,9 +687,10 @@ class Engines:
     max_batch: Annotated[Count | None, _LOCAL] = None
     """sequences that the local engine decodes at once; none: 64, on a GPU in 16 bits 256 (fewer if memory is short)"""
     compile: Annotated[bool, _LOCAL] = False
-    """torch.compile the local engine's decoding; ten seconds or more at the start"""
+    """torch.compile the local engine's decoding in fp32, of models that its own decoder takes; ten seconds or more at
+    the start. Not in 16 bits, the default on a GPU"""
     engine_threads: Annotated[Count, _LOCAL, Needs("overlap")] = 1
-    """CPU threads of the local engine (with --overlap)"""
+    """CPU threads of the local engine (with --overlap; in a run of several ranks it has 1)"""
     engine_cpus: Annotated[tuple[Annotated[int, _CPU], ...], _LOCAL, Needs("overlap")] = ()
     """CPUs that the local engine may run on (with --overlap); none: all"""
 

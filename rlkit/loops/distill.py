@@ -95,7 +95,7 @@ async def distill(
     Differs: TRL's `DistillationTrainer` and `GKDTrainer` have no reward; their divergence and mean over tokens are the
     same (tested). Off-policy distillation is `rlkit.loops.sft` on the teacher's samples.
     Errors: ValueError for a row that names no teacher, for a whole vocabulary of a teacher that does not give it, and
-    those of `rlkit.loops.grpo.grpo`.
+    those of `rlkit.loops.grpo.grpo`, but for a group of 1.
     Reference: arXiv:2306.13649 (GKD), arXiv:2306.08543 (MiniLLM), arXiv:2601.19897 (SDFT), arXiv:2601.20802 (SDPO).
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties)

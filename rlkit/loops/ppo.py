@@ -178,7 +178,7 @@ async def ppo(
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
        and under top-p, top-k or min-p as in grpo (item 5)
 
-    Errors: those of `rlkit.loops.grpo.grpo`.
+    Errors: those of `rlkit.loops.grpo.grpo`, but for its baseline.
     """
     check_settings(task=task, rollouts=rollouts, schedule=schedule, optim=optim, penalties=penalties, critic=critic)
     check_functions(loss, advantage, rollouts, penalties, critic=True)

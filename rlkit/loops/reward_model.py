@@ -37,8 +37,8 @@ def reward_model(
     """Train `model`, from `load_reward_model`, in place; returns the folder of the exported sequence classifier.
 
     The loss is the mean over a step's pairs of `loss(chosen reward, rejected reward)`, where the reward is the model's
-    number at the last token of the response. The default also pulls the rewards towards 0, so that models of several
-    runs are comparable.
+    number at the last token of the response. The default also pulls the sum of the two towards 0, so that models of
+    several runs are comparable.
 
     Logged: `accuracy`, `margin`, `chosen` and `rejected` (mean rewards). `rlkit.rewards.judge.remote_reward_model` uses
     a served export as a reward. A padding id that also ends the responses is removed from the config, because

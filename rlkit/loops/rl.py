@@ -68,15 +68,16 @@ async def rl(
     that `drop_truncated` and `drop_off_policy` exclude already have mask False. `minibatches` and `epochs` are for
     `update` to read.
 
-    With `rollouts.overlap` the engine samples while the step trains, so it needs its own copy of the weights; `prepare`
-    and `update` run in a thread.
+    With `rollouts.overlap` the engine samples while the step trains, so it needs its own copy of the weights; there,
+    and with `rollouts.staleness`, `prepare` and `update` run in a thread.
 
     Args:
         state: what checkpoints hold: "model" (one `nn.Module` of all that trains), "optimizer", and "reference", a
             reference model into which the policy is copied every `penalties.ref_sync_steps` steps. Of a
             `ModuleDict({"policy": ..., "critic": ...})` the other models are exported too, by their names. A number or
             tensor of your own is a buffer of a module in "model".
-        reference: log-probs of a reference model; the KL to it is then reported on `task.eval_prompts`.
+        reference: log-probs of a reference model; the KL to it is then reported on held-out sets without a sampling of
+            their own.
         role_average: a rule for `Step.averages`, the mean reward of each role (`rlkit.loops.roles`).
         max_tokens: packed tokens per micro-batch of that KL.
 

@@ -13,7 +13,7 @@ from rlkit.model.forward import Policy, compute_tokens
 from rlkit.packing import select
 from rlkit.types import Batch, Trajectory
 
-NUM_STEPS = 32  # maximum number of steps with per-token numbers, evenly spaced
+NUM_STEPS = 32  # about the number of steps with per-token numbers, evenly spaced
 NUM_GROUPS = 2  # groups in such a step
 NUM_TOKENS = 16384  # maximum number of tokens in such a step; a single sample may have more
 

@@ -63,7 +63,7 @@ def load_policy(
 
     A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
     `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
-    frozen weights in `lora_base` (None: fp32, on many ranks `dtype`). With a folder `adapter`, or one as `path`, the
+    frozen weights in `lora_base` (None: fp32). With a folder `adapter`, or one as `path`, the
     adapter is on its base model, and alone trains on, or with `lora_rank` 0 is merged into weights that all train.
     `min_rows`, in a plain process, is that of `rlkit.model.forward.resized`.
     """

@@ -66,7 +66,8 @@ class Model:
     train_vision: bool = False
     """train the tower of a vision model too; by default it is frozen"""
     deterministic: bool = False
-    """use deterministic CUDA kernels (slower): a resumed run repeats every bit. On CPUs it always does"""
+    """use deterministic CUDA kernels (slower): a resumed run repeats every bit, as on CPUs it always does (not with
+    --overlap)"""
     debug: bool = False
     """show the traceback of errors that are otherwise printed in one line"""
 
@@ -277,8 +278,8 @@ class Evaluation:
     eval_limit: Count = 128
     """maximum number of held-out prompts of each set"""
     trial: bool = True
-    """call reward functions and the environment on the first row before the model is loaded (--no-trial: not, e.g.
-    where a call costs money; rlkit's own judges are not called)"""
+    """call reward functions and the environment on the first row with a gold answer before the model is loaded
+    (--no-trial: not, e.g. where a call costs money; rlkit's own judges are not called)"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -350,7 +351,7 @@ class Examples:
     batch_size: Count = 64
     """examples, pairs or labelled responses per step"""
     max_example_tokens: Count = 2048
-    """drop (and report) examples with more tokens, and pairs in which one response with its prompt has more"""
+    """maximum tokens of an example, or of each response of a pair with its prompt; for longer ones see --too-long"""
     stream: bool = False
     """leave --data on the disk (JSONL or Parquet files), for more than memory holds: a row is read and tokenized when a
     step takes it, and reports are of the first 1000 rows of each file"""
@@ -364,7 +365,8 @@ class Lora:
     """LoRA adapters (needs peft)."""
 
     lora_rank: CountOr0 | None = None
-    """rank of LoRA adapters, which alone are trained; 0: train all weights. None: 0, and of an --adapter its own"""
+    """rank of LoRA adapters, which alone are trained (beside a reward model's head); 0: train all weights. None: 0, and
+    of an --adapter its own"""
     lora_targets: Annotated[tuple[str, ...], Needs("lora_rank")] = ()
     """names of the layers that get an adapter, e.g. q_proj v_proj; none: all but the head, also experts"""
     lora_alpha: Annotated[Positive | None, Needs("lora_rank")] = None
@@ -372,7 +374,8 @@ class Lora:
     lora_dropout: Annotated[Below1, Needs("lora_rank")] = 0.0
     """share of the adapters' inputs that are dropped in training on fixed data"""
     lora_base: Annotated[Literal["int8", "nf4"] | None, Needs("lora_rank")] = None
-    """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA); None: fp32"""
+    """quantize the frozen weights under the adapters to 8 or 4 bits (nf4 as in QLoRA); None: fp32, of a model in
+    FP8 its own"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -444,7 +447,8 @@ class Episodes:
     """requests that ask for a temperature or other sampling parameters: run samples as the flags say, and reports it
     once; refuse answers with status 400"""
     tools: tuple[str, ...] = ()
-    """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer"""
+    """FILE.py:FUNCTION of each function that the model may call; the first turn without a call is its answer. With
+    --env the prompts list them, and the environment runs calls"""
     tool_calls: Annotated[
         str | None, named(*FORMATS), Needs("tools", "agent"), Without("env", why="an environment reads calls itself")
     ] = None
@@ -452,7 +456,7 @@ class Episodes:
     format (hermes, function, arg_key, json, pythonic, harmony, mistral, deepseek, kimi, xtml, invoke, gemma), or
     FILE.py:FUNCTION of a turn's text that returns a list of (name, arguments), empty for an answer"""
     max_prompt_tokens: Count = 1024
-    """drop (and report) prompts with more tokens"""
+    """maximum tokens of a prompt; for longer ones see --too-long"""
     max_turns: Annotated[Count | None, _OF_TURNS] = None
     """maximum turns of an episode; None: the environment's own limit"""
     max_total_tokens: Count | None = None

@@ -41,7 +41,7 @@ class Loss:
     """dpo: strength of the pull to the reference; simpo: scale of the margin of average log-probs; orpo: weight of its
     term. None: 0.1 (simpo: 2)"""
     label_smoothing: Annotated[BelowHalf, For("loss", "dpo", "cpo", "simpo", "robust_dpo", "exo_pair")] = 0.0
-    """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair: at least 1e-3)"""
+    """expected share of wrong labels (dpo, cpo, simpo, robust_dpo; exo_pair, where 0 stands for 1e-3)"""
     gamma: Annotated[NotNegative, For("loss", "simpo")] = 0.5
     """target margin"""
     margin_column: Annotated[str | None, For("loss", "dpo", "cpo")] = None

@@ -61,11 +61,15 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
 
 
 def check_truncation(engines: Engines, rollouts: Rollouts) -> None:
-    """Refuse (ValueError) truncated samples of older weights from servers, before these start."""
+    """Refuse (ValueError) truncated samples of older weights from servers, and of servers that cannot give them, before
+    these start."""
     limits = [f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name)]
     lacks_tokens = "needs the tokens that were kept, which servers do not report: use `engine` local"
     older = engines.serves and limits and rollouts.max_age
     refuse_if(older, f"{' and '.join(limits)} with `overlap` or `staleness` {lacks_tokens}")
+    started = limits and engines.serves and not engines.engine_urls and not SERVERS[engines.engine].truncates
+    fix = "drop it, or give `engine_urls` of servers without --logprobs-mode processed_logprobs"
+    refuse_if(started, f"{' and '.join(limits)}: log-probs of {engines.engine} are those after the limit; {fix}")
 
 
 def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:
@@ -85,8 +89,8 @@ def users_function(engines: Engines) -> Any:
 
 
 def _sync_kind(engines: Engines, device: str | None) -> str:
-    """How weights go to the servers of this rank: "ipc", "group" or "disk". ValueError for a malformed address, and for
-    ipc to another machine."""
+    """How weights go to the servers of this rank: "ipc", "group", "disk" or "changes". ValueError for a malformed
+    address, and for ipc to another machine."""
     from rlkit.rollout.engines.hosts import host_of, is_here, refuse_elsewhere
 
     for url in _node_urls(engines):

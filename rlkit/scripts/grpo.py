@@ -60,8 +60,9 @@ class Loss:
     """The policy loss and the advantages."""
 
     loss: Annotated[str, named(*CONSTANTS)] = "ppo_clip"
-    """ppo_clip, dual_clip, gspo, gmpo, cispo or sapo; all coincide on-policy (one minibatch, one epoch).
-    Or FILE.py:FUNCTION, `def loss(log_ratio, batch)`, which returns a loss per token"""
+    """ppo_clip, dual_clip, gspo, gmpo, cispo or sapo; on-policy (one minibatch, one epoch) all have one gradient of
+    each token, and gspo, gmpo and sapo average over answers (--aggregate). Or FILE.py:FUNCTION, `def loss(log_ratio,
+    batch)`, which returns a loss per token"""
     loss_unchecked: Annotated[bool, For("loss", OWN)] = False
     """take a FILE.py:FUNCTION of --loss that is refused before the model is loaded, as one that climbs is"""
     clip_low: Annotated[LimitOr0 | None, _OF_CLIP] = None
@@ -77,7 +78,8 @@ class Loss:
     max_ratio: Annotated[
         float | None, _ABOVE_1, Needs("minibatches", "epochs", why="with one optimizer step every ratio is 1")
     ] = None
-    """leave an answer out of the loss where a token's ratio exceeds this; None: never"""
+    """leave an answer out of the policy loss (not of its KL and entropy) where a token's ratio exceeds this; None:
+    never"""
     baseline: Annotated[
         Literal[GroupBaseline, "role_average", "none"],
         Needs("advantage", of=("none",), why="it compares no rewards; add reinforce_pp, or take another baseline"),

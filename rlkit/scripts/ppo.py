@@ -44,8 +44,8 @@ class Loss:
     clip_high: LimitOr0 = 0.2
     """clip the ratio above at 1 + clip_high"""
     advantage: Estimator = "gae"
-    """estimator of the advantages (docs/advantages.md): gae, vapo, td_lambda, n_step, vtrace or retrace, with --gamma,
-    --lam-policy and --lam-value; further arguments in brackets: "n_step(n=16)".
+    """estimator of the advantages (docs/advantages.md): gae, vapo, td_lambda, n_step, vtrace or retrace, with those of
+    --gamma, --lam-policy and --lam-value that it has; further arguments in brackets: "n_step(n=16)".
     Or FILE.py:FUNCTION, `def advantage(batch, bootstrap)`"""
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ class Args:
     loss: Annotated[str, named("bradley_terry")] = "bradley_terry"
     """bradley_terry, or FILE.py:FUNCTION, `def loss(chosen, rejected)` of a pair's rewards"""
     center_coef: Annotated[NotNegative, For("loss", "bradley_terry")] = 0.01
-    """weight of the penalty that pulls a pair's rewards towards 0"""
+    """weight of the penalty that pulls the sum of a pair's rewards towards 0"""
     lora: Flat[Lora] = Lora()
 
     def __post_init__(self) -> None:

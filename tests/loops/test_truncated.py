@@ -275,3 +275,7 @@ def test_what_cannot_be_corrected_for_is_refused(caplog):
     with pytest.raises(ValueError, match=r"`min_p` with `overlap` or `staleness` needs the tokens .* `engine` local"):
         check_truncation(Engines(engine="sglang"), Rollouts(min_p=0.1, overlap=True))
     check_truncation(Engines(), Rollouts(min_p=0.1, overlap=True))
+    with pytest.raises(ValueError, match="`top_k`: log-probs of vllm are those after the limit"):
+        check_truncation(Engines(engine="vllm"), Rollouts(top_k=5))
+    for engines in (Engines(engine="sglang"), Engines(engine="vllm", engine_urls=("http://localhost:1",)), Engines()):
+        check_truncation(engines, Rollouts(top_k=5))

@@ -46,18 +46,18 @@ class Args:
     """Flags."""
 
     files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """files, globs, folders or hub ids, as for --data"""
+    """files, globs, folders or hub ids, as for --data (without weights)"""
     model: str | None = None
     """model whose tokenizer and chat template render the rows; None: rows are not rendered"""
     script: Literal["grpo", "sft", "dpo", "kto", "reward_model"] | None = None
-    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads most rows, but dpo or kto
-    where it reads half of them"""
+    """command that is to read the rows; None: the first of dpo, kto, sft and grpo that reads most rows; in place
+    of grpo sft where a conversation ends with an answer, or dpo or kto where it reads half of them"""
     row: Count = 1
     """row to show, counted from 1"""
     max_tokens: Count | None = None
     """report how many examples are longer; None: no limit"""
     reward: str | tuple[str, ...] | None = None
-    """FILE.py:FUNCTION of reward functions, as for grpo: prints what each gives the first row's gold answer, an empty
+    """FILE.py:FUNCTION of reward functions, as for grpo: prints what each gives the first gold answer, an empty
     completion and another row's answer"""
     reward_column: str = "data_source"
     """column with the name of a row's source, for --reward NAME=FILE.py:FUNCTION"""

@@ -28,7 +28,7 @@ from rlkit.run.console import data_progress, say
 from rlkit.scripts import grpo
 from rlkit.scripts.args import Data, Episodes, Evaluation, Model
 from rlkit.scripts.cli import Flat, run
-from rlkit.scripts.engines import EngineSpec, check_engine, open_engine
+from rlkit.scripts.engines import EngineSpec, check_engine, check_truncation, open_engine
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read_env
@@ -165,6 +165,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path)
     episodes = judged(flags.episodes, [spec for specs in files.values() for spec in specs])
     flags.evaluation.check_sets(files)
     check_engine(flags.engine, device=args.device)
+    check_truncation(flags.engine, flags.rollouts)
     check_device(args.device)
     with data_progress():
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)

@@ -1,6 +1,6 @@
 """Keep the weights that a server loads, on its machine, by the changes of each step.
 
-    rlkit patch /shared/w /local/w      beside the server, until the run ends
+    rlkit patch /shared/w /local/w      beside the server, until you end it
     rlkit grpo ... --weight-sync changes --weight-sync-folder /shared/w
 
 A step changes about 1% of the weights in 16 bits, and the first folder carries only those: 1% to 3% of the bytes. A

@@ -75,9 +75,10 @@ class Args:
     """flags and the values to choose from: `--choice group-size 4,8,16`"""
     sampler: Literal["tpe", "gp", "random", "grid"] = "tpe"
     """how values are chosen: tpe (tree-structured Parzen estimator, as hyperopt), gp (Gaussian process, as
-    scikit-optimize and bayesian-optimization; needs scipy), random, or grid (each combination of --choice once)"""
+    scikit-optimize and bayesian-optimization; needs scipy), random, or grid (each combination of --choice once,
+    --trials of them a call)"""
     startup_trials: Count = 5
-    """first runs, which are drawn at random and never ended early"""
+    """runs that are drawn at random at first (tpe, gp), and that have to finish before others are ended early"""
     seed: Seed = 0
     """random seed of the search"""
 

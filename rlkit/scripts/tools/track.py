@@ -3,7 +3,8 @@
     rlkit track runs/grpo --to wandb --project sorting
     rlkit track runs/grpo --to tensorboard --follow     while the run trains
 
-Sent are metrics, sampled answers, the picture, and the model of a run with `--track-model`; nothing twice.
+Sent are the arguments, metrics, sampled answers, the picture, and the model of a run with `--track-model`; nothing
+twice.
 """
 
 from __future__ import annotations
