@@ -179,7 +179,7 @@ def parts() -> list[list[str]]:
     """Each timed part as a multiple of its baseline, and beside a peer."""
     rows = [["part", "ms", "against", "ratio of the times", "file"]]
     for row in load("advantages_cpu")["rows"]:
-        peer = f"a loop over padded columns, {number(row['peer_ms'])} ms"
+        peer = f"a loop as in TRL, verl and OpenRLHF, {number(row['peer_ms'])} ms"
         rows.append([f"`{row['name']}`", number(row["ours_ms"]), peer, times(row["ratio"]), source("advantages_cpu")])
     for name in ("linear_logp_cpu", "linear_logp_cpu_small", "linear_scan_cpu", "packing_cpu", "rewards"):
         found = load(name)

@@ -1,4 +1,4 @@
-"""A reward for programs: all tests must pass, in a sandbox, each within two seconds.
+"""A reward for programs: all tests must pass, in a sandbox, each within two seconds of CPU and four of wall time.
 
     rlkit grpo --model MODEL --data train.jsonl --reward examples/code_reward.py:score
 

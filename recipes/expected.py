@@ -2,7 +2,7 @@
 
     python recipes/expected.py recipes/sums/expected.json runs/sums-0 runs/sums-1
 
-Share of right answers before and after training with its 95% interval (Wilson), KL to the start, minutes, memory.
+Share of right answers before and after training with its 95% interval (Wilson), KL to the start, minutes.
 """
 
 import argparse

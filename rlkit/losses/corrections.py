@@ -1,9 +1,9 @@
 """Importance weights and rejection masks for samples of another engine or an older policy.
 
-Each function takes `log_ratio = old_logp - rollout_logp` (training engine over sampling engine, both at the weights
-that sampled) and returns detached weights, 0 where the mask is False. They multiply the *policy* term of the loss,
-never KL or entropy. Multiplied into `token_mean(...)`, they keep the token count before rejection as the denominator;
-to count only kept tokens, give `token_mean` the mask `weights > 0`.
+The importance weights take `log_ratio = old_logp - rollout_logp` (training engine over sampling engine, both at the
+weights that sampled); all functions return detached weights, 0 where the mask is False. They multiply the *policy* term
+of the loss, never KL or entropy. Multiplied into `token_mean(...)`, they keep the token count before rejection as the
+denominator; to count only kept tokens, give `token_mean` the mask `weights > 0`.
 
 The functions are elementwise; the log-ratio sets the level: per token, per sequence (`seq_log_ratio_sum`: exact, high
 variance) or the geometric mean over a sequence (`seq_log_ratio`: biased, low variance).
@@ -199,7 +199,7 @@ def batch_normalized(weights: Tokens, *, mask: Mask = None, mean: Float[Tensor, 
         w / mean(w)                                    0 where the mean is 0
 
     `mean` is over the whole optimizer step's batch; default: over the given tokens.
-    Differs: verl `rollout_is_batch_normalize` averages sequence weights over sequences; pass that as `mean`.
+    Differs: verl `rollout_is_batch_normalize` averages weights of sequences over sequences; pass that as `mean`.
     Reference: verl trainer/ppo/rollout_corr_helper.py.
     """
     (weights,) = prepared(mask, weights=weights.detach())
@@ -238,7 +238,8 @@ def log_kept_mass(
     of the probability is strictly before it, and it has at least min_p times the largest probability. The engine
     reports the untruncated `rollout_logp`; the token was sampled with log-prob `rollout_logp - log_kept_mass(logits,
     ...)`. Memory: several copies of [*shape, V], and a sort.
-    Differs: the limits apply to the full distribution, as in SGLang; HF `generate` and vLLM renormalise after top-k.
+    Differs: the limits apply to the full distribution, as in SGLang; HF `generate`, vLLM, and SGLang where a
+    request has min-p renormalise after top-k.
     Reference: https://github.com/huggingface/trl/issues/6789
     """
     if not 0 < top_p <= 1:

@@ -65,7 +65,8 @@ def mismatch_stats(old_logp: Tokens, rollout_logp: Tokens, *, mask: Mask) -> Met
         mismatch_abs mismatch_max    mean and largest |x|
         mismatch_prob                mean |pi_old - pi_rollout| of the sampled token
         mismatch_prob_max            its largest value
-        mismatch_chi2                mean of r^2 - 1: the chi-square divergence, which bounds the variance of weights
+        mismatch_chi2                mean of r^2 - 1, with r^2 at most e^20: the chi-square divergence, which
+                                     bounds the variance of weights
     """
     old_logp, rollout_logp = prepared(mask, old_logp=old_logp.detach(), rollout_logp=rollout_logp.detach())
     x = old_logp - rollout_logp

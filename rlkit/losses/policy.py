@@ -63,8 +63,8 @@ def ppo_clip(
     It clips only where a step would move r further from 1; r is unbounded for A < 0 (`dual_clip` bounds it). The clip
     distances may be tensors: one number for the whole batch (`bapo_clip_range`) or one per token. A warning for numbers
     that look like bounds, such as 0.8 and 1.2.
-    Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps that move r
-    back towards 1.
+    Limits: clip_low = clip_high = inf is `importance_sampling`; clip_low = clip_high = 0 keeps only steps at r = 1 and
+    those that move r back towards 1.
     Differs: verl `vanilla` always adds the dual clip.
     Reference: arXiv:1707.06347, equation 7; asymmetric: arXiv:2503.14476.
     """
@@ -172,7 +172,7 @@ def dft(logp: Tokens, *, mask: Mask = None) -> Tokens:
         loss = -sg(p) logp        p = e^logp
 
     Coefficient: c = p at A = 1, so the gradient is that of -p: tokens that the model finds unlikely count little, where
-    the NLL gives each the same. It is at most 1/e, and a model that gives a token no probability never learns it.
+    the NLL gives each the same. The loss is at most 1/e, and a model that gives a token no probability never learns it.
     Differs: from TRL `loss_type="dft"`, nothing.
     Reference: arXiv:2508.05629, equation 9.
     """

@@ -505,6 +505,7 @@ def wpo_weights(
     `log_collision` is log sum_v p(v)^2 of each token's distribution, `logsumexp(2 log_probs)`. It is the log of the
     expected probability of a sample, so on-policy text has weights near 1 at any entropy. A pair's weight is the
     product `w[chosen] * w[rejected]`, a factor of its loss. A response without tokens has weight 1.
+    Differs: TRL `use_weighting` caps the product at 1.
     Reference: arXiv:2406.11827, equation 2; TRL dpo_trainer.py.
     """
     check_float(logp=logp, log_collision=log_collision)

@@ -46,10 +46,10 @@ def linear_logp(
         entropy_t = - sum_v softmax(z_t)[v] log softmax(z_t)[v]
 
     Differentiable in `hidden`, `weight` and `bias`, through both outputs. The `[T, V]` logits are never stored: each
-    pass computes them block by block (4 MB on a CPU, 32 MB on a GPU, there up to 128 MB where D <= 1024), and the
-    backward recomputes them (four matrix products in total), with at most 512 MB of their gradient at a time on a GPU,
-    or 4096 columns. Exception: on a CPU, if the log-probabilities and probabilities together take at most 16 MB, they
-    are kept for the backward (measured: 20% faster).
+    pass computes them block by block (4 MB on a CPU; on a GPU 32 MB forward and 64 MB backward, twice that where D <=
+    2048 and four times where D <= 1024), and the backward recomputes them (four matrix products in total), with at most
+    512 MB of their gradient at a time on a GPU, or 4096 columns. Exception: on a CPU, if the log-probabilities and
+    probabilities together take at most 16 MB, they are kept for the backward (measured: 20% faster).
 
     Rows where `mask` is False are skipped: logp = entropy = 0, gradient 0; they may hold NaN. The backward also skips
     rows whose upstream gradients are both 0 (clipped, no advantage). Both are exact, and time is proportional to the
@@ -172,7 +172,8 @@ def linear_log_kept_mass(
 
     Limits:     top_k = 1 is the largest log-probability; top_k >= V, top_p = 1 and min_p = 0 give 0.
     Differs:    all limits apply to p itself, as in SGLang and `rlkit.rollout`; Hugging Face `generate` and vLLM
-                renormalise after top-k, before top-p. This matters only if both limits are on.
+                renormalise after top-k, before top-p, and so does SGLang where a request has min-p. This matters only
+                if both limits are on.
     Reference:  nucleus sampling, arXiv:1904.09751; the bias without the correction, huggingface/trl#6789.
     """
     check_head(hidden, weight, bias, mask, temperature=temperature, softcap=softcap)

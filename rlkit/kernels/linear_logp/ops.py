@@ -205,7 +205,8 @@ shard_op.register_autograd(_backward, setup_context=_shard_setup)
 def which_impl(hidden: Float[Tensor, "T D"], weight: Float[Tensor, "V D"], bias: Tensor | None = None) -> str:
     """The default implementation for these tensors.
 
-    "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed, otherwise "chunked". Neither stores `[T, V]`.
+    "triton" for fp32, bf16 and fp16 on CUDA where Triton is installed, otherwise "chunked". Neither stores `[T, V]`,
+    but for at most 16 MB on a CPU.
     """
     return "triton" if _triton.preferred(hidden, weight, bias) else "chunked"
 

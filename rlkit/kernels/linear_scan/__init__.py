@@ -43,7 +43,7 @@ def linear_scan(
                 impl: "reference" (a loop), "blocked" (torch operations) or "triton"; default: see `which_impl`.
     Differs:    from a Python loop over padded `[B, L]` (verl, OpenRLHF): time does not depend on the longest row.
                 From torch's `associative_scan`: segments, no NaN across packed neighbours, and 1 M tokens on two CPU
-                cores in about 10 ms instead of 200.
+                cores in 7 ms instead of 21 (docs/kernels.md).
     Reference:  G. Blelloch, "Prefix sums and their applications" (1990), section 1.4: first-order recurrences.
     """
     check_float(a=a, b=b, x_end=x_end)

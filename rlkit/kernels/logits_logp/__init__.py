@@ -44,7 +44,7 @@ def logits_logp(
                 afterwards (the output of a matrix product). A second backward then raises. Ignored under torch.compile.
                 impl: "reference" (materialised log-softmax), "chunked" (torch, a few rows at a time) or "triton" (one
                 read forward, one read and one write backward, no device sync); default: see `which_impl`.
-    Errors:     ValueError for probabilities (on the CPU): rows of at least 0 that sum to 1.
+    Errors:     ValueError for probabilities (on the CPU): the first two rows are at least 0 and sum to 1.
     Differs:    from `log_softmax` and a gather, which allocate two more `[T, V]` tensors.
                 From FlashAttention's cross entropy (verl): the entropy has a gradient.
     Reference:  the shifted statistics of `rlkit.kernels.linear_logp.finish`.
