@@ -34,7 +34,7 @@ class Law:
     """A property of functions: `law(fn)` raises AssertionError with the smallest counterexample, or returns.
 
     `check(subject, case)` raises AssertionError if the case breaks the law. The law applies only to functions with the
-    arguments `needs`; `draw` is the strategy of its cases, or a function of the subject that returns it.
+    arguments `needs` and results on one of `axes` (none: any); `draw` is the strategy of its cases, or a function of the subject that returns it.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Law:
     check: Callable[[Any, Any], None]
     needs: tuple[str, ...] = ()
     draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
+    axes: tuple[str, ...] = ()
 
     def __call__(self, fn: Callable[..., Any] | Subject, *, max_examples: int = 25, **options: Any) -> None:
         """Raise AssertionError with the smallest counterexample. `options`: arguments of `subject`."""
@@ -52,7 +53,9 @@ class Law:
     def why_not(self, s: Any) -> str | None:
         """Why the law does not apply to this function; None if it applies."""
         missing = [name for name in self.needs if not s.takes(name)]
-        return f"takes no {' and no '.join(missing)}" if missing else None
+        if missing or not self.axes or s.axis in self.axes:
+            return f"takes no {' and no '.join(missing)}" if missing else None
+        return "has no result of a token or sequence"
 
     def search(self, s: Any, *, max_examples: int = 25, shrink: bool = True) -> Counterexample | None:
         """The smallest counterexample found (without `shrink` the first), or None. Deterministic."""
@@ -95,13 +98,16 @@ class Law:
 
 
 def law(
-    *, needs: tuple[str, ...] = (), draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases
+    *,
+    needs: tuple[str, ...] = (),
+    draw: SearchStrategy | Callable[[Any], SearchStrategy] = own_cases,
+    axes: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any, Any], None]], Law]:
     """Decorator: a check as a law. Its name is the function's, its statement the docstring's first paragraph."""
 
     def make(check: Callable[[Any, Any], None]) -> Law:
         statement = " ".join((check.__doc__ or "").split("\n\n")[0].split())
-        return Law(check.__name__, statement, check, needs, draw)
+        return Law(check.__name__, statement, check, needs, draw, axes)
 
     return make
 

@@ -64,14 +64,14 @@ def permutation(s: Subject, case: Case) -> None:
         near(got, want[index] if want.ndim else want, "the result in another order")
 
 
-@law(needs=("cu_seqlens",))
+@law(needs=("cu_seqlens",), axes=("T", "N"))
 def segment_isolation(s: Subject, case: Case) -> None:
     """A sequence's result does not depend on other sequences, even if they hold NaN."""
     mine = cases.shuffled(case, case.num_seqs)[:1]
     _isolated(s, case, torch.isin(torch.arange(case.num_seqs), mine), "of a sequence beside NaN")
 
 
-@law(needs=("group_ids",))
+@law(needs=("group_ids",), axes=("T", "N"))
 def group_isolation(s: Subject, case: Case) -> None:
     """A group's result does not depend on other groups, even if they hold NaN."""
     mine = case.group_ids == case.group_ids[cases.shuffled(case, case.num_seqs)[0]]
@@ -211,8 +211,7 @@ def _isolated(s: Subject, case: Case, mine: Tensor, condition: str) -> None:
     on_tokens = mine[seq_ids(case.cu_seqlens, num_tokens=case.num_tokens)]
     free = [name for name, stream in s.streams.items() if stream.hard_low != 0]
     dirty = cases.poisoned(case, free, tokens=~on_tokens, seqs=~mine)
-    if (where := {"T": on_tokens, "N": mine}.get(s.axis)) is None:
-        return
+    where = on_tokens if s.axis == "T" else mine
     for x, y in zip(tensors(s(dirty, whole=case)), tensors(s(case)), strict=True):
         near(x[where], y[where], f"the result {condition}")
 
