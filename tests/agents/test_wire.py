@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import socket
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,6 +14,7 @@ from wire import CALL, ROWS, THOUGHT, TOOLS
 
 from rlkit.agents import demands
 from rlkit.agents.endpoint import agent_env
+from rlkit.agents.request import answer_of
 from rlkit.data.tiny import tiny_model
 from rlkit.rollout import calling
 from rlkit.rollout.engines.local import LocalEngine
@@ -269,3 +271,12 @@ def test_without_jsonschema_the_text_must_be_json(monkeypatch):
     asked, _ = demands.read(None, {"type": "json_schema", "schema": schema}, None, None)
     assert [demands.unmet(asked, text, []) for text in ("1", '"one"', "one")] == [False, False, True]
     demands._validator.cache_clear()
+
+
+def test_each_of_many_calls_of_a_turn_has_an_id_of_its_own():
+    calls = [SimpleNamespace(id="", name="look", arguments={"at": i}) for i in range(40)]
+    turn = SimpleNamespace(ids=[1], text="", finish_reason="stop")
+    said = SimpleNamespace(calls=calls, turn=turn, stop=None, num_prompt=1, logp=[0.0])
+    ids = [call.id for call in answer_of(said, None, SimpleNamespace(reads_calls=True, logprobs=False)).calls]
+    assert len({*ids}) == 40
+    assert {len(x) for x in ids} == {9}  # as Mistral's template requires
