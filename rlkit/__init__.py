@@ -28,7 +28,7 @@ _NAMES = {
     "rollout.engines.local": "LocalEngine",
     "rewards.scoring": "scorer",
     "loops.preference": "pair_trajectories",
-    "loops.rl": "Task",
+    "loops.task": "Task",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -97,3 +97,8 @@ def test_rollout_is_the_function_and_rlkit_rollout_the_package() -> None:
     assert inspect.ismodule(rlkit.rollout)
     code = "import rlkit.rollout, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_each_name_of_the_package_is_defined_where_its_table_says():
+    for name, home in rlkit._HOMES.items():
+        assert f"{getattr(rlkit, name).__module__}.".startswith(f"rlkit.{home}."), name

@@ -63,7 +63,20 @@ def render_text(
     tools: Sequence[Any] | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> str:
-    """`render` before tokenisation.
+    """`render` before tokenisation."""
+    options: dict[str, Any] = {"tools": tools, "template_args": template_args}
+    return as_written(tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)[0]
+
+
+def as_written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Any] | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> tuple[str, list[Message]]:
+    """The text of a conversation, and the messages as the template got them.
 
     The arguments of tool calls are objects for most templates. A template that joins them to text gets their JSON text.
     The text of a message that is not the assistant's is plain: a zero-width space splits each control token in it (see
@@ -83,12 +96,14 @@ def render_text(
     arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
     try:
         text = apply_template(tokenizer, messages, **options)
-        if not any(written in text for written in arguments if written != "{}"):
-            return text
+        said = "\n".join(str(value) for message in messages for key, value in message.items() if key != "tool_calls")
+        if not any(text.count(written) > said.count(written) for written in arguments if written != "{}"):
+            return text, messages
     except Exception:
         if not arguments:
             raise
-    return apply_template(tokenizer, [_with_texts(message) for message in messages], **options)
+    messages = [_with_texts(message) for message in messages]
+    return apply_template(tokenizer, messages, **options), messages
 
 
 def _own(message: Message, markup: Markup) -> Message:

@@ -248,7 +248,7 @@ def _pairs(
     why = "have the same chosen and rejected response"
     pairs = drop(rows, pairs, lambda p: p[0].chosen == p[0].rejected, unit="pairs", why=why)
     _name_alike(rows, [(i, turns[i]) for i, _ in pairs], _closing(template))
-    some = not all(p[2] for _, p in pairs)
+    some = len(pairs) == 1 or not all(p[2] for _, p in pairs)  # one streamed row is one of many
     drop(rows, pairs, lambda p: p[2], unit="pairs", why="have an empty rejected response", keep=some)
     limits: dict[str, Any] = {"too_long": too_long, "max_example_tokens": max_example_tokens}
     left = shorten(rows, [(i, p[0]) for i, p in pairs], _length, _cut_response, unit="pairs", **limits)

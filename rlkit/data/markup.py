@@ -445,8 +445,13 @@ def mentioned_end(answer: str) -> str:
     tag = REASONING.search(answer)
     if tag is None or tag[0][1] != "/":
         return ""
-    end = re.escape(tag[0])
-    return tag[0] if re.search(rf"\S.*?(?<=[ \t`'\"(]){end}.*\S|\S.*?{end}(?=[ \t`'\").,;:]).*\S", answer) else ""
+    for match in re.finditer(re.escape(tag[0]), answer):
+        stop = answer.find("\n", match.end())
+        before = answer[answer.rfind("\n", 0, match.start()) + 1 : match.start()]
+        after = answer[match.end() : len(answer) if stop < 0 else stop]
+        if before.strip() and after.strip() and (before[-1] in " \t`'\"(" or after[0] in " \t`'\").,;:"):
+            return tag[0]
+    return ""
 
 
 def without_opened(text: str, tag: str, blanks: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns
-from rlkit.data.chat import TURN_TEXTS, Message, beginning, check_arguments, render_text
+from rlkit.data.chat import TURN_TEXTS, Message, as_written, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
 from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned, speaker_of
@@ -408,6 +408,8 @@ class Template:
             return None
         apply: Any = self.tokenizer.apply_chat_template
         messages = [self._with_known_role(message) for message in messages]
+        how: Any = {"tools": self.tools, "template_args": self.args}
+        _, messages = as_written(self.tokenizer, messages, add_generation_prompt=False, **how)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
         return apply(messages, tools=self.tools, **options)["assistant_masks"]
 

@@ -109,7 +109,11 @@ def _context(row: Converted, place: str, template: Template, *, check: bool = Tr
 def prompt_text(row: Row, place: str, template: Template) -> str:
     """The text of a row that was read, up to where the answer goes on, without its checks."""
     template = replace(template.of_row(row, place) if template.apply else template, continue_answer=True)
-    return _context(Converted(row, decoded(row)), place, template, check=False)[0]
+    row = Converted(row, decoded(row))
+    if not template.apply and row.get("messages"):
+        said = prompt_messages({"messages": row["messages"]}, place=place)
+        row = Converted(row, {"prompt": "".join(message["content"] for message in said)})
+    return _context(row, place, template, check=False)[0]
 
 
 def is_text(row: Row) -> bool:

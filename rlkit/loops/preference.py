@@ -140,10 +140,11 @@ def with_reference(pairs: Sequence[Pair], model: Any, optim: Optim = Optim()) ->
 
 def train_pairs(
     model: Any, tokenizer: Any, data: Examples[Pair], schedule: Schedule, optim: Optim, *,
-    pack: Callable[[list[list[Trajectory]]], Batch], pair_losses: Losses,
+    pack: Callable[[list[list[Trajectory]]], Batch], pair_losses: Losses, extra: int = 0,
 ) -> Path:  # fmt: skip
-    """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics."""
-    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 for p in every(data.train, data.held_out))
+    """`train_examples` on pairs: `pair_losses(micro)` returns one loss per pair, and metrics. `extra`: the tokens that
+    `pack` adds to a pair."""
+    sizes = (len(p.prompt) + len(p.chosen) + len(p.rejected) - 1 + extra for p in every(data.train, data.held_out))
     check_fits(sizes, max_tokens=optim.max_tokens, kind="pair")
 
     def prepare(pairs: Sequence[Pair]) -> tuple[Batch, Losses]:

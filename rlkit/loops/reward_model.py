@@ -58,4 +58,4 @@ def reward_model(
         return value, {"loss": mean(value), **pair_metrics(numbers)}
 
     data = Examples(pairs, batch_size, eval_pairs, parts=parts)
-    return train_pairs(model, tokenizer, data, schedule, optim, pack=pack_whole, pair_losses=pair_losses)
+    return train_pairs(model, tokenizer, data, schedule, optim, pack=pack_whole, pair_losses=pair_losses, extra=2)

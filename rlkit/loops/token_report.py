@@ -69,8 +69,8 @@ def token_streams(
     ratio = torch.where(part.mask, (logp - part.rollout_logp).clamp(max=20).exp(), 0)
     numbers = {}
     for i, place in enumerate(places):
-        trajectory, start = samples[place], int(part.cu_seqlens[i])
-        tokens = slice(start, start + len(trajectory.ids))
+        trajectory, end = samples[place], int(part.cu_seqlens[i + 1]) - int(part.truncated[i])
+        tokens = slice(end - len(trajectory.ids), end)  # unshared, the prompt stands before them
         numbers[place] = {
             "logp": np.asarray(trajectory.logp, float).tolist(), "entropy": entropy[tokens].tolist(),
             "ratio": ratio[tokens].tolist(),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlkit._util.text import Explained
 from rlkit.loops.nans import Finite, X, check_update, describe_prompt, finite_batch, finite_groups
-from rlkit.rollout.groups import Group, Prompt
+from rlkit.rollout.groups import Group, Prompt, last_pieces
 from rlkit.run.folder import Run
 from rlkit.types import Batch
 
@@ -58,7 +58,7 @@ class Watch:
         self._signal = report_no_signal(self._run, batch, before=self._signal)
 
     def _check_failed(self, groups: Sequence[Group], *, step: int) -> None:
-        infos = [trajectory.info for group in groups for trajectory in group]
+        infos = [end.info for group in groups for end in last_pieces(group)]
         if not all(info.get("metrics", {}).get("failed") for info in infos) or not infos:
             self._any_good, self._failed = True, 0
             return
@@ -83,7 +83,7 @@ def report_no_signal(run: Run, batch: Batch, *, before: Signal) -> Signal:
     """
     rewards = batch.rewards.tolist()
     low, high = min([before.low, *rewards]), max([before.high, *rewards])
-    now = Signal(bool((batch.advantages != 0).any()), low, high, before.num_reports)
+    now = Signal(batch.advantages is None or bool((batch.advantages != 0).any()), low, high, before.num_reports)
     if not before.present or now.present or batch.teachers is not None:  # a teacher's loss needs no advantage
         return now
     if batch.num_tokens == int(batch.truncated.sum()):  # only the last token that a truncated sequence keeps

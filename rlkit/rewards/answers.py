@@ -41,7 +41,7 @@ def forms_of(function: Callable[..., Any]) -> list[str]:
         if pattern or _CAPTURES.search(text):
             forms += _of_pattern(pattern or text)
         elif _MARK.fullmatch(text) and not text.startswith("</"):
-            mark, close = _escaped(text.rstrip()), f"</{text[1:]}"
+            mark, close = _escaped(text.rstrip()), _escaped(f"</{text[1:]}")
             forms += [f"{mark}{{0}}{close}", f"{mark}1{close}{{0}}"] if mark.startswith("<") else [f"{mark} {{0}}"]
     forms += [_escaped(json.dumps(dict.fromkeys(keys, "\0")).replace("\\u0000", "\0"))] * bool(keys)
     return [*{form.format("7"): form for form in forms}.values()]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlkit.data.messages import json_of
 from rlkit.rewards import sandbox
 from rlkit.rewards.call import needing
 from rlkit.rewards.sandbox import Limits
@@ -198,6 +199,8 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
         raise ValueError(f"row[{column!r}] must be {forms}, got {repr(cases)[:80]}")
     if cases.get("fn_name"):
         raise ValueError(f"row[{column!r}] calls the function {cases['fn_name']!r}: write asserts and use assert_tests")
+    if isinstance(cases["inputs"], str) or isinstance(cases["outputs"], str):
+        raise ValueError(f"inputs and outputs of row[{column!r}] must be lists of texts, one for each test")
     inputs, outputs = list(cases["inputs"]), list(cases["outputs"])
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(f"row[{column!r}] has {len(inputs)} inputs and {len(outputs)} outputs")
@@ -217,6 +220,8 @@ def _entry_point(row: dict[str, Any], tests: Sequence[str]) -> str | None:
 def _sources(row: dict[str, Any], column: str) -> list[str]:
     """The tests of a row as sources. A test that does not compile is an error, not a failed answer."""
     tests = _column(row, column)
+    tests = json_of(tests) if isinstance(json_of(tests), str | list | dict) else tests
+    tests = tests["functional"] if isinstance(tests, dict) and "functional" in tests else tests  # of TACO
     tests = [tests] if isinstance(tests, str) else list(tests)
     if not tests or not all(isinstance(test, str) for test in tests):
         raise ValueError(f"row[{column!r}] must be a text or a list of texts with at least one test")
@@ -227,7 +232,15 @@ def _sources(row: dict[str, Any], column: str) -> list[str]:
             compile(test, f"row[{column!r}]", "exec", dont_inherit=True)
         except (RecursionError, MemoryError) as error:
             raise ValueError(f"row[{column!r}] is nested too deeply to be compiled ({type(error).__name__})") from error
+    if not any(map(_does_something, tests)):
+        raise ValueError(f"row[{column!r}] tests nothing: {tests[0][:60]!r} has no statement but values")
     return tests
+
+
+def _does_something(source: str) -> bool:
+    """Whether a source has a statement, or calls something."""
+    parts = [*ast.walk(ast.parse(source))]
+    return any(isinstance(x, ast.Call) or (isinstance(x, ast.stmt) and not isinstance(x, ast.Expr)) for x in parts)
 
 
 def _names(

@@ -38,13 +38,18 @@ where N is a whole number from 0 (useless or wrong) to 10 (fully right)."""
 """The default prompt of `chat`."""
 
 
+_SCORE = re.compile(  # Score (0-10): 8, **Score**: 8/10, and not 8/100
+    r"score\s*(?:\([^)\n]*\))?\W{0,6}?(-?\d+(?:\.\d+)?)(?:\s*/\s*10(?!\d))?(?!\s*/\s*\d)\b", re.IGNORECASE
+)
+
+
 def score_line(text: str) -> float:
     """The number in the last `Score: N` of a judge's text, from 0 to 10, as a reward from 0 to 1.
 
     >>> score_line("It is right, but long.  Score: 8")
     0.8
     """
-    if not (numbers := re.findall(r"score\W{0,6}?(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\b", text, re.IGNORECASE)):
+    if not (numbers := _SCORE.findall(text)):
         raise ValueError(f"the judge gives no score: {text[-200:]!r}")
     value = float(numbers[-1])
     if not 0 <= value <= 10:

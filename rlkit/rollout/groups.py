@@ -176,7 +176,14 @@ async def sample_group(
     for trajectory in group:
         if fault := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
             raise ValueError(f"row {prompt.index + 1}: {fault}; an environment or a score must give a number")
-    return group
+    return [_in_floats(t) for t in group]
+
+
+def _in_floats(t: Trajectory) -> Trajectory:
+    """The trajectory with its reward and score as Python's floats, which a file can hold."""
+    if isinstance(t.reward, float) and (t.score is None or isinstance(t.score, float)):
+        return t
+    return replace(t, reward=float(t.reward), score=None if t.score is None else float(t.score))
 
 
 async def seeded_group(

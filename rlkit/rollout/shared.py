@@ -353,7 +353,7 @@ class SharedStream:
 
 def reached(state: Mapping[str, Any] | None, *, num: int, step: int) -> int:
     """The place in the stream of prompts up to which the samplers of a checkpoint of `step` have started prompts."""
-    if state is None:
+    if not state:  # nothing was taken
         return step * num
     states = state.get("samplers", [state])
     if len(states) == 1:

@@ -247,7 +247,7 @@ class Journal:
 
         async def part(context: list[int], left: SamplingParams) -> Completion:
             nonlocal replayed
-            key = _key(params.seed, context, images)
+            key = _key(left.seed, context, images)
             completion = self._known.pop(key, None)
             replayed = completion is not None
             if completion is not None:

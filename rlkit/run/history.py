@@ -155,5 +155,6 @@ def _end(group: Group) -> Row:
 
 
 def _mean(group: Group) -> float:
-    rewards = [x for row in group.rows if isinstance(x := row.get("reward"), int | float)]
+    ends = [row for row, then in zip(group.rows, [*group.rows[1:], {}]) if not then.get("continues")]  # of episodes
+    rewards = [x for row in ends if isinstance(x := row.get("reward"), int | float)]
     return sum(rewards) / len(rewards) if rewards else 0.0

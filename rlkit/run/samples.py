@@ -135,7 +135,7 @@ class Samples:
         def decode(ids: Sequence[int]) -> str:
             return text if list(ids) == list(prompt.ids) else self._decode(ids)
 
-        return [common | trajectory_row(t, decode=decode) for t in group]
+        return [common | row for row in trajectory_rows(group, decode=decode)]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -148,6 +148,16 @@ class Samples:
             return content
         except (ValueError, KeyError, TypeError):  # made in Python, without a row
             return self._decode(prompt.ids)
+
+
+def trajectory_rows(group: Sequence[Trajectory], *, decode: Decode) -> list[dict[str, Any]]:
+    """`trajectory_row` of each; the `reward` has those of turns, of an episode in pieces up to and with this one's."""
+    rows, turns = list[dict[str, Any]](), 0.0
+    for t in group:
+        turns = (turns if t.continues else 0.0) + (0.0 if t.token_rewards is None else float(sum(t.token_rewards)))
+        rows.append(trajectory_row(t, decode=decode))
+        rows[-1]["reward"] += turns
+    return rows
 
 
 def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:

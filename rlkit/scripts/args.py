@@ -242,10 +242,9 @@ class Data:
             paths = [path for spec in ((value,) if isinstance(value, str) else value or ()) for path in expand(spec)]
             return tuple(paths) if len(paths) > 1 else next(iter(paths), None)
 
-        sets = self.eval_files()
-        return replace(
-            self, data=files(self.data), eval_data=self.eval_data if {*sets} - {""} else files(self.eval_data)
-        )
+        weighed, sets = any(weight is not None for _, weight in map(_weighted, self.files())), self.eval_files()
+        held_out = self.eval_data if {*sets} - {""} else files(self.eval_data)
+        return replace(self, data=self.data if weighed else files(self.data), eval_data=held_out)
 
 
 def _weighted(text: str) -> tuple[str, float | None]:

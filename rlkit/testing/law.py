@@ -34,7 +34,8 @@ class Law:
     """A property of functions: `law(fn)` raises AssertionError with the smallest counterexample, or returns.
 
     `check(subject, case)` raises AssertionError if the case breaks the law. The law applies only to functions with the
-    arguments `needs` and results on one of `axes` (none: any); `draw` is the strategy of its cases, or a function of the subject that returns it.
+    arguments `needs` and results on one of `axes` (none: any); `draw` is the strategy of its cases, or a function of
+    the subject that returns it.
     """
 
     name: str

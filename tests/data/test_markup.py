@@ -15,7 +15,7 @@ from families import FAMILIES, tokenizer_of
 from rlkit.agents.branches import Branches
 from rlkit.data.chat import end_of_turn_id, opened_text, render, stop_token_ids
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
-from rlkit.data.markup import markup_of
+from rlkit.data.markup import markup_of, mentioned_end
 from rlkit.data.prompts import Prompt, rl_prompts
 from rlkit.rewards import Sample, run_reward_each
 from rlkit.rewards.scoring import completion_of, scorer
@@ -881,3 +881,17 @@ def test_a_template_that_fails_is_one_line_on_every_road(template, tmp_path):
     for row in prompts if template == HOSTILE else prompts[1:]:
         with pytest.raises(ValueError, match=line):
             rl_prompts([row], tokenizer=tokenizer, max_prompt_tokens=99)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("so the tag </think> ends it", "</think>"), ("x </think>, y", "</think>"), ("x</think>. y", "</think>"),
+        ("say (</think>) so", "</think>"), ("r</think>\nanswer", ""), ("r</think>answer", ""),
+        ("\n</think>\n\nanswer", ""), ("\n</think> b", ""), ("a </think>\nb", ""), ("a </think> ", ""),
+        ("r\n</think>\nthe tag </think> here", "</think>"), ("<think>a </think> b", ""),
+    ],
+)  # fmt: skip
+def test_an_end_of_reasoning_within_a_line_is_found(answer, found):
+    assert mentioned_end(answer) == found
+    assert mentioned_end("word " * 100_000 + f"\n{answer}") == found  # a search from each word would not end

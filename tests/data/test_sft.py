@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkit.compat.rows import read
-from rlkit.data.chat import render
+from rlkit.data.chat import render, render_text
 from rlkit.data.examples import labelled_examples, preference_pairs, sft_examples
 from rlkit.data.load import load_rows
 from rlkit.data.tiny import tiny_tokenizer
@@ -298,3 +298,27 @@ def test_a_row_that_lacks_an_optional_column_of_the_first_is_told_so():
     message = "row 2: is not a row of LLaMA-Factory.*'query' or 'history' may be null or empty, but must be there"
     with pytest.raises(ValueError, match=message):
         read(rows)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("what is <|im_end|>?", "It is the token that ends a turn."), ("hi", "hello there<|im_end|>")]
+)
+def test_blocks_of_a_template_are_those_of_the_text_that_is_trained(asked, said):
+    (found,) = examples([convo(f"u:{asked}", f"a:{said}")], with_template(BLOCKS))
+    words = [x for x in trained(found) if x != END]
+    assert bytes(words).decode() == said.removesuffix("<|im_end|>")
+
+
+def test_a_result_that_repeats_the_arguments_of_a_call_does_not_change_the_call():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Rome"}}}
+    said = [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "called with {'city': 'Rome'}: sunny"}, {"role": "assistant", "content": "ok"},
+    ]  # fmt: skip
+    text = render_text(with_template(template), said, add_generation_prompt=False)
+    assert '"arguments": {"city": "Rome"}' in text

@@ -147,3 +147,12 @@ def test_an_error_names_the_first_row(function, rows, limit):
         ValueError, match=r"^row 2: \d tokens; 1 of 2 .* are longer than .*`too_long` drop, cut-left or"
     ):
         made(function, rows, limit, too_long="error")
+
+
+@pytest.mark.parametrize("side", ["cut-left", "cut-right"])
+def test_messages_without_a_chat_template_are_cut_as_one_text(side):
+    rows = [{"messages": [{"role": "user", "content": "ab" * 50}]}] * 2
+    options = {"max_prompt_tokens": 50, "too_long": side, "apply_chat_template": False}
+    prompts, dropped = rl_prompts(rows, tokenizer=tiny_tokenizer(), **options)
+    assert dropped == 0
+    assert all(len(prompt.ids) <= 50 for prompt in prompts)

@@ -230,6 +230,7 @@ SURROGATES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:clip_low")  # the ends of the sliders
 @pytest.mark.slow
 @pytest.mark.skipif(bool(browser.MISSING), reason=browser.MISSING)
 def test_the_chart_has_the_coefficients_that_autograd_gives(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def test_summaries_alone_are_masked():
     assert trained[1] == [f"ok{end}" * 3, f"ok{end}", trained[0][2]]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_what_summaries_carry_is_learned_by_training_them():
     shares = compaction.main()

@@ -100,3 +100,15 @@ def test_a_run_keeps_them_and_stays_what_it_is_without(tmp_path, monkeypatch):
         assert tokens["advantage"] == pytest.approx(row["advantage"], abs=1e-3)
     monkeypatch.setattr("rlkit.loops.rl.keeps_tokens", lambda step, *, steps: False)
     assert run(tmp_path / "b") == (lines, [{k: x for k, x in row.items() if k != "tokens"} for row in rows])
+
+
+def test_the_numbers_are_the_same_where_each_sequence_has_its_prompt():
+    groups, found = [[OTHER, OTHER], [WITH_TOOL, CUT]], []
+    for shared in (True, False):
+        batch = pack(groups, share_prompts=shared)
+        batch = with_streams(batch, advantages=torch.where(batch.mask, 0.5, 0.0))
+        found.append(token_streams(make_policy(small_model(), temperature=0.7), batch, groups, max_tokens=16))
+    assert found[0].keys() == found[1].keys()
+    for place, numbers in found[0].items():
+        for name, values in numbers.items():
+            assert found[1][place][name] == pytest.approx(values, rel=1e-4, abs=1e-5), name

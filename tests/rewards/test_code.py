@@ -414,3 +414,28 @@ async def test_numbers_and_arrays_of_numpy_are_values_on_both_sides():
     cheat += "s.sendall(struct.pack('!i', len(d)) + d)"
     verdict = await assert_tests(block(cheat), {"tests": ["assert f is None"]}, packages=["numpy"])
     assert "does not answer as it should (ValueError)" in verdict["reason"]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        '["assert add(1, 2) == 3"]', '"assert add(1, 2) == 3"', '{"functional": "assert add(1, 2) == 3"}',
+        "assert add(1, 2) == 3", ["x = add(1, 2)", "assert x == 3"],
+    ],
+)  # fmt: skip
+async def test_tests_in_json_text_are_run(tests):
+    for body, reward in (("a + b", 1.0), ("a - b", 0.0)):
+        completion, row = block(f"def add(a, b):\n    return {body}"), {"tests": tests}
+        assert (await assert_tests(completion, row, all_or_nothing=True))["reward"] == reward
+
+
+@pytest.mark.parametrize("tests", ["# see the file", "['not json', 1]", '"""assert add(1, 2) == 3"""'])
+async def test_sources_that_test_nothing_are_errors(tests):
+    with pytest.raises(RewardError, match="tests nothing"):
+        await run_reward(assert_tests, [Sample(block("x = 1"), {"tests": tests}, 0)], timeout_s=60)
+
+
+async def test_a_text_in_place_of_a_list_of_inputs_is_an_error():
+    row = {"test_cases": {"inputs": "5\n", "outputs": "8\n"}}
+    with pytest.raises(RewardError, match="must be lists of texts"):
+        await run_reward(stdin_tests, [Sample(block("print(8)"), row, 0)], timeout_s=60)

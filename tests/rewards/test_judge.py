@@ -74,13 +74,15 @@ async def test_a_judge_sees_question_reference_and_completion_and_its_score_is_t
         ("SCORE = 2.5/10", 0.25),
         ("Score:0.", 0.0),
         ("Score - 8", 0.8),
+        ("Score (0-10): 8", 0.8),
+        ("**Score**: 9/10.", 0.9),
     ],
 )
 def test_score_lines(text, value):
     assert score_line(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["", "8", "Score: high", "Score: 11", "Score: -3", "Score:-3/10"])
+@pytest.mark.parametrize("text", ["", "8", "Score: high", "Score: 11", "Score: -3", "Score:-3/10", "Score: 8/100"])
 def test_what_is_no_score(text):
     with pytest.raises(ValueError, match="the judge gives"):
         score_line(text)

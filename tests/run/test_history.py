@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from rlkit.run import history
 from rlkit.run.folder import keep_args, open_run
 from rlkit.run.history import best, compare_answers, peak_memory, read_starts, seen, seen_text
 from rlkit.run.report import page as report
@@ -137,3 +139,8 @@ def test_the_page_has_starts_and_answers_and_compares_what_both_runs_have(resume
     assert len(run["answers"]["answers"]) == 3
     differing = report._differences([report.read_args(resumed), report.read_args(other)])
     assert differing == {"lr": ["0.1", "0.5"]}, "of the others one run knows nothing"
+
+
+def test_the_mean_of_a_prompt_is_over_episodes():
+    rows = [{"reward": 0.0}, {"reward": 0.0, "continues": True}, {"reward": 0.0, "continues": True}, {"reward": 1.0}]
+    assert history._mean(SimpleNamespace(rows=rows)) == 0.5

@@ -12,7 +12,7 @@ import pytest
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.run.folder import open_run
-from rlkit.run.samples import Known, Samples, pieces, table, token_row, trajectory_row
+from rlkit.run.samples import Known, Samples, pieces, table, token_row, trajectory_row, trajectory_rows
 from rlkit.settings import Rollouts
 from rlkit.types import Trajectory
 
@@ -211,3 +211,10 @@ def test_numbers_of_tokens_are_short():
     assert token_row([104, 105], streams, decode=lambda ids: "ab"[: len(ids)]) == {
         "text": ["a", "b"], "logp": [-0.1235, -2.0], "mask": 1, "advantage": None, "version": [3, 4]
     }  # fmt: skip
+
+
+def test_rows_have_the_rewards_of_turns_and_of_pieces():
+    piece = Trajectory([1], [2, 3], [True, True], [-1.0, -1.0], [0, 0], 0.0, token_rewards=[0.0, 0.25])
+    group = [piece, replace(piece, continues=True, token_rewards=[0.5, 0.0]), replace(piece, token_rewards=None)]
+    rows = trajectory_rows(group, decode=str)
+    assert [row["reward"] for row in rows] == [0.25, 0.75, 0.0]

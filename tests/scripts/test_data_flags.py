@@ -182,3 +182,11 @@ def test_all_commands_on_fixed_data_mix(script, task, tmp_path, monkeypatch):
     run(module.main, module.Args, None, argv=[*flags, "--output", str(tmp_path), "--device", "cpu"])
     sizes = 2 if script == "kto" else 1
     assert [row // sizes for row in seen[-3:]].count(0) == 2
+
+
+def test_a_glob_may_have_a_weight(tmp_path):
+    for name in ("part-1", "part-2", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
+    specs = (f"{tmp_path}/part-*.jsonl=2", f"{tmp_path}/b.jsonl=1")
+    assert Data(specs).expanded().data == specs
+    assert Data(f"{tmp_path}/part-*.jsonl").expanded().data == tuple(f"{tmp_path}/part-{i}.jsonl" for i in (1, 2))

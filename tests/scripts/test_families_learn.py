@@ -55,6 +55,7 @@ def lines(output: Path) -> list[dict[str, float]]:
     return [{name: x for name, x in row.items() if not name.startswith("time/")} for row in rows]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_it_learns_resumes_and_loads_elsewhere(model_type, tmp_path):
     make_model(tmp_path / "model", model_type)

@@ -200,13 +200,13 @@ async def measure(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:  # fmt: skip
     """The numbers of each set, and the answers."""
     from rlkit.loops.evaluate import answer_of, evaluate_sets
-    from rlkit.run.samples import trajectory_row
+    from rlkit.run.samples import trajectory_rows
 
     answers: list[dict[str, Any]] = []
 
     def keep(prompt: Any, group: Any, *, kind: str) -> None:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
-        answers.extend({"kind": kind, "row": prompt.index} | trajectory_row(t, decode=decode) for t in group)
+        answers.extend({"kind": kind, "row": prompt.index} | row for row in trajectory_rows(group, decode=decode))
 
     async with open_engine(spec, model, tokenizer) as engine:
         numbers = await evaluate_sets(
@@ -220,7 +220,7 @@ def write(output: Path, numbers: Mapping[str, float], answers: Sequence[Mapping[
     """Write metrics.json and answers.jsonl."""
     output.mkdir(parents=True, exist_ok=True)
     replace_file(output / "metrics.json", (json.dumps(numbers, indent=1) + "\n").encode())
-    replace_file(output / "answers.jsonl", "".join(json.dumps(row) + "\n" for row in answers).encode())
+    replace_file(output / "answers.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in answers).encode())
     say(f"wrote {output / 'metrics.json'} and answers.jsonl")
 
 

@@ -63,8 +63,8 @@ class Args:
     trials: Count = 20
     """runs that this call starts"""
     metric: str | None = None
-    """key of `metrics.jsonl` whose last value is maximized. None: eval/sampled (grpo, ppo), eval/accuracy (dpo, kto,
-    reward_model), or eval/loss, minimized (sft)"""
+    """key of `metrics.jsonl` whose last value is maximized (of a loss: minimized). None: eval/sampled (grpo, ppo),
+    eval/accuracy (dpo, kto, reward_model), or eval/loss, minimized (sft)"""
     minimize: bool = False
     """minimize the metric instead"""
     range: dict[str, Annotated[tuple[float, float], ASCENDING]] = field(default_factory=dict, hash=False)
@@ -299,7 +299,7 @@ def check_command(args: Args) -> tuple[str, bool]:
     if "output" in typed:
         fix = f"drop it; trials are in {args.output}/trial_0000 ..."
         raise ValueError(f"--output of the command is set by the sweep: {fix}")
-    return metric, minimize or args.minimize
+    return metric, minimize or args.minimize or metric.endswith("loss")
 
 
 def script_of(words: Sequence[str]) -> str | None:

@@ -8,6 +8,7 @@ import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -135,7 +136,10 @@ def mutable(value: Any) -> bool:
 
 def replace_content(old: Any, new: Any) -> None:
     """Apply the changes that the other side made to its copy of a value."""
-    if new is None or not mutable(old) or old == new:
+    if new is None or not mutable(old):
         return
+    with suppress(ValueError):  # of arrays inside, whose comparison is no truth value
+        if old == new:
+            return
     old.clear()
     (old.update if isinstance(old, dict | set) else old.extend)(new)

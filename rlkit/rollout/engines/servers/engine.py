@@ -414,7 +414,8 @@ class ServerEngine:
                 failures += 1
                 deaths += await self._serving.suspect(replica)
                 if failures >= self._tries or deaths > 1:  # whatever kills two servers must not see a third
-                    raise ReplicaError(f"generation failed {failures} times, the last time: {error}") from error
+                    last = str(error)[:2000]  # of what a server replied
+                    raise ReplicaError(f"generation failed {failures} times, the last time: {last}") from error
                 await asyncio.sleep(min(0.1 * 2**failures, 5.0))
             except (asyncio.CancelledError, TimeoutError):
                 self._spawn(self._abort_once(replica, call.wire))
