@@ -80,7 +80,7 @@ def sft(
     def gradients(batch: Batch, max_tokens: int) -> Metrics:
         weights = per_token(batch)
         metrics: Metrics = {}
-        with pipelined(mesh) as backward, dropping(model):
+        with dropping(model), pipelined(mesh) as backward:
             for micro, *rest in rank_microbatches((batch, weights), mesh=mesh, max_tokens=max_tokens):
                 out = policy(micro)
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)

@@ -115,7 +115,7 @@ def train_examples(
     def passes(batch: Batch, losses: Losses, num: int, max_tokens: int) -> Metrics:
         metrics: Metrics = {}
         train = torch.is_grad_enabled()
-        with pipelined(mesh) as backward, dropping(model) if train else nullcontext():
+        with dropping(model) if train else nullcontext(), pipelined(mesh) as backward:
             for micro, *_ in rank_microbatches((batch,), mesh=mesh, max_tokens=max_tokens, whole_groups=True):
                 value, new = losses(micro)
                 if train:

@@ -73,8 +73,11 @@ def load_policy(
     mesh = open_mesh(args, device=device, alone=alone)
     _report_loading(path)
     if mesh is not None:
-        if min_rows:
+        if min_rows and mesh.parameters.size() > 1:
             raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
+        if min_rows:
+            whole_model = partial(load_model, train_vision=train_vision, min_rows=min_rows)
+            return _cut_whole(whole_model, lora, path, mesh, frozen=frozen, **_options(args, dtype))
         read = lambda *folder, **options: load_model(*folder, train_vision=train_vision, **options)  # noqa: E731
         whole = partial(read, dtype="auto") if lora.get("lora_base") else read
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
@@ -125,7 +128,8 @@ def reference_of(
         return load(reference, frozen=True)
     if adapters(model):
         return model if adapter is None else snapshot(model)
-    return load(path, frozen=True, adapter=adapter)
+    merged = {} if adapter is None else {"adapter": adapter, "lora_rank": 0}
+    return load(path, frozen=True, **merged)
 
 
 def load_judge(
@@ -156,6 +160,8 @@ def load_critic(
 def _cut_whole(alone: Callable[..., Any], lora: dict[str, Any], path: Any, mesh: Mesh, **options: Any) -> Any:
     """`alone(path)` with its adapters, cut over the mesh: each rank holds the whole model until then."""
     model = _with_lora(lambda **_: alone(path, device="cpu"), "cpu", **lora)
+    if mesh.parameters.size() == 1 and not options.get("offload"):  # which FSDP does not move
+        model.to(mesh.device)
     return parallelize(model, mesh, **{name: x for name, x in options.items() if name not in lora})
 
 
@@ -174,6 +180,8 @@ def _load_headed(
     _report_loading(path)
     if mesh is None:
         return _with_lora(lambda device, **_: alone(path, device=device), device, **lora)  # checked in fp32
+    if resizes and mesh.parameters.size() == 1:
+        sharded = partial(_cut_whole, alone, lora)
     return sharded(path, mesh, **lora, **_options(args, dtype))
 
 

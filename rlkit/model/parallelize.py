@@ -186,11 +186,12 @@ def parallelize(
     half = alone and not frozen and dtype != torch.float32
     working = WorkingCopy(model, dtype=dtype, reduce_dtype=reduce_dtype) if half else None
     again = recomputing if working is None else working.recomputing
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())  # drawn again alike
     for layer in filter(_holds_any, _layers(model)):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": again}
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops, "context_fn": again}
             layer.forward = partial(checkpoint, layer.forward, **options)
     sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies, working=working)
     if not alone:

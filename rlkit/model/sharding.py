@@ -39,6 +39,7 @@ class ShardedModel(nn.Module):
     ) -> None:
         super().__init__()
         shared = {"_modules": model._modules, "_parameters": model._parameters, "_buffers": model._buffers}
+        self.training = model.training
         vars(self).update(shared, _model=model, mesh=mesh, compute_dtype=dtype, copies=copies, _working=working)
 
     def __getattr__(self, name: str) -> Any:

@@ -276,7 +276,8 @@ def _write_config(
 ) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # not `save_pretrained`, which refuses what the model came with once it was changed
+        model.generation_config.to_json_file(folder / "generation_config.json", use_diff=True)
     copy_processor(model, folder)
     config = corrected(json.loads((folder / "config.json").read_text()), source, model, written)
     config["architectures"] = [class_of(model).__name__]

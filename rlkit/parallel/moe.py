@@ -54,8 +54,9 @@ def split_experts(model: Any, mesh: Mesh, **fsdp: Any) -> None:
     rest = experts_mesh["replicate", "rest"] if sizes.replicate > 1 else experts_mesh["rest"]
     for experts in [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]:
         for name in ("gate_up_proj", "down_proj"):
-            shard = distribute_tensor(getattr(experts, name).detach(), experts_mesh["ep"], [Shard(0)])
-            setattr(experts, name, nn.Parameter(shard))
+            whole = getattr(experts, name)
+            shard = distribute_tensor(whole.detach(), experts_mesh["ep"], [Shard(0)])
+            setattr(experts, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
         forward = partial(expert_parallel, experts, group=experts_mesh.get_group("ep"))
         experts.forward = partial(_split_over_tp, forward, mesh.tensor) if sizes.tp > 1 else forward
         fully_shard(experts, mesh=rest, shard_placement_fn=lambda _: Shard(1), **fsdp)

@@ -16,7 +16,16 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model import launch
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.forward import Policy, compute_log_probs, forward, load_model, prepare_model, reference_policy
-from rlkit.model.lora import adapter_off, adapter_weights, adapters, add_lora, save_adapter, snapshot, without_adapter
+from rlkit.model.lora import (
+    adapter_off,
+    adapter_weights,
+    adapters,
+    add_lora,
+    dropping,
+    save_adapter,
+    snapshot,
+    without_adapter,
+)
 from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.quantized import Quantized
@@ -269,7 +278,8 @@ def test_adapters_on_a_quantized_base_are_those_of_one_process(pool, tmp_path, k
 def experts_over_ep(rank, world):
     with pytest.raises(ValueError, match=r"ep=2 trains no adapters of experts \(\S+down_proj\): give other targets"):
         parallelize(add_lora(moe(), rank=4), make_mesh(Parallel(ep=2, shard=4)))
-    parallelize(add_lora(moe(), rank=4, targets=["q_proj"]), make_mesh(Parallel(ep=2, shard=4)))
+    cut = parallelize(add_lora(moe(), rank=4, targets=["q_proj"]), make_mesh(Parallel(ep=2, shard=4)))
+    assert all(".lora_" in name for name, p in cut.named_parameters() if p.requires_grad)
 
 
 def test_adapters_of_experts_are_refused_with_expert_parallel(ranks):
@@ -327,3 +337,41 @@ def test_ranks_merge_an_adapter_and_cut_what_it_makes(ranks, tmp_path):
             torch.testing.assert_close(policy[name], x, atol=1e-6, rtol=1e-5)
             if name in critic:
                 torch.testing.assert_close(critic[name], x, atol=1e-6, rtol=1e-5)
+
+
+def dropped_on_rank(rank, world, checkpointing):
+    torch.manual_seed(0)
+    adapted = add_lora(base(), rank=2, dropout=0.5)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if ".lora_B." in name:
+                p.normal_()
+    model = parallelize(adapted, make_mesh(Parallel()), activation_checkpointing=checkpointing)
+    torch.manual_seed(1)
+    with dropping(model):
+        logp = forward(model, pack([[Trajectory([3, 4, 5], [6, 7, 8], [True] * 3, [-1.0] * 3, [0] * 3)]])).logp
+        logp.sum().backward()
+    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_dropped_inputs_are_the_same_where_layers_are_computed_again(pool):
+    (kept,), (again,) = (pool(1).run(dropped_on_rank, checkpointing) for checkpointing in (False, True))
+    torch.testing.assert_close(again[0], kept[0])
+    assert kept[1].keys() == again[1].keys()
+    for name, grad in kept[1].items():
+        torch.testing.assert_close(again[1][name], grad)
+
+
+def resized_on_rank(rank, world, path, adapter):
+    args = ParallelArgs(activation_checkpointing=True)
+    rows = [launch.load_policy(path, args, min_rows=300), launch.load_judge(path, args, min_rows=300)]
+    critic = launch.load_critic(path, args, adapter=adapter)
+    return [int(model.get_input_embeddings().weight.shape[0]) for model in rows], type(critic).__name__
+
+
+def test_an_embedding_is_resized_on_a_mesh_of_one_rank(pool, trained, tmp_path):
+    save_adapter(trained, tmp_path / "adapter")
+    base().save_pretrained(tmp_path / "base")
+    ((rows, kind),) = pool(1).run(resized_on_rank, tmp_path / "base", tmp_path / "adapter")
+    assert rows == [300, 300]
+    assert kind == "ShardedModel"

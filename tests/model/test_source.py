@@ -326,3 +326,14 @@ def test_a_layer_beyond_the_config_is_asked_about(tiny):
         said = said_of(source_of(load_model(folder)), load_config(folder))
         assert "do not train, and exports have them unchanged" in said
         assert (beyond in said) == told
+
+
+def test_a_generation_config_that_was_changed_is_exported_as_it_is(tmp_path):
+    """Sampling fields without `do_sample`, as checkpoints have them, and another end of turn."""
+    tiny_model(tiny_tokenizer()).save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))
+    model = load_model(tmp_path / "in")
+    model.generation_config.update(eos_token_id=[1, 2])
+    export_hf(model, tiny_tokenizer(), tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (kept["temperature"], kept["top_p"], kept["eos_token_id"]) == (0.9, 0.6, [1, 2])
