@@ -14,10 +14,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlkit.rewards import sandbox
 from rlkit.rewards.sandbox import Limits, SandboxError
+from rlkit.rewards.sandbox._worker.codec import replace_content
 
 
 async def run(source, *, stdin="", limits=Limits(wall_s=60, cpu_s=60)):
@@ -617,3 +619,9 @@ def test_limits_must_be_positive():
         Limits(wall_s=0)
     with pytest.raises(ValueError, match="processes"):
         Limits(processes=-1)
+
+
+def test_a_list_of_arrays_takes_the_changes_of_its_copy():
+    old, new = [np.array([1, 2])], [np.array([1, 3]), np.array([4])]
+    replace_content(old, new)
+    assert [x.tolist() for x in old] == [[1, 3], [4]]

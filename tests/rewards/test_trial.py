@@ -14,6 +14,7 @@ import pytest
 import screens
 
 from rlkit.data.load import load_rows
+from rlkit.rewards.answers import forms_of
 from rlkit.rewards.load import load_function
 from rlkit.rewards.trial import try_reward
 from rlkit.run.sync import run_sync
@@ -632,3 +633,10 @@ def test_what_a_function_reads_of_a_row_is_noted(tmp_path):
     assert not trial.note  # all equal, and no gold answer is read
     spec = spec_of(tmp_path, "return float(row['answer'] == 'x')")
     assert run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, alone=False)).note
+
+
+def test_a_constant_with_braces_in_a_tag_is_a_tag():
+    def score(completion, row):
+        return float("<{}>".format("answer") in completion)
+
+    assert [form.format("7") for form in forms_of(score)]
