@@ -21,6 +21,7 @@ _READ = {  # of peft's LoraConfig: what rlkit uses, and what changes nothing onc
     "init_lora_weights", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "runtime_config", "bias", "qalora_group_size", "ensure_weight_tying",
 }  # fmt: skip
+_LEAVES_OUT = ("exclude_modules", "layers_to_transform", "layers_pattern")  # by which peft adapts fewer layers
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of `init_lora_weights`; others change base weights
 
 
@@ -29,7 +30,8 @@ class AdapterFile(NamedTuple):
 
     `targets` are the names of its linear layers and, as its config has them, of its fused experts. `patterns` are the
     `rank_pattern` and `alpha_pattern` of layers with others than `rank` and `alpha`. `dropout` is the one that it was
-    trained with; who trains it on chooses anew.
+    trained with; who trains it on chooses anew. `named` is its config's choice of layers, None where that leaves some
+    out.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class AdapterFile(NamedTuple):
     rslora: bool
     patterns: dict[str, dict[str, Any]]
     dropout: float
+    named: Any = None
 
     @property
     def last_names(self) -> set[str]:
@@ -79,7 +82,8 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
         if not fine or (name == "rank_pattern" and not all(x <= _MAX_RANK for x in pattern.values())):
             raise ValueError(f"{folder / ADAPTER} is damaged: {name} is {repr(pattern)[:80]}")
     targets, rslora = _targets(folder, config), bool(config.get("use_rslora"))
-    return AdapterFile(folder, rank, float(alpha), targets, rslora, patterns, dropout)
+    named = None if any(config.get(key) for key in _LEAVES_OUT) else config.get("target_modules")
+    return AdapterFile(folder, rank, float(alpha), targets, rslora, patterns, dropout, named)
 
 
 def _targets(folder: Path, config: dict[str, Any]) -> list[str]:

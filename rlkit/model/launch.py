@@ -63,9 +63,9 @@ def load_policy(
 
     A vision tower trains only with `train_vision`. With `lora_rank` only adapters of that rank train, on the modules
     `lora_targets` (none: all that can have one), with `lora_alpha` (None: twice the rank) and `lora_dropout`, over
-    frozen weights in `lora_base` (None: fp32). With a folder `adapter`, or one as `path`, the
-    adapter is on its base model, and alone trains on, or with `lora_rank` 0 is merged into weights that all train.
-    `min_rows`, in a plain process, is that of `rlkit.model.forward.resized`.
+    frozen weights in `lora_base` (None: fp32). With a folder `adapter`, or one as `path`, the adapter is on its base
+    model, and alone trains on, or with `lora_rank` 0 is merged into weights that all train. `min_rows`, in one process,
+    is that of `rlkit.model.forward.resized`.
     """
     path = _with_base(path, lora)
     fp8 = blocks_of(load_config(path)) is not None
@@ -73,11 +73,11 @@ def load_policy(
     mesh = open_mesh(args, device=device, alone=alone)
     _report_loading(path)
     if mesh is not None:
-        if min_rows and mesh.parameters.size() > 1:
-            raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
         if min_rows:
-            whole_model = partial(load_model, train_vision=train_vision, min_rows=min_rows)
-            return _cut_whole(whole_model, lora, path, mesh, frozen=frozen, **_options(args, dtype))
+            if mesh.parameters.size() > 1:
+                raise ValueError(f"min_rows {min_rows}: the embedding of a model over several ranks is not resized")
+            resized = partial(load_model, train_vision=train_vision, min_rows=min_rows)
+            return _cut_whole(resized, lora, path, mesh, frozen=frozen, **_options(args, dtype))
         read = lambda *folder, **options: load_model(*folder, train_vision=train_vision, **options)  # noqa: E731
         whole = partial(read, dtype="auto") if lora.get("lora_base") else read
         return load_parallel(path, mesh, frozen=frozen, whole=whole, **lora, **_options(args, dtype))
@@ -128,8 +128,7 @@ def reference_of(
         return load(reference, frozen=True)
     if adapters(model):
         return model if adapter is None else snapshot(model)
-    merged = {} if adapter is None else {"adapter": adapter, "lora_rank": 0}
-    return load(path, frozen=True, **merged)
+    return load(path, frozen=True, adapter=adapter, lora_rank=0)  # merged, as the model's own is
 
 
 def load_judge(
@@ -160,8 +159,6 @@ def load_critic(
 def _cut_whole(alone: Callable[..., Any], lora: dict[str, Any], path: Any, mesh: Mesh, **options: Any) -> Any:
     """`alone(path)` with its adapters, cut over the mesh: each rank holds the whole model until then."""
     model = _with_lora(lambda **_: alone(path, device="cpu"), "cpu", **lora)
-    if mesh.parameters.size() == 1 and not options.get("offload"):  # which FSDP does not move
-        model.to(mesh.device)
     return parallelize(model, mesh, **{name: x for name, x in options.items() if name not in lora})
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from rlkit._util.extras import optional
 from rlkit._util.files import explain_full_disk, share
 from rlkit._util.ranks import on_rank0
-from rlkit.model.adapter_files import WEIGHTS, adapter_config, read_adapter
+from rlkit.model.adapter_files import WEIGHTS, AdapterFile, read_adapter
 from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.vision import tower_parts
@@ -56,8 +56,6 @@ _PARTS = {  # a fused weight, and its parts as checkpoints name them
     "down_proj": ({"w2"},),
 }
 _RENAMED = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}  # what peft takes for experts in a MoE
-
-_LEAVES_OUT = ("exclude_modules", "layers_to_transform", "layers_pattern")  # keys by which peft adapts fewer layers
 
 
 class Adapter(NamedTuple):
@@ -144,24 +142,21 @@ def load_adapter(
     except ValueError as error:
         reason = str(error).removeprefix("`lora_targets` ").partition("; choose")[0]
         raise ValueError(f"the adapter {str(folder)!r} does not fit {type(model).__name__}: {reason}") from None
-    _warn_of_lacking(model, folder, {*layers})
+    _warn_of_lacking(model, file, {*layers})
     options = {"r": file.rank, "lora_alpha": file.alpha, "use_rslora": file.rslora, "lora_dropout": dropout}
     _inject(model, layers, experts, options | file.patterns, base)
     return fill_adapter(model, folder) if fill else model
 
 
-def _warn_of_lacking(model: Any, folder: str | os.PathLike[str], layers: set[str]) -> None:
-    """Warn of layers that the `target_modules` of an adapter name and its file lacks."""
-    config = adapter_config(Path(folder))
-    if not config.get("target_modules") or any(config.get(key) for key in _LEAVES_OUT):
-        return
+def _warn_of_lacking(model: Any, file: AdapterFile, layers: set[str]) -> None:
+    """Warn of layers that the config of an adapter names and its file lacks."""
     try:
-        named = {*_chosen(model, config["target_modules"])[0]}
+        named = {*_chosen(model, file.named)[0]} if file.named else set()
     except (ValueError, TypeError, re.error):  # names of heads and of other models: the file alone says what it adapts
         return
     if lacking := sorted(named - layers):
         said = f"{len(lacking)} of the {len(named)} layers that its target_modules name, as {lacking[0]}"
-        log.warning("the adapter %r has no weights for %s: they stay without one", str(folder), said)
+        log.warning("the adapter %r has no weights for %s: they stay without one", str(file.folder), said)
 
 
 @torch.no_grad()

@@ -127,6 +127,19 @@ def tensor_plan(model: Any) -> dict[str, ParallelStyle]:
     return styled | {parent: inputs[last] for parent, _, last in parents if last in inputs}
 
 
+def _moved_alone(model: Any, mesh: Mesh, *, offload: bool) -> bool:
+    """Whether this process holds a model alone, which then is on the mesh's device; FSDP moves the others."""
+    alone = dist.get_world_size() == 1 and not offload
+    if alone and not next(model.parameters()).is_meta:
+        model.to(mesh.device)
+    return alone
+
+
+def _drops(layer: nn.Module) -> bool:
+    """Whether a layer that is computed again has to draw the same numbers."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+
+
 def parallelize(
     model: Any,
     mesh: Mesh,
@@ -172,6 +185,7 @@ def parallelize(
     if sizes.ep > 1 and fused:
         fault = f"ep={sizes.ep} trains no adapters of experts ({fused[0]})"
         raise ValueError(f"{fault}: give other targets (--lora-targets)")
+    alone = _moved_alone(model, mesh, offload=offload)
     verdict, mesh = check_loaded(model, forward), mesh.weighing(attention_share(model))
     model.to(torch.float32)
     for p in model.parameters() if frozen else ():  # not the buffers: rotary frequencies stay in fp32
@@ -182,16 +196,14 @@ def parallelize(
     if sizes.tp > 1:
         split_tensors(model, mesh)
     copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
-    alone = dist.get_world_size() == 1 and not offload
     half = alone and not frozen and dtype != torch.float32
     working = WorkingCopy(model, dtype=dtype, reduce_dtype=reduce_dtype) if half else None
     again = recomputing if working is None else working.recomputing
-    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())  # drawn again alike
     for layer in filter(_holds_any, _layers(model)):
         if compile:
             layer.forward = torch.compile(layer.forward)
         if activation_checkpointing:  # outside: torch cannot compile a graph break inside a checkpoint
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops, "context_fn": again}
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _drops(layer), "context_fn": again}
             layer.forward = partial(checkpoint, layer.forward, **options)
     sharded = ShardedModel(model, mesh, dtype=dtype, copies=copies, working=working)
     if not alone:
@@ -307,8 +319,6 @@ def load_parallel(
         model = whole(folder)
         model.config.name_or_path = str(path)
         adapt(model)
-        if mesh.parameters.size() == 1:  # which FSDP does not move
-            model.to(device)
         return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
     untie(config, equal=same_tensors(folder, "lm_head.weight", "model.embed_tokens.weight"), path=path)
     with building(path), torch.device("meta"):
