@@ -130,10 +130,9 @@ def kl_pid(
         integral = clip(integral + error, min_coef / ki, max_coef / ki)          anti-windup
         coef     = clip(kp error + ki integral + kd (error - last error), min_coef, max_coef)
 
-    `init(coef)`, `update(state, kl)`. With ki > 0 `init` sets the integral so that a first error of 0
-    gives `coef`, where that is within the bounds. The first
-    update has no derivative. The integral is clipped to the range in which it can change the output, so the output
-    responds at once when the error changes sign after a long excursion.
+    `init(coef)`, `update(state, kl)`. With ki > 0 `init` sets the integral so that a first error of 0 gives `coef`,
+    where that is within the bounds. The first update has no derivative. The integral is clipped to the range in which
+    it can change the output, so the output responds at once when the error changes sign after a long excursion.
 
     Limits:   kp = kd = 0 is dual ascent, `lagrange_at_most` with rate ki; ki = 0 keeps no sum.
     Differs:  from the paper: the derivative acts in both directions, and the sum also has an upper bound.

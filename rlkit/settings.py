@@ -440,9 +440,9 @@ class Optim:
     dtype: Literal["fp32", "bf16"] | None = None
     """dtype of matrix products; weights and optimizer states are fp32. None: bf16 on GPUs that have it, else fp32"""
     optimizer: Annotated[str, named("adamw", "muon")] = "adamw"
-    """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head, vectors and stacked
-    experts. Or FILE.py:FUNCTION,
-    `def make(groups)`, which returns a torch.optim.Optimizer of these parameter groups (docs/optimizers.md)"""
+    """adamw; muon: Muon on matrices of hidden layers, AdamW on embeddings, head, vectors and stacked experts. Or
+    FILE.py:FUNCTION, `def make(groups)`, which returns a torch.optim.Optimizer of these parameter groups
+    (docs/optimizers.md)"""
     lr_at: Annotated[
         Callable[[int], float] | None, Without("lr", "lr_schedule", "warmup_steps", why="it replaces the schedule")
     ] = None

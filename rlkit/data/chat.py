@@ -96,14 +96,19 @@ def as_written(
     arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
     try:
         text = apply_template(tokenizer, messages, **options)
-        said = "\n".join(str(value) for message in messages for key, value in message.items() if key != "tool_calls")
-        if not any(text.count(written) > said.count(written) for written in arguments if written != "{}"):
+        if not arguments or not _writes(text, arguments, messages):
             return text, messages
     except Exception:
         if not arguments:
             raise
     messages = [_with_texts(message) for message in messages]
     return apply_template(tokenizer, messages, **options), messages
+
+
+def _writes(text: str, arguments: Sequence[str], messages: Sequence[Message]) -> bool:
+    """Whether a text has one of the `arguments`, as Python writes them, that the messages themselves do not say."""
+    said = "\n".join(str(value) for message in messages for key, value in message.items() if key != "tool_calls")
+    return any(text.count(written) > said.count(written) for written in arguments if written != "{}")
 
 
 def _own(message: Message, markup: Markup) -> Message:

@@ -77,7 +77,6 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     """Log that half of the examples repeat others, that many begin others, or that all have one part the same."""
     _name_one_picture(rows, turns)
     form, _ = read[-1]
-    source = _source(rows)
     if len(turns) < FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
@@ -87,6 +86,7 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     said = [[turn.whole.removeprefix(turn.prompt) for turn in (of_row[:1] if pairs else of_row)] for of_row in turns]
     if all(answers == said[0] for answers in said):  # conversations may end with the same word
         same.append("answer")
+    source = _source(rows)
     within = {turn.whole for of_row in turns for turn in of_row[:-1] if not pairs}
     parts = sum(of_row[-1].whole in within for of_row in turns)
     if num <= len(turns) / 2:
@@ -96,8 +96,8 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
         repeated = "the same chosen response" if pairs and same == ["answer"] else f"the same {same[0]}"
         _log.warning("%sall %d rows have %s: check which columns hold the texts", source, len(turns), repeated)
     if parts >= max(FEW, len(turns) / 3):
-        fact = "%s%d of the %d conversations are the beginning of another one, and train its answers again"
-        _log.warning(f"{fact}: keep the longest", source, parts, len(turns))
+        fact = "are the beginning of another one, and train its answers again: keep the longest"
+        _log.warning("%s%d of the %d conversations %s", source, parts, len(turns), fact)
 
 
 def _name_one_picture(rows: Sequence[Row], turns: Sequence[Sequence[Turn]]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlkit.data import columns
 from rlkit.data import messages as of_row
-from rlkit.data.chat import TURN_TEXTS
 from rlkit.data.forms import Form, Turn, cell, numbered, own_name
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.images import MARK, PLACE, Image, ImageReader, gathered, marks
@@ -33,9 +32,9 @@ from rlkit.data.turns import (
     RESPONSE,
     TEXT,
     is_text,
+    joined_contents,
     no_answer,
     opened_once,
-    prompt_messages,
 )
 
 _log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
@@ -175,11 +174,7 @@ def _in_plain_text(row: Converted, forms: Sequence[Form], place: str) -> Convert
     made = None if row.get("messages") is row.own.get("messages") else row["messages"]
     messages = made or row.get("prompt") or row.get("messages")
     if PROMPT in forms and messages and isinstance(messages, list | tuple):
-        turns = prompt_messages({"messages": messages}, place=place)
-        if lost := [key for turn in turns for key in ("tool_calls", *TURN_TEXTS[1:]) if turn.get(key)]:
-            fault = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
-            raise column_error(place, fault, row, "; write it into the content, or use a chat template")
-        new["prompt"] = "".join(turn["content"] for turn in turns)
+        new["prompt"] = joined_contents(messages, row, place)
     if PAIR in forms:
         new |= of_row.common_prompt(row)
     return Converted(row, new)

@@ -110,10 +110,19 @@ def prompt_text(row: Row, place: str, template: Template) -> str:
     """The text of a row that was read, up to where the answer goes on, without its checks."""
     template = replace(template.of_row(row, place) if template.apply else template, continue_answer=True)
     row = Converted(row, decoded(row))
-    if not template.apply and row.get("messages"):
-        said = prompt_messages({"messages": row["messages"]}, place=place)
-        row = Converted(row, {"prompt": "".join(message["content"] for message in said)})
+    asked = "" if template.apply else next(row[name] for name in PROMPTS if row.get(name) is not None)
+    if not isinstance(asked, str):
+        row = Converted(row, {"prompt": joined_contents(asked, row, place)})
     return _context(row, place, template, check=False)[0]
+
+
+def joined_contents(messages: Any, row: Row, place: str) -> str:
+    """The contents of messages as one text, for a prompt without a chat template; ValueError for more than contents."""
+    turns = prompt_messages({"messages": messages}, place=place)
+    if lost := [key for turn in turns for key in ("tool_calls", *TURN_TEXTS[1:]) if turn.get(key)]:
+        fault = f"a message holds {lost[0]!r}, and --no-chat-template joins the contents of messages only"
+        raise column_error(place, fault, row, "; write it into the content, or use a chat template")
+    return "".join(turn["content"] for turn in turns)
 
 
 def is_text(row: Row) -> bool:

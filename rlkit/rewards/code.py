@@ -220,7 +220,7 @@ def _entry_point(row: dict[str, Any], tests: Sequence[str]) -> str | None:
 def _sources(row: dict[str, Any], column: str) -> list[str]:
     """The tests of a row as sources. A test that does not compile is an error, not a failed answer."""
     tests = _column(row, column)
-    tests = json_of(tests) if isinstance(json_of(tests), str | list | dict) else tests
+    tests = found if isinstance(found := json_of(tests), str | list | dict) else tests
     tests = tests["functional"] if isinstance(tests, dict) and "functional" in tests else tests  # of TACO
     tests = [tests] if isinstance(tests, str) else list(tests)
     if not tests or not all(isinstance(test, str) for test in tests):

@@ -268,10 +268,18 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
 def with_totals(group: Sequence[Trajectory]) -> list[tuple[Trajectory, float]]:
     """`last_pieces`, each with the reward of its episode: the terminal one, and the token rewards of all pieces."""
     ends: list[tuple[Trajectory, float]] = []
-    for t in group:
-        before = ends.pop()[1] if t.continues else t.reward
-        ends.append((t, before + (0.0 if t.token_rewards is None else float(sum(t.token_rewards)))))
+    for t, total in zip(group, totals(group), strict=True):
+        ends[-1 if t.continues else len(ends) :] = [(t, total)]
     return ends
+
+
+def totals(group: Sequence[Trajectory]) -> list[float]:
+    """Of each piece the reward of its episode so far: the terminal one, and the token rewards up to and with it."""
+    found: list[float] = []
+    for t in group:
+        before = found[-1] if t.continues else t.reward
+        found.append(before + (0.0 if t.token_rewards is None else float(sum(t.token_rewards))))
+    return found
 
 
 def images_of(prompt: Any) -> tuple[Picture, ...]:

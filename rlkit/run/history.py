@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlkit.run.folder import read_lines
+from rlkit.run.report.meanings import sign_of
 from rlkit.run.trajectories import Group, read_file
 
 Row = Mapping[str, Any]
@@ -78,8 +79,7 @@ def best(args: Row, rows: Sequence[Row]) -> tuple[str, float, int] | None:
     for key in map(str, filter(None, (args.get("keep_best"), *SCORES))):
         values = [(row[key], row["step"]) for row in rows if isinstance(row.get(key), int | float)]
         if len(values) > 1:
-            sign = -1 if key.endswith("loss") else 1
-            value, step = max(values, key=lambda x: (sign * x[0], -x[1]))
+            value, step = max(values, key=lambda x: (sign_of(key) * x[0], -x[1]))
             return key, value, step
     return None
 
@@ -137,24 +137,12 @@ def compare_answers(folder: Path, *, most: int) -> Compared | None:
     groups = [{group.row: group for group in read_file(files[kind][step], step, MAX_READ)} for step in (first, last)]
     pairs = [(before, groups[1][row]) for row, before in sorted(groups[0].items()) if row in groups[1]]
     changes = [_mean(after) - _mean(before) for before, after in pairs]
-    answers = [Answers(before.rows[0].get("prompt", ""), before.rows[0].get("gold"), _end(before), _end(after))
+    answers = [Answers(before.rows[0].get("prompt", ""), before.rows[0].get("gold"), before.ends[0], after.ends[0])
                for before, after in pairs[:most]]  # fmt: skip
     counts = (sum(x > 0 for x in changes), sum(x < 0 for x in changes), sum(x == 0 for x in changes))
     return Compared(kind, (first, last), answers, *counts) if answers else None
 
 
-def _end(group: Group) -> Row:
-    """The last piece of a group's first episode."""
-    rest = iter(group.rows)
-    end = next(rest)
-    for row in rest:
-        if not row.get("continues"):
-            break
-        end = row
-    return end
-
-
 def _mean(group: Group) -> float:
-    ends = [row for row, then in zip(group.rows, [*group.rows[1:], {}]) if not then.get("continues")]  # of episodes
-    rewards = [x for row in ends if isinstance(x := row.get("reward"), int | float)]
+    rewards = [x for row in group.ends if isinstance(x := row.get("reward"), int | float)]
     return sum(rewards) / len(rewards) if rewards else 0.0

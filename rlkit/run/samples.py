@@ -21,6 +21,7 @@ import numpy as np
 from rlkit._util.text import printable
 from rlkit.data.prompts import Prompt, question_messages
 from rlkit.rewards.text import gold_answer
+from rlkit.rollout.groups import totals
 from rlkit.rollout.limits import success
 from rlkit.rollout.saved import save_step
 from rlkit.run.console import line_width
@@ -152,12 +153,7 @@ class Samples:
 
 def trajectory_rows(group: Sequence[Trajectory], *, decode: Decode) -> list[dict[str, Any]]:
     """`trajectory_row` of each; the `reward` has those of turns, of an episode in pieces up to and with this one's."""
-    rows, turns = list[dict[str, Any]](), 0.0
-    for t in group:
-        turns = (turns if t.continues else 0.0) + (0.0 if t.token_rewards is None else float(sum(t.token_rewards)))
-        rows.append(trajectory_row(t, decode=decode))
-        rows[-1]["reward"] += turns
-    return rows
+    return [trajectory_row(t, decode=decode) | {"reward": x} for t, x in zip(group, totals(group), strict=True)]
 
 
 def trajectory_row(trajectory: Trajectory, *, decode: Decode) -> dict[str, Any]:

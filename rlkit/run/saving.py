@@ -31,6 +31,7 @@ from rlkit.run.folder import Run, check_folder, hold, open_run, read_args, read_
 from rlkit.run.history import process_gib
 from rlkit.run.profile import Profile
 from rlkit.run.report.card import write_card
+from rlkit.run.report.meanings import sign_of
 from rlkit.run.report.page import report
 from rlkit.run.report.plot import draw
 from rlkit.run.signals import Stop, resume_command, stop_on_interrupt
@@ -285,8 +286,8 @@ def _is_best(folder: Path, step: int, metric: str) -> bool:
 
 def _values(folder: Path, metric: str, *, step: int) -> dict[int, float]:
     """The metric of each evaluation up to a step, so that the highest is best: of a loss its negative."""
-    sign = -1 if metric.endswith("loss") else 1
-    return {row["step"]: sign * row[metric] for row in read_metrics(folder) if row["step"] <= step and metric in row}
+    sign, rows = sign_of(metric), read_metrics(folder)
+    return {row["step"]: sign * row[metric] for row in rows if row["step"] <= step and metric in row}
 
 
 def _best_steps(job: Job, step: int) -> tuple[int, ...]:

@@ -29,6 +29,11 @@ class Group(NamedTuple):
     row: int
     rows: list[dict[str, Any]]
 
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """The last piece of each episode."""
+        return [row for row, then in zip(self.rows, [*self.rows[1:], {}]) if not then.get("continues")]
+
 
 class Trajectories(NamedTuple):
     """The groups that were taken, and the size of all files in bytes; `whole`: these are all groups."""

@@ -63,13 +63,13 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
 def check_truncation(engines: Engines, rollouts: Rollouts) -> None:
     """Refuse (ValueError) truncated samples of older weights from servers, and of servers that cannot give them, before
     these start."""
-    limits = [f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name)]
+    limits = " and ".join(f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name))
     lacks_tokens = "needs the tokens that were kept, which servers do not report: use `engine` local"
     older = engines.serves and limits and rollouts.max_age
-    refuse_if(older, f"{' and '.join(limits)} with `overlap` or `staleness` {lacks_tokens}")
+    refuse_if(older, f"{limits} with `overlap` or `staleness` {lacks_tokens}")
     started = limits and engines.serves and not engines.engine_urls and not SERVERS[engines.engine].truncates
     fix = "drop it, or give `engine_urls` of servers without --logprobs-mode processed_logprobs"
-    refuse_if(started, f"{' and '.join(limits)}: log-probs of {engines.engine} are those after the limit; {fix}")
+    refuse_if(started, f"{limits}: log-probs of {engines.engine} are those after the limit; {fix}")
 
 
 def check_images(engines: Engines, config: Any, *, train_vision: bool) -> None:

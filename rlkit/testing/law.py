@@ -54,9 +54,9 @@ class Law:
     def why_not(self, s: Any) -> str | None:
         """Why the law does not apply to this function; None if it applies."""
         missing = [name for name in self.needs if not s.takes(name)]
-        if missing or not self.axes or s.axis in self.axes:
-            return f"takes no {' and no '.join(missing)}" if missing else None
-        return "has no result of a token or sequence"
+        if missing:
+            return f"takes no {' and no '.join(missing)}"
+        return "has no result of a token or sequence" if self.axes and s.axis not in self.axes else None
 
     def search(self, s: Any, *, max_examples: int = 25, shrink: bool = True) -> Counterexample | None:
         """The smallest counterexample found (without `shrink` the first), or None. Deterministic."""

@@ -149,9 +149,10 @@ def test_an_error_names_the_first_row(function, rows, limit):
         made(function, rows, limit, too_long="error")
 
 
+@pytest.mark.parametrize("column", ["messages", "prompt"])
 @pytest.mark.parametrize("side", ["cut-left", "cut-right"])
-def test_messages_without_a_chat_template_are_cut_as_one_text(side):
-    rows = [{"messages": [{"role": "user", "content": "ab" * 50}]}] * 2
+def test_messages_without_a_chat_template_are_cut_as_one_text(side, column):
+    rows = [{column: [{"role": "user", "content": "ab" * 50}]}] * 2
     options = {"max_prompt_tokens": 50, "too_long": side, "apply_chat_template": False}
     prompts, dropped = rl_prompts(rows, tokenizer=tiny_tokenizer(), **options)
     assert dropped == 0

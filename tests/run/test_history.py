@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +13,7 @@ from rlkit.run.history import best, compare_answers, peak_memory, read_starts, s
 from rlkit.run.report import page as report
 from rlkit.run.report.card import card
 from rlkit.run.report.meanings import set_of
+from rlkit.run.trajectories import Group
 
 
 def lines(path, rows):
@@ -143,4 +143,4 @@ def test_the_page_has_starts_and_answers_and_compares_what_both_runs_have(resume
 
 def test_the_mean_of_a_prompt_is_over_episodes():
     rows = [{"reward": 0.0}, {"reward": 0.0, "continues": True}, {"reward": 0.0, "continues": True}, {"reward": 1.0}]
-    assert history._mean(SimpleNamespace(rows=rows)) == 0.5
+    assert history._mean(Group("eval_greedy", 1, 0, rows)) == 0.5

@@ -170,4 +170,4 @@ def test_flags_of_the_run_hold_where_none_is_given():
     assert flags.data.system_prompt == "be"
     assert eval_command.flags_of_grpo(replace(args, stop=("x",)), saved).rollouts.stop == ("x",)
     assert flags.model.device is None
-    assert eval_command.on_device(flags).model.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert eval_command.chosen_device(flags.model.device) == ("cuda" if torch.cuda.is_available() else "cpu")

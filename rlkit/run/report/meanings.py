@@ -32,6 +32,11 @@ _BY_KEY = {key: row for rows in SECTIONS.values() for row in rows for key in row
 KEYS = tuple(_BY_KEY)
 
 
+def sign_of(key: str) -> int:
+    """1 for a metric of which the highest value is best, -1 for a loss."""
+    return -1 if key.endswith("loss") else 1
+
+
 def set_of(key: str) -> str:
     """The name of the held-out set that a metric `eval/NAME/...` is of; "" for one of all of them."""
     match = re.match(r"eval/([^/]+)/", key)

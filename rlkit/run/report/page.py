@@ -250,12 +250,10 @@ def _groups(sampled: Sequence[Trajectories]) -> tuple[list[list[Any]], list[str]
             entry = {"prompt": prompt, "gold": rows[0].get("gold"), "rows": [_slim(row, rows[0]) for row in rows]}
             chunks[-1].append(_json(entry))
             size += len(chunks[-1][-1])
-            following = [*(bool(row.get("continues")) for row in rows[1:]), False]
-            ends = [row for row, continued in zip(rows, following, strict=True) if not continued]
             index.append([
                 i, group.kind, group.step, group.row, len(chunks) - 1, len(chunks[-1]) - 1,
                 " ".join(prompt[start : len(prompt) - end].split())[:160],
-                [row.get("reward") for row in ends], [row.get("length", 0) for row in ends],
+                [row.get("reward") for row in group.ends], [row.get("length", 0) for row in group.ends],
                 int(any("tokens" in row for row in rows)),
             ])  # fmt: skip
     return index, [f"[{','.join(chunk)}]" for chunk in chunks]

@@ -242,18 +242,25 @@ def base_in(folder: Path, saved: Mapping[str, Any]) -> str:
     return str(folder / EXTENDED if saved.get("yarn") else saved["model"])
 
 
-def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
-    """The model and its tokenizer: of the run folder with the flags `saved`, or of another folder or hub id."""
+def chosen_device(device: str | None) -> str:
+    """The device, or the one that None stands for."""
     import torch
 
+    from rlkit.model.launch import choose_device
+
+    return choose_device(device, "fp32", cuda=torch.cuda.is_available(), bf16=False)[0]
+
+
+def load(folder: Path, saved: dict[str, Any], *, device: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer: of the run folder with the flags `saved`, or of another folder or hub id."""
     from rlkit.data.template_files import KEPT, read_template
     from rlkit.data.vocabulary import vocabulary_size
     from rlkit.model.checkpoint import latest_checkpoint, load_checkpoint
-    from rlkit.model.launch import choose_device, load_policy
+    from rlkit.model.launch import load_policy
     from rlkit.model.pretrained import load_tokenizer
 
     check_device(device)
-    device, _ = choose_device(device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
+    device = chosen_device(device)
     exported = (folder / "model" / "config.json").is_file()
     if exported or not saved:
         path = str(folder / "model" if exported else folder)

@@ -32,7 +32,7 @@ from rlkit.scripts.engines import EngineSpec, check_engine, check_truncation, op
 from rlkit.scripts.flags import ChatTemplate
 from rlkit.scripts.start import Rows, check_device, load_tokenizer, note_strings, template_file
 from rlkit.scripts.task import check_context, engine_of, eval_sets, judged, read_env
-from rlkit.scripts.tools.chat import SAMPLING, base_in, kept_flags, load
+from rlkit.scripts.tools.chat import SAMPLING, base_in, chosen_device, kept_flags, load
 from rlkit.scripts.trial import OfTokenizer, own_rewards, read_reward, try_env
 from rlkit.scripts.unusual import warn_of_unusual
 from rlkit.settings import (
@@ -130,7 +130,7 @@ def main(args: Args) -> None:
     with TemporaryDirectory() as scratch:  # logs of agents and of servers that are started here
         asked = bring(args, flags, saved, logs=args.output or Path(scratch))
         warn_of_unusual(vars(args))
-        flags = on_device(flags)
+        flags = replace(flags, model=replace(flags.model, device=chosen_device(args.device)))
         model, tokenizer = load_for(flags, folder, saved)
         flags = replace(flags, rollouts=replace(flags.rollouts, stop_token_ids=ends_of(flags, model, tokenizer, saved)))
         sets, env = make_sets(flags, asked, model, tokenizer)
@@ -140,16 +140,6 @@ def main(args: Args) -> None:
         say(line)
     if args.output:
         write(args.output, numbers, answers)
-
-
-def on_device(flags: grpo.Args) -> grpo.Args:
-    """The flags with the device that None stands for."""
-    import torch
-
-    from rlkit.model.launch import choose_device
-
-    device, _ = choose_device(flags.model.device, "fp32", cuda=torch.cuda.is_available(), bf16=False)
-    return replace(flags, model=replace(flags.model, device=device))
 
 
 def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path) -> Asked:

@@ -37,14 +37,15 @@ from rlkit._util.extras import optional
 from rlkit.compat.flags import answer
 from rlkit.run.console import say, with_command
 from rlkit.run.folder import read_metrics
+from rlkit.run.report.meanings import sign_of
 from rlkit.run.signals import resume_command
 from rlkit.scripts.cli import fail, parsed, run, with_config
 from rlkit.scripts.flags import list_flags, wrong_words
 from rlkit.settings import ASCENDING, Count, Range, Seed, check, refuse_if
 
-DEFAULTS = {  # the metric of each script, and whether less is better
-    "grpo": ("eval/sampled", False), "ppo": ("eval/sampled", False), "dpo": ("eval/accuracy", False),
-    "kto": ("eval/accuracy", False), "reward_model": ("eval/accuracy", False), "sft": ("eval/loss", True),
+DEFAULTS = {  # the metric of each script
+    "grpo": "eval/sampled", "ppo": "eval/sampled", "dpo": "eval/accuracy", "kto": "eval/accuracy",
+    "reward_model": "eval/accuracy", "sft": "eval/loss",
 }  # fmt: skip
 
 _ABOVE_0 = Range("from low to high and above 0", lambda x: 0 < x[0] <= x[1])
@@ -292,14 +293,14 @@ def check_command(args: Args) -> tuple[str, bool]:
             parsed(argv, kind)
     except ValueError as error:
         raise ValueError(f"rlkit {script}: {error}") from None
-    metric, minimize = (args.metric, args.minimize) if args.metric else DEFAULTS[script]
+    metric = args.metric or DEFAULTS[script]
     evaluated = any(word.partition("=")[0] in ("--eval-data", "--eval_data") for word in of_command)
     if metric.startswith("eval/") and not evaluated:
         raise ValueError(f"`metric` {metric} is measured on held-out data: give rlkit {script} --eval-data")
     if "output" in typed:
         fix = f"drop it; trials are in {args.output}/trial_0000 ..."
         raise ValueError(f"--output of the command is set by the sweep: {fix}")
-    return metric, minimize or args.minimize or metric.endswith("loss")
+    return metric, args.minimize or sign_of(metric) < 0
 
 
 def script_of(words: Sequence[str]) -> str | None:

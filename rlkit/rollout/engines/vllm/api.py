@@ -56,8 +56,8 @@ class VLLMApi:
         """The request, or ValueError.
 
         Every parameter is sent, but for the seed on a CPU: the server takes those that are missing from the model's
-        generation_config.json. Above
-        63 bits a seed is folded. The completion is cut at the context limit, which vLLM would refuse to do.
+        generation_config.json. Above 63 bits a seed is folded. The completion is cut at the context limit, which vLLM
+        would refuse to do.
         """
         longest = api.max_new_tokens(prompt_ids, params, limits)
         if self._processed and params.truncates:
