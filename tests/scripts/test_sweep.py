@@ -18,7 +18,7 @@ import screens
 import warm
 
 from rlkit.scripts.cli import run
-from rlkit.scripts.tools.sweep import Args, main
+from rlkit.scripts.tools.sweep import Args, main, open_study
 
 TRAIN = """
 import argparse, json, pathlib, time
@@ -191,6 +191,30 @@ def test_one_ctrl_c_ends_the_trial_and_the_sweep_once(tmp_path):
     assert "saved" in text, text
     assert "trial 0 was stopped; the sweep goes on with:" in text
     assert not {"aborted", "KeyboardInterrupt", "Traceback"} & {*text.replace(":", " ").split()}, text
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_trial_with_the_sweep(tmp_path):
+    """A scheduler sends it to the sweep alone: the run would go on without it, on the same GPU."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    flags = ["--output", str(tmp_path / "out"), "--metric", "x", "--range", "x", "0", "1"]
+    command = [sys.executable, "-m", "rlkit.scripts.tools.sweep", *flags, "--", sys.executable, tmp_path / "steps.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line == "training\n":
+                process.terminate()
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "saved" in rest, rest
+    assert "trial 0 was stopped; the sweep goes on with:" in rest
+
+
+def test_two_sweeps_that_start_at_once_draw_other_values(tmp_path):
+    args = Args(("train",), tmp_path, metric="score", range={"x": (0.0, 10.0)})
+    studies = [open_study(optuna, args, "score", False) for _ in range(2)]
+    drawn = [study.ask().suggest_float("x", 0, 10) for study in studies]
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.slow

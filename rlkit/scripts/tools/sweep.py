@@ -98,9 +98,11 @@ class Args:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after the trial that trained has ended."""
+    """Ctrl-C or SIGTERM while a trial trains."""
 
-    number = signal.SIGINT  # `rlkit.scripts.cli.on_ranks` ends by it, and prints nothing
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.number = number  # `rlkit.scripts.cli.on_ranks` ends by it, and prints nothing
 
 
 def main(args: Args) -> Any:
@@ -195,7 +197,9 @@ def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
             fault = f"has a study of the {kind} {before}, and this one is of {now}: give another folder"
             raise ValueError(f"`output` {args.output} {fault}")
         study.set_user_attr(name, now)
-    seed = args.seed + len(study.trials)  # or a second call would draw the first call's values again
+    starts = study.user_attrs.get("starts", 0)
+    study.set_user_attr("starts", starts + 1)
+    seed = args.seed + len(study.trials) + starts  # or a call, later or at the same time, would draw the same values
     kinds, startup = optuna.samplers, {"n_startup_trials": args.startup_trials}
     study.sampler = {
         "tpe": lambda: kinds.TPESampler(seed=seed, constant_liar=True, **startup),  # trials of other processes run
@@ -313,7 +317,7 @@ def script_of(words: Sequence[str]) -> str | None:
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
     """The metric's last value, and whether the run was ended early because others were better."""
     seen: dict[int, float] = {}
-    with subprocess.Popen(command) as process:
+    with _term_as_interrupt(), subprocess.Popen(command) as process:
         try:
             while True:
                 ended = process.poll() is not None
@@ -327,9 +331,10 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
                 if seen and trial.should_prune():
                     return list(seen.values())[-1], True
                 time.sleep(0.2)
-        except KeyboardInterrupt:
-            _wait_for_stop(process)
-            raise Interrupted from None
+        except KeyboardInterrupt as stopped:
+            number = getattr(stopped, "number", signal.SIGINT)
+            _wait_for_stop(process, number)
+            raise Interrupted(number) from None
         finally:
             process.terminate()
     if process.returncode:
@@ -342,19 +347,35 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
     return list(seen.values())[-1], False
 
 
-def _wait_for_stop(process: subprocess.Popen[bytes]) -> None:
-    """After Ctrl-C, wait until the run has ended: a terminal interrupts it, too, and it saves after its step.
+@contextmanager
+def _term_as_interrupt() -> Iterator[None]:
+    """Inside the block SIGTERM raises `Interrupted`; by default it would leave the trial's run behind."""
 
-    A further Ctrl-C, also of both, ends it without saving.
+    def on_signal(number: int, _frame: Any) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for_stop(process: subprocess.Popen[bytes], number: int) -> None:
+    """After signal `number`, wait until the run, which gets it too, has ended: it saves after its step.
+
+    A further one ends the run without saving. A terminal's Ctrl-C reaches the run without our help.
     """
     of_terminal = False
     with suppress(OSError), open("/dev/tty") as terminal:
         of_terminal = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    if not of_terminal:
-        process.send_signal(signal.SIGINT)
     while process.poll() is None:
-        with suppress(KeyboardInterrupt):
+        if number != signal.SIGINT or not of_terminal:
+            process.send_signal(number)
+        try:
             process.wait()
+        except KeyboardInterrupt as again:
+            number = getattr(again, "number", signal.SIGINT)
 
 
 if __name__ == "__main__":
