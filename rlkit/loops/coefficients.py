@@ -30,7 +30,7 @@ from torch import Tensor
 from rlkit import controllers as library
 from rlkit import losses
 from rlkit._util.tensors import check_call
-from rlkit.controllers import Coef
+from rlkit.controllers import Coef, ScheduleState
 from rlkit.loops.trial_losses import try_kl
 from rlkit.rewards.failures import is_ours
 from rlkit.settings import Penalties, refuse_if
@@ -148,13 +148,15 @@ def coefs(states: States) -> dict[str, float]:
 def advance(controllers: Controllers, states: States, line: Mapping[str, float], *, skip_nan: bool = False) -> States:
     """The states after a step whose metrics are `line`.
 
-    A controller whose metric is missing (no token was trained on) keeps its state. With a metric that is not finite the
-    controller raises ValueError; with `skip_nan` it keeps its state.
+    A controller whose metric is missing (no token of the policy was trained) keeps its state, but for a schedule, which
+    counts steps. With a metric that is not finite the controller raises ValueError; with `skip_nan` it keeps its state.
     """
     new = dict(states)
     for name, controller in controllers.items():
         measured = line.get(MEASURED[ADDS_TO[name]])
-        if measured is not None and (math.isfinite(measured) or not skip_nan):
+        if isinstance(states[name], ScheduleState):
+            new[name] = controller.update(states[name], 0.0)
+        elif measured is not None and (math.isfinite(measured) or not skip_nan):
             new[name] = controller.update(states[name], measured)
     return new
 

@@ -193,9 +193,9 @@ async def evaluate(
     `eval/pass@k` for k = 2, 4, 8 ... is the expected best of k (see `best_of`), and `eval/best` that of all; with
     `answer`, `eval/majority` is the score of a prompt's most frequent answer (see `majority`). Each has its standard
     error over the prompts, `eval/sampled_se` and so on (missing for a single prompt). Samples whose reward function
-    failed are not counted. With `policy` and `reference`, `eval/kl` is the k3 estimate of KL(policy || reference) in
-    nats per sampled token. With a `name` the keys are `eval/NAME/...`. `engine` and `resend`: see
-    `rlkit.rollout.shared.shared_rollout`.
+    failed are not counted, and where all failed there is no number. With `policy` and `reference`, `eval/kl` is the k3
+    estimate of KL(policy || reference) in nats per sampled token. With a `name` the keys are `eval/NAME/...`. `engine`
+    and `resend`: see `rlkit.rollout.shared.shared_rollout`.
     """
     prefix, suffix = f"eval/{name}/" if name else "eval/", f"_{name}" if name else ""
     out: dict[str, float] = {}
@@ -234,8 +234,8 @@ def _is_judged(end: Trajectory) -> bool:
 
 
 def _with_error(key: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean of one value per prompt, and its standard error."""
-    out = {key: sum(values) / max(1, len(values))}
+    """The mean of one value per prompt, and its standard error; nothing without values."""
+    out = {key: sum(values) / len(values)} if values else {}
     if len(values) > 1:
         with np.errstate(invalid="ignore"):  # an infinite score
             out[f"{key}_se"] = float(np.std(values, ddof=1)) / math.sqrt(len(values))

@@ -277,11 +277,14 @@ def keep_best(job: Job, step: int, *, model: Any, tokenizer: Any) -> None:
 def _is_best(folder: Path, step: int, metric: str) -> bool:
     rows = [row for row in read_metrics(folder) if any(name.startswith("eval/") for name in row)]
     last = rows[-1] if rows else {}
-    if last.get("step") == step and metric not in last:
+    if last.get("step") != step:
+        return False
+    values = _values(folder, metric, step=step)
+    if not values:
         there = ", ".join(name for name in last if name.startswith("eval/") and not name.endswith("_se"))
         raise Explained(f"`keep_best` {metric} is not measured: the evaluation has {there}")
-    values = [*_values(folder, metric, step=step).values()]
-    return step > 0 and last.get("step") == step and values[-1] > max(values[:-1], default=-math.inf)
+    now = values.pop(step, -math.inf)  # missing where every reward failed
+    return step > 0 and now > max(values.values(), default=-math.inf)
 
 
 def _values(folder: Path, metric: str, *, step: int) -> dict[int, float]:

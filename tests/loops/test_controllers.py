@@ -207,6 +207,19 @@ def test_a_metric_that_is_not_finite_stops_a_controller_or_with_skip_nan_keeps_i
     assert advance(controllers, states, {}) == states
 
 
+@pytest.mark.parametrize("rule", ["decay", "cosine"])
+def test_a_schedule_ends_at_0_though_some_steps_train_no_token_of_the_policy(rule):
+    """PPO's critic trains alone at first, and a step whose groups were all dropped measures nothing."""
+    penalties = Penalties(kl_coef=COEF, kl_controller=rule)
+    controllers = rules(penalties, steps=5, num_samples=SAMPLES)
+    states = start(controllers, penalties)
+    for line in ({}, {}, {"kl/ref": 0.1}, {"kl/ref": math.nan}):
+        before = states["kl"].coef
+        states = advance(controllers, states, line, skip_nan=True)
+        assert 0 <= states["kl"].coef < before
+    assert states["kl"].coef == pytest.approx(0, abs=1e-12)
+
+
 def test_a_controller_of_an_unknown_name_is_refused(tmp_path):
     model = small_model()
     options = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small import call, small_model, tokenizer
 
 from rlkit.data.prompts import Prompt
-from rlkit.loops.evaluate import EvalSet, answer_of, best_of, evaluate, majority, rollout_metrics
+from rlkit.loops.evaluate import EvalSet, answer_of, best_of, evaluate, evaluate_sets, majority, rollout_metrics
 from rlkit.loops.grpo import grpo
 from rlkit.loops.sft import sft
 from rlkit.metrics import finalize
@@ -115,6 +115,25 @@ def test_pass_at_k_and_majority_are_those_of_the_samples():
     )  # fmt: skip
     names = {"sampled": 0.5, "pass@2": 1 - 1 / 6, "pass@4": 1.0, "best": 1.0, "majority": 1.0, "greedy": 1.0}
     assert found == pytest.approx({f"eval/seven/{name}": value for name, value in names.items()})
+
+
+def test_where_every_reward_failed_there_is_no_number():
+    """0.0 would be drawn, compared and kept as if all answers were wrong."""
+
+    def judge(completion, row):
+        if row["answer"] in "01":
+            raise ConnectionError("no server")
+        return 0.5
+
+    score = scorer(judge, tokenizer=tokenizer(), timeout_s=60, max_failed=0.9)
+    sets = {"down": EvalSet(PROMPTS[:2]), "up": EvalSet(PROMPTS[2:])}
+    found = asyncio.run(
+        evaluate_sets(
+            sets, generate=FakeEngine([[7]] * 8).generate, params=SamplingParams(max_new_tokens=2), score=score, seed=0
+        )
+    )
+    assert found["eval/up/greedy"] == found["eval/greedy"] == found["eval/sampled"] == 0.5
+    assert not [name for name in found if name.startswith("eval/down/") and "reward/" not in name]
 
 
 def test_sft_measures_answers_and_the_loss_of_each_set(tmp_path, no_pictures):
