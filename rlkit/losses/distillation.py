@@ -418,7 +418,8 @@ def _student_logp(logits: Tensor, ids: Tensor, whole: bool) -> Tensor:
     """Log-probs [.., K + 1] of the K tokens and of the tail ([.., K] if the ids are the `whole` vocabulary)."""
     parts = logits.gather(-1, ids)
     if not whole:
-        rest = logits.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
+        low = torch.finfo(logits.dtype).min  # not -inf: the gradient of a tail of -inf alone is NaN
+        rest = logits.scatter(-1, ids, low).logsumexp(-1, keepdim=True)
         parts = torch.cat([parts, rest], -1)
     return (parts - logits.logsumexp(-1, keepdim=True)).clamp(min=MIN_LOGP)
 

@@ -169,6 +169,17 @@ def test_finite_at_1e4_and_with_an_excluded_vocabulary(name: str) -> None:
     assert loss[0].item() == pytest.approx(far.get(name, 2e4))
 
 
+def test_the_gradient_is_finite_where_all_tokens_beside_the_k_are_excluded() -> None:
+    """The tail is then -inf; the K parts are the whole distribution."""
+    student = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]], requires_grad=True)
+    plain = student.detach()[:, :2].clone().requires_grad_()
+    ids, teacher = torch.tensor([[0, 1]]), torch.tensor([[0.3, 0.7]]).log()
+    L.forward_kl_topk(student, ids, teacher).sum().backward()
+    (teacher.exp() * (teacher - plain.log_softmax(-1))).sum().backward()
+    torch.testing.assert_close(student.grad[:, :2], plain.grad)
+    assert not student.grad[:, 2:].any()
+
+
 @full
 def test_masked_rows_are_zero_and_isolated(name: str) -> None:
     student, teacher = logits(5, 6)
