@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, readable
+from rlkit.data.load import place_of_prompt
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.turns import begins_answer
@@ -97,7 +98,7 @@ class Branches:
         self._sample, self._tokenizer, self._parse = sample, tokenizer, parse
         self.images = EpisodeImages(tokenizer)
         self._names_images = bool(images_of(prompt))  # without any, `sample` is not told of images
-        self._template_args = {**(template_args or {}), **row_template_args(prompt.row, f"row {prompt.index + 1}")}
+        self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place_of_prompt(prompt))}
         self._has_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
         self._nodes: dict[bytes, list[_Node]] = {}  # by the conversation that ends with the turns, and its tools
         self._contexts: set[bytes] = set()  # conversations after which a turn was sampled

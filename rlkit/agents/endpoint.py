@@ -26,6 +26,7 @@ from rlkit.agents.request import Answer, Request, answer_of, others
 from rlkit.agents.server import Server
 from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
+from rlkit.data.load import place_of_prompt
 from rlkit.rollout.calling import call, report_once
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import Found, Parse, Schemas
@@ -122,7 +123,7 @@ def agent_env(
                 if raise_errors:
                     raise
                 return episode.failed(AgentError(str(error)), end)
-        report_once("an agent", "asked for no turn", f" (row {prompt.index + 1}): such episodes train nothing")
+        report_once("an agent", "asked for no turn", f" ({place_of_prompt(prompt)}): such episodes train nothing")
         return [_without_turns(prompt, end)]
 
     return env

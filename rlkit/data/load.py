@@ -55,6 +55,11 @@ def place_of(rows: Sequence[Any], index: int, *, with_source: bool = True) -> st
     return f"{rows.source}, {rows.places[index]}" if with_source and rows.source else rows.places[index]
 
 
+def place_of_prompt(prompt: Any) -> str:
+    """The same of the row of a `Prompt`; one of another type has its `index`."""
+    return getattr(prompt, "place", "") or f"row {prompt.index + 1}"
+
+
 def some_rows(rows: Sequence[Row], indices: Sequence[int]) -> Rows:
     """The rows of these indices, with their places."""
     places = [place_of(rows, i, with_source=False) for i in indices]

@@ -15,7 +15,7 @@ from rlkit.data.chat import encode_all
 from rlkit.data.columns import joined_parts
 from rlkit.data.drop import TooLong, check_begun, drop, shorten
 from rlkit.data.images import COLUMNS, ImageReader
-from rlkit.data.load import Row, place_of
+from rlkit.data.load import Row, place_of, place_of_prompt
 from rlkit.data.messages import decoded
 from rlkit.data.prompt_columns import columns_in, filled
 from rlkit.data.rows import read_rows
@@ -161,7 +161,7 @@ def reworded(prompt: Prompt, text: str, template: Template, values: Mapping[str,
     `{prompt}` is the text that it replaces; other names are columns of the row, and `values`, which win. "\\n" is a
     line break. Errors: ValueError, with the row, for a name that is neither or is null, and a prompt without a user.
     """
-    place = prompt.place or f"row {prompt.index + 1}"
+    place = place_of_prompt(prompt)
     if (last := _last_user(prompt.row)) is None:
         raise ValueError(f"{place}: no message is the user's, so there is none to write anew")
     columns = {**prompt.row, **(values or {}), "prompt": last[0]}

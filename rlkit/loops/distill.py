@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlkit.advantages import group_centered
 from rlkit.data.columns import check_names
+from rlkit.data.load import place_of_prompt
 from rlkit.loops import coefficients
 from rlkit.loops.checks import check_settings
 from rlkit.loops.estimators import Advantage, told_below_zero, with_estimates
@@ -156,7 +157,7 @@ def check_teachers(teachers: Mapping[str, Teacher], distillation: Distillation) 
 
 def check_routes(task: Task, names: Sequence[str], *, column: str) -> None:
     """Refuse (ValueError) a row whose `column` names none of the teachers."""
-    check_names(((f"row {x.index + 1}", x.row) for x in task.prompts), column, names, kind="teachers")
+    check_names(((place_of_prompt(x), x.row) for x in task.prompts), column, names, kind="teachers")
 
 
 def routed(task: Task, names: Sequence[str], *, column: str) -> Task:
@@ -203,7 +204,7 @@ def prompted(task: Task, prompt_of: Callable[[Prompt, Trajectory], Sequence[int]
         group = group if task.score is None else await task.score(prompt, group)
         if prompt.images or any(t.continues or t.later_images for t in group):
             seen = "images" if prompt.images or any(t.later_images for t in group) else "an episode in several pieces"
-            raise ValueError(f"row {prompt.index + 1}: a prompt of the teacher's own does not suit {seen}")
+            raise ValueError(f"{place_of_prompt(prompt)}: a prompt of the teacher's own does not suit {seen}")
         return [replace(t, info={**t.info, "teacher_prompt": [*prompt_of(prompt, t)]}) for t in group]
 
     async def unchanged(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlkit.data.load import place_of_prompt
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import called, fix_of, name_of, place_in
 from rlkit.rollout.groups import Env, Prompt, Sampler, Score, pieces_of, sample_group
@@ -50,7 +51,7 @@ def _failed(name: str, foreign: Any, error: Exception, prompt: Prompt) -> Episod
     fix = fix_of(foreign, error, prompt.row) or "correct it, or handle it there: return an episode with a reward"
     if isinstance(error, AttributeError) and "NoneType" in text and getattr(error, "name", "") in _OF_TURN:
         fix = "a turn is None where there is no room for another one: write `if turn is None: break` before this line"
-    text = f"{name} failed on row {prompt.index + 1}: {cause}" + f"\n  fix: {fix}" * bool(place)
+    text = f"{name} failed on {place_of_prompt(prompt)}: {cause}" + f"\n  fix: {fix}" * bool(place)
     return EpisodeError(text, index=prompt.index, cause=cause)
 
 

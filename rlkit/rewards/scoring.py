@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rlkit._util.numbers import show
+from rlkit.data.load import place_of_prompt
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.rewards.call import Reward, RewardError, Sample, check_ours, run_reward, run_reward_each
 from rlkit.rewards.failures import name_of
@@ -60,8 +62,9 @@ def scorer(
         failed = {i: _failed(trajectory, prompt) for i, trajectory in enumerate(group) if _has_failed(trajectory)}
         samples = [_sample(tokenizer, prompt, trajectory) for i, trajectory in enumerate(group) if i not in failed]
         run = run_reward_each if max_failed else run_reward
-        rewards = iter(await run(function, samples, timeout_s=timeout_s))
-        return settle(group, [failed.get(i) or next(rewards) for i in range(len(group))])
+        with _placed(prompt):
+            rewards = iter(await run(function, samples, timeout_s=timeout_s))
+            return settle(group, [failed.get(i) or next(rewards) for i in range(len(group))])
 
     return score_group
 
@@ -71,9 +74,21 @@ def env_rewards(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory
     settle = _settler(max_failed)
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-        return settle(group, [_env_reward(trajectory, prompt) for trajectory in group])
+        with _placed(prompt):
+            return settle(group, [_env_reward(trajectory, prompt) for trajectory in group])
 
     return score_group
+
+
+@contextmanager
+def _placed(prompt: Prompt) -> Iterator[None]:
+    """Add to an error that names the row by its number where it is: its file and line."""
+    try:
+        yield
+    except RewardError as error:
+        if error.index == prompt.index and (place := place_of_prompt(prompt)) not in str(error):
+            error.add_note(f"row {prompt.index + 1} is {place}")
+        raise
 
 
 def _env_reward(trajectory: Trajectory, prompt: Prompt) -> Reward | RewardError:

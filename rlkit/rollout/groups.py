@@ -15,6 +15,7 @@ import numpy as np
 
 from rlkit._util.numbers import is_number, show
 from rlkit._util.tensors import check_call
+from rlkit.data.load import place_of_prompt
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.calling import Watched, report_absent, report_once
 from rlkit.types import Completion, FinishReason, Generate, Picture, SamplingParams, Support, Trajectory
@@ -157,7 +158,7 @@ async def sample_group(
     last = [pieces[-1] for pieces in episodes]
     agents = any("agent/branches" in (t.info.get("metrics") or ()) for t in last)  # whose requests may differ
     if not agents and len({*openings}) > 1:
-        report_once("the environment", _NOT_ONE_GAME, f" (row {prompt.index + 1}): {_ONE_GAME}")
+        report_once("the environment", _NOT_ONE_GAME, f" ({place_of_prompt(prompt)}): {_ONE_GAME}")
     if score is not None:
         scores = score(prompt, last)
         if not isinstance(scores, Awaitable):
@@ -175,7 +176,7 @@ async def sample_group(
         group.append(end)
     for trajectory in group:
         if fault := wrong_reward(trajectory, is_valid=lambda x: isinstance(x, float) or is_number(x)):
-            raise ValueError(f"row {prompt.index + 1}: {fault}; an environment or a score must give a number")
+            raise ValueError(f"{place_of_prompt(prompt)}: {fault}; an environment or a score must give a number")
     return [_in_floats(t) for t in group]
 
 
@@ -343,7 +344,7 @@ class _Idle:
     """Warns, once in a process, of an episode that neither samples nor ends for a minute."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self._index, self._busy = prompt.index, 1
+        self._place, self._busy = place_of_prompt(prompt), 1
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, step: int) -> None:
@@ -354,7 +355,7 @@ class _Idle:
         self._timer = None if self._busy else asyncio.get_running_loop().call_later(IDLE_S, self._report)
 
     def _report(self) -> None:
-        where = f", in an episode of row {self._index + 1}; the run waits for it"
+        where = f", in an episode of {self._place}; the run waits for it"
         report_once("the environment", f"has asked for nothing for {IDLE_S:g} s", where)
 
 
@@ -381,11 +382,11 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int
         report_absent("the environment", absent, prompt.row)
     except Exception as error:
         if getattr(error, "index", None) != prompt.index:  # of `rlkit.rewards.episodes`, which names the row
-            error.add_note(f"in an episode of row {prompt.index + 1}")
+            error.add_note(f"in an episode of {place_of_prompt(prompt)}")
         raise
     finally:
         idle.count(1)
-    pieces = pieces_of(out, f"row {prompt.index + 1}: ")
+    pieces = pieces_of(out, f"{place_of_prompt(prompt)}: ")
     pieces = [_showing(t, prompt) for t in pieces] if images_of(prompt) and not names_images else pieces
     by_role: dict[str, Group] = {}
     for t in pieces:
@@ -399,7 +400,9 @@ def _showing(trajectory: Trajectory, prompt: Prompt) -> Trajectory:
     if list(trajectory.prompt_ids[: len(prompt.ids)]) != list(prompt.ids):
         cause = "its chat template rewrites past turns, or the environment renders the prompt again"
         fix = "name the images of each context (`Turns`, or `images` of `sample`)"
-        raise ValueError(f"row {prompt.index + 1}: an episode with images must go on from its prompt: {cause}; {fix}")
+        raise ValueError(
+            f"{place_of_prompt(prompt)}: an episode with images must go on from its prompt: {cause}; {fix}"
+        )
     return replace(trajectory, images=prompt.images)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from rlkit._util import untrusted
 from rlkit._util.files import explain_full_disk, replace_file
 from rlkit._util.ranks import on_rank0
+from rlkit.data.load import place_of_prompt
 from rlkit.data.prompts import Prompt
 from rlkit.rollout.groups import Group, compact
 from rlkit.rollout.limits import varies
@@ -90,7 +91,7 @@ def _path(folder: Path, step: int) -> Path:
 
 def _row(t: Trajectory, prompt: Prompt) -> dict[str, Any]:
     if t.images or t.later_images:
-        raise ValueError(f"row {prompt.index + 1}: `save_rollouts` does not hold images: drop it")
+        raise ValueError(f"{place_of_prompt(prompt)}: `save_rollouts` does not hold images: drop it")
     row: dict[str, Any] = {"index": prompt.index, **{name: [*getattr(t, name)] for name in _INTEGERS}}
     row |= {"mask": [*map(bool, t.mask)], "logp": [float(f"{x:.9g}") for x in t.logp]}  # 9 digits hold an fp32
     row |= {name: getattr(t, name) for name in _PLAIN}

@@ -278,6 +278,7 @@ def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_messag
     assert ended.value.code == 1
     assert said.startswith("error: reward function breaks.py:score failed on row ")
     assert "ValueError: mine (breaks.py, line 2)" in said
+    assert re.search(r"^  row (\d+) is .*\.jsonl, line \1$", said, re.M), said
     assert f"the run folder is {tmp_path / 'run'}\n  --debug shows the traceback\n" in said
     assert "Traceback" not in said
     shutil.rmtree(tmp_path / "run")

@@ -11,6 +11,7 @@ from rlkit._util.numbers import show
 from rlkit.data.chat import Message
 from rlkit.data.episode_images import EpisodeImages, mark_of, parts_of, readable
 from rlkit.data.images import PLACE, gathered
+from rlkit.data.load import place_of_prompt
 from rlkit.data.markup import markup_of, opened_by
 from rlkit.data.messages import row_template_args
 from rlkit.data.prompts import prompt_messages
@@ -68,7 +69,7 @@ class Chat:
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_vision(tokenizer)
-        place = f"row {prompt.index + 1}"
+        place = place_of_prompt(prompt)
         self._tokenizer, self._tools = tokenizer, tools
         self._template_args = {**(template_args or {}), **row_template_args(prompt.row, place)}
         self.images = EpisodeImages(tokenizer, images_of(prompt))
