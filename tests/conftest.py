@@ -27,6 +27,15 @@ else:
     settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases of a parametrized test that `slow_cases` names by their ids are slow."""
+    for item in items:
+        for mark in item.iter_markers("slow_cases"):
+            if item.callspec.id in mark.args:
+                item.add_marker("slow")
+
+
 def pytest_configure() -> None:
     """Processes that tests start get Ctrl-C, also if a script runs pytest in the background, where it is ignored.
 

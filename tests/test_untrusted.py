@@ -113,6 +113,7 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(untrusted, "_CHEAP", 1000)
 
 
+@pytest.mark.slow_cases("rows.jsonl.gz")
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.usefixtures("small_limits")
 def test_data(name, tmp_path):

@@ -114,6 +114,7 @@ def faults(rows, got):
     return found
 
 
+@pytest.mark.slow_cases("client_ask")
 @pytest.mark.parametrize("ask", [http_ask, client_ask])
 def test_each_request_gets_what_it_asks_for_or_a_clear_400(ask, caplog, monkeypatch):
     monkeypatch.setattr(calling, "_reported", set())

@@ -158,6 +158,7 @@ def rehearse(out: Path, *names: str, seconds: int = 280) -> dict[str, Any]:
     return rows
 
 
+@pytest.mark.slow
 def test_rows_of_each_kind(tmp_path: Path) -> None:
     rows = rehearse(tmp_path, "0.6B grpo rlkit shared", "0.6B grpo transformers", "0.6B decode rlkit")
     assert not [row for row in rows.values() if "error" in row]

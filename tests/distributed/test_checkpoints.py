@@ -114,6 +114,7 @@ CASES = [pytest.param(w, READERS[w], id=f"{w}-some") for w in READERS if "tp" no
 CASES += [pytest.param(w, ALL_READERS, id=f"{w}-all", marks=pytest.mark.slow) for w in WRITERS]
 
 
+@pytest.mark.slow_cases("replicate x shard, offloaded-some")
 @pytest.mark.parametrize(("writer", "readers"), CASES)
 def test_resume_is_bitwise_on_the_same_layout_and_close_on_others(pool, tmp_path, writer, readers):
     sizes, options, background = WRITERS[writer]

@@ -220,6 +220,7 @@ def traffic_on_rank(rank, world, make, sizes, options):
 CKPT, KEPT = {"activation_checkpointing": True}, {"reshard_after_forward": False}
 
 
+@pytest.mark.slow_cases("4-mixture-sizes6-options6", "4-model-sizes3-options3")
 @pytest.mark.parametrize(
     ("world", "make", "sizes", "options"),
     [

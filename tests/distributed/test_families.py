@@ -151,6 +151,7 @@ def error(a, b):
     return float((a - b).abs().max() / b.abs().max())
 
 
+@pytest.mark.slow_cases("Gemma2", "Gemma3", "Qwen3")
 @pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_every_layout_equals_one_process(ranks, family, layouts):
     for errors in ranks.run(on_rank, family, layouts):

@@ -212,6 +212,13 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
+@pytest.mark.slow_cases(
+    "cp2 ulysses x tp2 tied",
+    "cp4 ulysses",
+    "pp2 x replicate2 checkpointing",
+    "pp2 x tp2 tied accumulate",
+    "tp2 x replicate2 offload checkpointing accumulate late",
+)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in CI)) for x in CASES])
 def test_layout_equals_one_process(ranks, truth, name):
     case = CASES[name]

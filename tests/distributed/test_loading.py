@@ -48,6 +48,7 @@ CASES = [(sizes, i % 2 == 0) for i, sizes in enumerate(LAYOUTS)]
 CASES += [pytest.param(sizes, not tied, marks=pytest.mark.slow) for sizes, tied in CASES]
 
 
+@pytest.mark.slow_cases("sizes0-True")
 @pytest.mark.parametrize(("sizes", "tied"), CASES)
 def test_each_rank_reads_its_shards(ranks, tmp_path, tied, sizes):
     save(tmp_path, tied=tied, max_shard_size="20KB")

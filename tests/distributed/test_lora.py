@@ -195,6 +195,7 @@ def from_files_on_rank(rank, world, folder, sizes):
     return said.getvalue(), before, {name: x.clone() for name, x in stream_weights(model)}
 
 
+@pytest.mark.slow_cases("moe-sizes2")
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -250,6 +251,7 @@ def quantized_on_rank(rank, world, folder, sizes, lora):
     return weights, held
 
 
+@pytest.mark.slow_cases("base-nf4-2-sizes0")
 @pytest.mark.parametrize(
     ("kind", "bits", "world", "sizes"),
     [

@@ -116,6 +116,7 @@ def ran(ranks):
     return cache(lambda delayed, tied: ranks.run(stage_on_rank, delayed, tied))
 
 
+@pytest.mark.slow_cases("True-False")
 @pytest.mark.parametrize(("delayed", "tied"), [(True, False), (False, False), (True, True)])
 def test_four_stages_equal_one_process(ran, truth, delayed, tied):
     names, truth, stages = [], truth[tied], deepcopy(ran(delayed, tied))
@@ -161,6 +162,7 @@ def weights_on_rank(rank, world, sizes, lora, tied):
     return found | dict(adapter_weights(stage))
 
 
+@pytest.mark.slow_cases("sizes4-True-True")
 @pytest.mark.parametrize(
     ("sizes", "lora", "tied"),
     [

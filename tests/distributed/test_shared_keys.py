@@ -96,6 +96,7 @@ def truth():
     return found
 
 
+@pytest.mark.slow_cases("sizes1-False-long", "sizes1-False-turns")
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(

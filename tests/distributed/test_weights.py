@@ -151,6 +151,7 @@ EXPORTS = {  # tied, layouts: what an export writes are the weights that `stream
 }
 
 
+@pytest.mark.slow_cases("tied")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * ("other" in x)) for x in EXPORTS])
 def test_export_loads_from_every_layout(ranks, tmp_path, name):
     ranks.run(export_on_rank, tmp_path, *EXPORTS[name])

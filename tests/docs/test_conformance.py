@@ -42,6 +42,7 @@ def failed(make, row, sources):
     return {x.law: x.note for x in make.check(row, sources, max_examples=6) if x.outcome in FAILS}
 
 
+@pytest.mark.slow
 def test_a_function_is_checked_without_its_project_and_a_wrong_one_fails(make, tmp_path):
     file = tmp_path / "verl-0.9.1" / make.VERL
     file.parent.mkdir(parents=True)

@@ -83,6 +83,7 @@ def test_a_page_is_read_by_its_columns_sections_and_commands(
     }
 
 
+@pytest.mark.slow
 def test_a_name_missing_from_the_sources_is_found(
     peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,7 @@ LEARNS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("advantage", "forward", "jsd", "reverse")
 @pytest.mark.parametrize("name", LEARNS)
 def test_the_student_comes_nearer_to_its_teachers(name, tmp_path, capsys):
     """A student that is sure of its tokens, and two teachers that are less so."""

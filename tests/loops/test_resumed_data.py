@@ -52,6 +52,7 @@ def visited(monkeypatch, command, data, *argv):
     return seen
 
 
+@pytest.mark.slow_cases("grpo", "sft")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
 def test_a_changed_file_begins_at_its_first_row(command, folder, monkeypatch, capfd):

@@ -91,6 +91,7 @@ def check(model_type):
     return found
 
 
+@pytest.mark.slow_cases("jamba", "llama4_text", "nemotron_h", "qwen2_5_vl", "qwen3_5")
 @pytest.mark.parametrize("model_type", nightly.only(IN_CI, *IN_CI[::2]))
 def test_a_model_of_each_kind_is_its_own_forward_or_refused(model_type):
     if model_type not in CONFIG_MAPPING:

@@ -102,6 +102,7 @@ def check(model_type, folder, tolerance=1e-5):
         assert (logits(loaded) - after).abs().max() < tolerance * after.abs().max()
 
 
+@pytest.mark.slow_cases("qwen3_vl_moe")
 @pytest.mark.parametrize("model_type", IN_CI)
 def test_a_model_with_adapters_is_exported_as_it_was_trained_or_refused(model_type, tmp_path):
     check(model_type, tmp_path)

@@ -44,6 +44,7 @@ def test_sizes_of_other_families_are_near(kind):
     assert shape_of(config).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=2e-3)
 
 
+@pytest.mark.slow_cases("Qwen2-dtype1", "Qwen3-MoE-dtype1", "Qwen3-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", memory.SMALL)
 def test_activation_sizes_equal_a_forward(name, dtype):

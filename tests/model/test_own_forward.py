@@ -95,6 +95,7 @@ def compare(model, samples, *, packed, states=False):
         assert max((x - true[name]).abs().max() for name, x in ours.items()) < 1e-5 * largest
 
 
+@pytest.mark.slow_cases("falcon_h1", "gpt_oss", "jamba", "nemotron_h", "qwen3_5_text")
 @pytest.mark.parametrize("model_type", PACKED)
 def test_packed(model_type):
     compare(built(model_type), groups(), packed=True, states=model_type in STATES)
@@ -113,6 +114,7 @@ def test_rarer_types(model_type):
     compare(built(model_type), groups(), packed=model_type != "xlstm", states=model_type in REST[:6])
 
 
+@pytest.mark.slow_cases("nemotron_h")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_gradient_checkpointing_of_transformers_has_the_plan_or_is_refused(model_type):
     model, batch = prepare_model(built(model_type)), pack(groups())

@@ -122,6 +122,7 @@ def command_line(folder, command, model, output):
     return [command, *given, *more]
 
 
+@pytest.mark.slow_cases("dpo", "grpo", "sft")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, "grpo", "eval", "sft", "dpo"))
 def test_each_command_asks_for_the_positions_of_the_model(command, models, tmp_path, capfd, caplog):
     """160 tokens of an episode, or an example of 130, do not fit 64 positions; they fit the 256 of YaRN."""

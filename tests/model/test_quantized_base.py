@@ -121,6 +121,7 @@ def logp_of(model, prompt, ids):
     return Policy(model)(batch).logp[batch.mask]
 
 
+@pytest.mark.slow_cases("int8-options0")
 @needs_peft
 @pytest.mark.parametrize(("kind", "options"), [("int8", {}), ("nf4", {"targets": ["q_proj", "down_proj"]})])
 def test_what_trains_is_sampled_streamed_and_exported(kind, options, tmp_path):

@@ -56,6 +56,7 @@ def trajectories(prompts, outs):
     return [[Trajectory(p, o.ids, [True] * len(o.ids), o.logp, o.versions, experts=o.experts)] for p, o in found]
 
 
+@pytest.mark.slow_cases("glm4_moe", "nemotron_h", "qwen3_5_moe_text")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_engine_reports_what_its_routers_chose_and_the_trainer_replays_it(model_type):
     model = built(model_type)
@@ -72,6 +73,7 @@ def test_the_engine_reports_what_its_routers_chose_and_the_trainer_replays_it(mo
     assert off[batch.mask].abs().max() < 1e-4
 
 
+@pytest.mark.slow_cases("nemotron_h", "qwen3_5_moe_text")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_other_experts_are_used_with_shared_prompts_or_not_and_have_gradients(model_type):
     model = prepare_model(built(model_type))

@@ -218,6 +218,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow_cases("dpo", "kto", "reward_model", "sft")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
 def test_each_command_exports_what_it_read(command, tiny, tmp_path, monkeypatch, capfd):

@@ -61,6 +61,7 @@ def sampled(groups: list[list[Trajectory]]) -> torch.Tensor:
     return torch.tensor([m for group in groups for t in group for m in t.mask])
 
 
+@pytest.mark.slow_cases("gemma3", "qwen2_vl", "qwen3_vl")
 @pytest.mark.parametrize(
     "kind", nightly.only(vision.TYPES, *(k for k in vision.TYPES if not k.endswith("_moe") and k != "qwen3_5"))
 )
@@ -83,6 +84,7 @@ def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
         assert max(float((found[name] - x).abs().max()) for name, x in expected.items()) < 2e-3 * largest
 
 
+@pytest.mark.slow_cases("qwen3_vl")
 @pytest.mark.parametrize(
     "kind", [k if k in ("qwen3_vl", "gemma3") else pytest.param(k, marks=pytest.mark.slow) for k in vision.TYPES]
 )

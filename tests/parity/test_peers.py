@@ -13,6 +13,7 @@ import warm
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow_cases("trl-preference_trl.py")
 @pytest.mark.parametrize(("peer", "script"), [("trl", "preference_trl.py"), ("verl", "policy_verl.py")])
 def test_losses_equal_those_of(peer, script):
     if find_spec(peer) is None:

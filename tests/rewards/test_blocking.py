@@ -80,6 +80,7 @@ def test_a_reward_that_holds_the_lock_of_python_is_shown_by_its_stack():
         process.communicate()
 
 
+@pytest.mark.slow_cases("works")
 @pytest.mark.parametrize("name", ["sleeps", "works"])
 def test_no_stack_is_printed_while_the_loop_runs(name):
     said, errors = start(name, 5, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate()

@@ -447,6 +447,7 @@ OF_SHIPPED = [  # the column, the gold answers, and what is said
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("math:boxed-The answer is {0}.-the row's whole gold answer, and too little to '10' alone")
 @pytest.mark.parametrize(("name", "gold", "said"), OF_SHIPPED)
 def test_gold_answers_that_a_reward_of_this_package_seldom_matches_are_named(name, gold, said, tmp_path, caplog):
     rows = [{"prompt": f"bag {i}", "answer": gold.format(i)} for i in (10, 11, 12)]
@@ -562,6 +563,7 @@ def test_what_the_environment_may_give_is_no_mistake_where_it_is_missing(tmp_pat
         read_reward(Episodes(reward=spec_of(tmp_path, "return {'reward': 1.0, 'calls': None}")), given)
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.parametrize(
     "command", nightly.only(["grpo", "ppo", "distill", "eval", "sft", "dpo"], "grpo", "eval", "sft", "dpo")
 )
@@ -591,6 +593,7 @@ def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkey
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow_cases("60.0-0")
 @pytest.mark.parametrize(("limit_s", "times"), [(0.05, 1), (60.0, 0)])
 def test_a_trial_that_takes_long_is_told(tmp_path, monkeypatch, caplog, limit_s, times):
     monkeypatch.setattr(trial, "_SLOW_S", limit_s)

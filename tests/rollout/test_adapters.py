@@ -94,6 +94,7 @@ async def test_only_the_adapter_is_sent_and_requests_name_it(kind: Any, model: A
         assert [path.name for path in tmp_path.iterdir()] == [name], "no weights but the adapter, the old one removed"
 
 
+@pytest.mark.slow_cases("in_place-SGLang", "retract-SGLang")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 async def test_an_update_in_the_middle_of_a_rollout(kind: Any, pause: str, model: Any, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def assert_equal(copy: Path, version: int) -> None:
         assert torch.equal(x, expected[name]), name
 
 
+@pytest.mark.slow_cases("SGLang")
 @pytest.mark.parametrize("kind", [SGLang, VLLM])
 async def test_five_steps_carry_the_changed_values_and_the_server_loads_the_copy(kind: Any, tmp_path: Path) -> None:
     folder, copy = tmp_path / "shared", tmp_path / "local" / "copy"

@@ -65,6 +65,7 @@ def engine_of_the_docs(model):
     return scope["Naive"](model)
 
 
+@pytest.mark.slow_cases("docs", "local", "shared")
 @pytest.mark.parametrize("name", nightly.only([*ENGINES, "vllm"], "fake", "local", "shared", "docs", "vllm"))
 async def test_generate(name, model, tmp_path):
     async with engine_of(name, model, tmp_path) as subject:

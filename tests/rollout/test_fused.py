@@ -72,6 +72,7 @@ def test_in_fp32_it_is_the_model(name):
     assert warm[0].logp == pytest.approx(true_logp(model, PROMPTS[0], warm[0], 0.7), abs=2e-5)
 
 
+@pytest.mark.slow_cases("llama, biases, one key head", "qwen3")
 @pytest.mark.parametrize("name", CASES)
 def test_in_bf16_it_is_within_rounding(name):
     model = build(name)

@@ -138,6 +138,16 @@ NOW = (  # a case of each decoder and kind of layer
 )  # fmt: skip
 
 
+@pytest.mark.slow_cases(
+    "bloom",
+    "deepseek v3, latent attention",
+    "gemma2",
+    "gemma3",
+    "gpt-oss, sinks",
+    "mistral, sliding",
+    "mixtral",
+    "qwen3.5, a gated delta net",
+)
 @pytest.mark.parametrize("case", nightly.only(CASES, *NOW))
 def test_logp_equals_the_models_own_forward(case):
     config, decoder = CASES[case]
@@ -384,6 +394,7 @@ async def talk(engine: LocalEngine, stop: list[int]) -> list:
 TALKS = ["qwen3", "llama 3 rope", "mistral, sliding", "gemma3", "mixtral", "qwen3.5, a gated delta net", "bloom"]
 
 
+@pytest.mark.slow_cases("qwen3")
 @pytest.mark.parametrize("case", nightly.only(TALKS, "qwen3", "bloom"))
 def test_a_next_turn_reads_only_what_is_new_and_gives_the_same(case):
     model, stop, read = build(CASES[case][0]), [*range(0, VOCAB, 2)], dict.fromkeys((False, True), 0)

@@ -298,6 +298,7 @@ def request_of(path: str, *told: tuple[str, Any]) -> bytes:
     return json.dumps({"input" if path == "/responses" else "messages": messages, "max_tokens": 99}).encode()
 
 
+@pytest.mark.slow_cases("/responses")
 @pytest.mark.parametrize("path", PARTS)
 async def test_images_of_requests_are_those_of_the_contexts(path, task, pictures) -> None:
     """A conversation that goes on keeps its images. One with another image of the same size is a branch, although

@@ -178,6 +178,7 @@ def test_a_state_of_other_values_is_one_line(folder):
 MODEL = [["chat", "model", "--prompt", "hi"], [*SFT[:-1], "--output", "new"]]
 
 
+@pytest.mark.slow_cases("model/config.json-commands3")
 @pytest.mark.parametrize(
     ("name", "commands"),
     [

@@ -118,6 +118,7 @@ def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     assert {(0, 0.204), (0, 0.596), (5, 0.502), (5, 0.698)} <= corners
 
 
+@pytest.mark.slow_cases("accuracy-loss")
 @pytest.mark.parametrize(("score", "also"), [("greedy", "sampled"), ("sampled", "pass@8"), ("accuracy", "loss")])
 def test_each_named_held_out_set_has_a_curve(tmp_path, figures, score, also):
     more = {"eval/reward/exact": 0.5, f"eval/{score}": 0.3, f"eval/hard/{also}": 0.9}

@@ -93,6 +93,7 @@ def refused(capsys, *given):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow_cases("dpo")
 @pytest.mark.parametrize("script", nightly.only(ROWS, "grpo", "dpo"))
 def test_a_base_model_trains_on_messages_and_exports_the_template(task, tmp_path, script):
     call(task, script, tmp_path / "run", "--chat-template", str(task / "turns.jinja"))

@@ -94,6 +94,7 @@ def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     assert done.stdout.splitlines()[0] == (f"model: {size:,} parameters on cpu, fp32; trains all weights")
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.parametrize("script", nightly.only(DATA, "grpo", "sft"))
 def test_a_chat_model_trains(task, tmp_path, script, capsys):
     lora = [] if script in ("reward_model", "ppo") else ["--lora-rank", "2"]
@@ -155,6 +156,17 @@ BAD = {
 EVALUATED = ("an unknown role", "no difference", "labels that are none", "prompts that are empty")  # one a reader
 
 
+@pytest.mark.slow_cases(
+    "--data-completions that are empty",
+    "--data-no difference",
+    "--data-no difference to reward",
+    "--data-prompts that are empty",
+    "--data-prompts under another name",
+    "--data-responses that are empty",
+    "--data-turns that are null",
+    "--eval-data-no difference",
+    "--eval-data-prompts that are empty",
+)
 @pytest.mark.parametrize(("where", "case"), [
     *(("--data", case) for case in BAD),
     *(pytest.param("--eval-data", case, marks=[] if case in EVALUATED else pytest.mark.slow) for case in BAD),
@@ -295,6 +307,7 @@ def test_debug_shows_the_traceback(task, tmp_path):
         call("sft", flags_of(task, "sft", tmp_path, "--debug", "--data", str(tmp_path / "no.jsonl")))
 
 
+@pytest.mark.slow_cases("ppo")
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_no_step_exports_no_model(task, tmp_path, capfd, script):
     """It wrote a copy of the whole model, and said that it had exported it."""

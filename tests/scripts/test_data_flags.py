@@ -166,6 +166,7 @@ def test_a_mixture_that_cannot_be_is_refused(data, message, task, tmp_path, caps
     assert " ".join(capsys.readouterr().err.split()).rpartition("error: ")[2].startswith(message)
 
 
+@pytest.mark.slow_cases("kto", "sft")
 @pytest.mark.parametrize("script", ["dpo", "kto", "reward_model", "sft"])
 def test_all_commands_on_fixed_data_mix(script, task, tmp_path, monkeypatch):
     """One step of a batch of three from two files: two rows of the first, one of the second."""

@@ -92,6 +92,7 @@ def test_dropout_acts_in_training_only_and_alpha_scales():
         assert torch.equal(logits(), logits())
 
 
+@pytest.mark.slow_cases("sft")
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_dropout_changes_what_a_step_trains(script, command, tmp_path):
     rows = "pairs.jsonl --rename chosen response" if script == "sft" else "pairs.jsonl"

@@ -53,6 +53,7 @@ def kl(logp, ref_logp):
 """
 
 
+@pytest.mark.slow_cases("loss")
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_a_kl_estimator_in_a_file_trains_like_the_same_one_by_name(task, tmp_path, place):
     (tmp_path / "own.py").write_text(KL)

@@ -79,6 +79,7 @@ def test_each_step_stays_on_one_line_and_the_bar_goes(tmp_path, script, kind, co
     assert ("reward" in titles) == (kind == "grpo")
 
 
+@pytest.mark.slow_cases("120")
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_bar_stays_readable_while_sampling(tmp_path, script, columns):
     terminal = Terminal([sys.executable, script, "grpo", tmp_path / "run", 200, "wait"], columns=columns)
@@ -182,6 +183,7 @@ else:
 """
 
 
+@pytest.mark.slow_cases("ascii terminal", "dumb", "latin-1 terminal", "narrow", "stderr in a file", "terminal", "wide")
 @pytest.mark.parametrize("where", screens.PLACES)
 def test_text_that_the_encoding_lacks_is_escaped_and_warnings_fit(tmp_path, where):
     """A terminal that cuts a word fails in `screens.run`."""
@@ -201,6 +203,7 @@ def test_text_that_the_encoding_lacks_is_escaped_and_warnings_fit(tmp_path, wher
     assert code == 0, out + err
 
 
+@pytest.mark.slow_cases("{} | head -3")
 @pytest.mark.parametrize(
     "shell", nightly.only(["{} | head -3", "{} | true", "{} >&-", "{} >&- 2>&-"], "{} | head -3", "{} >&- 2>&-")
 )
