@@ -1,8 +1,9 @@
 """What kind of environment a function or class is, by its signature and its bases. Imports no torch.
 
-A form is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; where it works
-on messages, a name in `OF_MESSAGES`. A library is a row of `rlkit.compat.libraries.LIBRARIES`, and with games a name
-in `GAME_LIBRARIES`. A form without adapter is a row in `_FOREIGN`.
+A form is a branch and a row of the table in `kind_of`, and a row of `_ADAPTERS` in `rlkit.compat.envs`; where it
+works on messages, a name in `OF_MESSAGES`, and without a reward of its own, one in `UNJUDGED`. A library is a row of
+`rlkit.compat.libraries.LIBRARIES`, and with games a name in `GAME_LIBRARIES`. A form without adapter is a row in
+`_FOREIGN`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ GAME_LIBRARIES = ("gymnasium", "gem", "textarena", "aviary")  # an object of the
 OF_MESSAGES = (  # kinds that need a chat template
     "tools", "interact", "verifiers", "verifiers_tasks", "openenv", *GAME_LIBRARIES,
 )  # fmt: skip
+UNJUDGED = {  # kinds without a reward of their own, and what to add
+    "interact": "interact(messages) gives no reward: add its reward_fn(messages, answer)",
+    "rl4llm": "a class of rl4llm gives no reward: add its reward functions",
+}
 RowsOf = Callable[[bool], Iterable[Mapping[str, Any]]]  # the rows of an environment, held out or not
 _GYM = ("seed", "options")  # of Gymnasium's `reset`
 _FOREIGN = {  # forms of other libraries that no adapter runs: methods of a class or parameters, and what to write

@@ -74,7 +74,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isclass(kind := unwrapped(function)):
         return _of_class(function, kind)
     kinds = {p.kind for p in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds <= VARIABLE:
+    if kinds <= VARIABLE and inspect.Parameter.VAR_KEYWORD in kinds:
         read = {constant for constant in constants(code_of(function)) if isinstance(constant, str)}
         ours = {"completions": trl, "prompts": trl, "solution_str": verl}
         if found := [adapter for name, adapter in ours.items() if name in read]:
@@ -89,9 +89,9 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if "completions" in names or first == "completion_ids":
         return trl(function)
-    for needed, adapter in _ADAPTERS.items():
-        if names >= {*needed.split()} and "completion" not in names:
-            return adapter(function)
+    matching = [form for form in _ADAPTERS if names >= {*form.split()} and "completion" not in names]
+    if matching:
+        return _ADAPTERS[max(matching, key=lambda form: len(form.split()))](function)
     if "prompts" in names:
         return trl(function)
     _refuse(function, parameters)

@@ -1,7 +1,7 @@
 """The columns that rlkit reads: what each may hold, and which part of a row it is.
 
-All lists of column names are made of this table. A form (`rlkit.data.turns`) says which columns a row needs, and
-`rlkit.compat.rows` gives rlkit's columns for those of other systems.
+What reads a column, trains on it or warns of it takes its names from this table. A form (`rlkit.data.turns`) says
+which columns a row needs, and `rlkit.compat.rows` gives rlkit's columns for those of other systems.
 """
 
 from __future__ import annotations

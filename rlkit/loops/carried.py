@@ -1,11 +1,11 @@
 """State that `rl` carries from step to step and saves: one value, `Carried`, and the rules that move it.
 
-moves = rules(penalties, rollouts, steps=schedule.steps)
-now = start(moves, penalties, saved=checkpoint)
+given = rules(penalties, rollouts, steps=schedule.steps)
+now = start(given, penalties, saved=checkpoint)
 for step in ...:
     update(batch, Step(step, **of_step(now), check=...))
-    now = after(moves, now, finalize(metrics), groups)
-save(to_save(moves, now))
+    now = after(given, now, finalize(metrics), groups)
+save(to_save(given, now))
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _prompt_ids(batch: Batch, sequence: int) -> list[int]:
     return [*batch.prefix_tokens[start:stop].tolist(), int(batch.tokens[batch.cu_seqlens[sequence]])]
 
 
-def check_update(line: Mapping[str, float], *, step: int, skip: bool) -> None:
+def check_norms(line: Mapping[str, float], *, step: int, skip: bool) -> None:
     """Raise after a step that skipped an optimizer step for a non-finite gradient norm, unless `skip`.
 
     Parameters and optimizer states are unchanged by a skipped step; `skipped_step` is the share of such steps.

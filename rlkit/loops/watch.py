@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlkit._util.text import Explained
-from rlkit.loops.nans import Finite, X, check_update, describe_prompt, finite_batch, finite_groups
+from rlkit.loops.nans import Finite, X, check_norms, describe_prompt, finite_batch, finite_groups
 from rlkit.rollout.groups import Group, Prompt, last_pieces
 from rlkit.run.folder import Run
 from rlkit.types import Batch
@@ -48,8 +48,8 @@ class Watch:
         return self._report(finite_batch(batch, step=step, describe=self._describe, skip=self._skip)).finite
 
     def update(self, line: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """`check_update`; with `skip`, returns the number of samples dropped in this step as `nan/dropped`."""
-        check_update(line, step=step, skip=self._skip)
+        """`check_norms`; with `skip`, returns the number of samples dropped in this step as `nan/dropped`."""
+        check_norms(line, step=step, skip=self._skip)
         num, self._num_dropped = self._num_dropped, 0
         return {"nan/dropped": float(num)} if self._skip else {}
 

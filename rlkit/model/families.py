@@ -493,11 +493,14 @@ def _key(config: Any, model_class: Any) -> str:
     return sha256(json.dumps([fields, name, versions], sort_keys=True, default=str).encode()).hexdigest()
 
 
+_COMPARED = "model", "parallel", "packing", "kernels"  # folders of rlkit
+
+
 @cache
 def _source() -> int:
-    """A checksum of this package's code, which may change within a version."""
-    value = 0
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    """A checksum of the code that a check runs, which may change within a version."""
+    root, value = Path(rlkit.__file__).parent, 0
+    for path in sorted(path for folder in _COMPARED for path in (root / folder).rglob("*.py")):
         value = zlib.crc32(path.read_bytes(), value)
     return value
 

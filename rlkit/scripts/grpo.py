@@ -35,6 +35,7 @@ from rlkit.settings import (
     Optim,
     Penalties,
     Range,
+    Relation,
     Rollouts,
     Schedule,
     check,
@@ -52,7 +53,10 @@ CONSTANTS: dict[str, dict[str, float]] = {  # of the papers, see docs/recipes.md
 }
 EPISODE_MEAN = ("gspo", "gmpo", "sapo")
 _ABOVE_1 = Range("above 1, the ratio on-policy", lambda x: x > 1)
-_OF_CLIP = For("loss", *(name for name, constants in CONSTANTS.items() if "clip_low" in constants))
+
+
+def _of(constant: str) -> Relation:
+    return For("loss", *(name for name, constants in CONSTANTS.items() if constant in constants))
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,11 @@ class Loss:
     batch)`, which returns a loss per token"""
     loss_unchecked: Annotated[bool, For("loss", OWN)] = False
     """take a FILE.py:FUNCTION of --loss that is refused before the model is loaded, as one that climbs is"""
-    clip_low: Annotated[LimitOr0 | None, _OF_CLIP] = None
+    clip_low: Annotated[LimitOr0 | None, _of("clip_low")] = None
     """clip the ratio below at 1 - clip_low; None: 0.2 (gspo: 3e-4, per sequence; gmpo: 0.4, on the log-ratio)"""
-    clip_high: Annotated[LimitOr0 | None, _OF_CLIP] = None
+    clip_high: Annotated[LimitOr0 | None, _of("clip_high")] = None
     """clip the ratio above at 1 + clip_high; None: 0.28 (gspo: 4e-4; gmpo: 0.4)"""
-    clip_c: Annotated[float | None, _ABOVE_1, For("loss", "dual_clip")] = None
+    clip_c: Annotated[float | None, _ABOVE_1, _of("clip_c")] = None
     """bound of the ratio in the loss of a negative advantage (dual_clip); None: 3"""
     aggregate: Literal["token", "episode", "prompt", "length"] | None = None
     """loss average over tokens, answers (episode: as in the papers of GRPO and GSPO) or prompts.

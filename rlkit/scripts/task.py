@@ -283,13 +283,10 @@ def _foreign_env(episodes: Episodes) -> Any:
 
 def _check_reward_and_template(episodes: Episodes, foreign: Any, *, has_template: bool) -> None:
     """Refuse (ValueError) an `env` without any reward, and messages without a chat template."""
-    from rlkit.compat.recognise import OF_MESSAGES, kind_of
+    from rlkit.compat.recognise import OF_MESSAGES, UNJUDGED, kind_of
 
     kind = kind_of(foreign) if foreign is not None else "tools" if episodes.tools or episodes.agent else ""
-    unjudged = {
-        "interact": "interact(messages) gives no reward: add its reward_fn(messages, answer)",
-        "rl4llm": "a class of rl4llm gives no reward: add its reward functions",
-    }.get(kind if callable(foreign) else "")
+    unjudged = UNJUDGED.get(kind) if callable(foreign) else None
     refuse_if(bool(unjudged) and not episodes.reward, f"`env` {episodes.env}: {unjudged} as `reward`")
     if has_template or kind not in (*OF_MESSAGES, "object"):
         return

@@ -311,13 +311,13 @@ def test_an_episode_in_pieces_is_dropped_as_a_whole():
 
 
 def test_a_skipped_update_names_the_other_metrics_that_are_not_finite():
-    from rlkit.loops.nans import check_update
+    from rlkit.loops.nans import check_norms
 
     line = {"reward/mean": 1.0, "entropy": math.inf, "skipped_step": 1.0, "grad_norm": math.nan, "value/loss": math.nan}
-    check_update(line, step=3, skip=True)
-    check_update(line | {"skipped_step": 0.0}, step=3, skip=False)
+    check_norms(line, step=3, skip=True)
+    check_norms(line | {"skipped_step": 0.0}, step=3, skip=False)
     with pytest.raises(ValueError, match=r"of the policy is nan \(also not finite: entropy, value/loss\); all inputs"):
-        check_update(line, step=3, skip=False)
+        check_norms(line, step=3, skip=False)
     only = {"loss": 1.0, "value/skipped_step": 0.5, "value/grad_norm": math.inf}
     with pytest.raises(ValueError, match=r"^step 3: the gradient norm of the critic is inf; all inputs"):
-        check_update(only, step=3, skip=False)
+        check_norms(only, step=3, skip=False)

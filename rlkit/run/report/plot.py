@@ -50,10 +50,10 @@ class Panel(NamedTuple):
     picture: bool = True
 
 
-def _panel(title: str, unit: str, labels: Mapping[str, str], *, from_zero: bool = True) -> Panel:
+def _panel(title: str, unit: str, labels: Mapping[str, str], *, from_zero: bool = True, picture: bool = True) -> Panel:
     """A panel of some metrics with their labels. Those of evaluations are sparse."""
     curves = (Curve(key, x, key.startswith(("eval/", "pareto/")), key in _RAW) for key, x in labels.items())
-    return Panel(title, unit, tuple(curves), from_zero)
+    return Panel(title, unit, tuple(curves), from_zero, picture)
 
 
 _RAW = ("length/max", "staleness/max", "lr", "lr/critic", "memory/peak")  # drawn as they are
@@ -69,31 +69,33 @@ PANELS = (
     _panel("KL to the reference", "nats per token", {"eval/kl": "evaluation prompts", "kl/ref": "training"}),
     _panel("Hypervolume of the Pareto front", "product of the rewards", {"pareto/hypervolume": "evaluations"}),
     _panel("Critic", "mean over tokens", {"value/mean": "value", "value/return": "return"}, from_zero=False),
-    *(panel._replace(picture=False) for panel in (
-        _panel("Margin", "chosen minus rejected", {"margin": "training", "eval/margin": "evaluation"}, from_zero=False),
-        _panel("Chosen and rejected", "number per response", {x: x for x in ("chosen", "rejected")}, from_zero=False),
-        _panel("Log-probs of the responses", "nats per token",
-               {"logp/chosen": "chosen", "logp/rejected": "rejected"}, from_zero=False),
-        _panel("Explained variance of the critic", "share", {"value/explained": "training"}, from_zero=False),
-        _panel("Truncated episodes", "share", {"truncated": "training"}),
-        _panel("Clipped tokens", "share of tokens",
-               {"ratio/clip_high": "advantage > 0", "ratio/clip_low": "advantage < 0"}),
-        _panel("Mismatch of engine and trainer", "nats", {"mismatch/abs_mean": "mean"}),
-        _panel("Staleness", "steps", {"staleness/mean": "mean", "staleness/max": "max"}),
-        _panel("Replaced groups", "groups", {"groups/dropped": "dropped", "groups/ready": "ready"}),
-        _panel("Groups that train nothing", "share of groups", {"groups/equal": "training"}),
-        _panel("Policy loss", "mean over tokens", {"loss": "training"}, from_zero=False),
-        _panel("Gradient norm", "L2 norm before clipping", {"grad_norm": "training"}),
-        _panel("Learning rate", "per step", {"lr": "policy", "lr/critic": "critic"}),
-        _panel("Time per phase", "seconds per step",
-               {f"time/{phase}": "evaluation" if phase == "eval" else phase for phase in _PHASES}),
-        _panel("Weights sent to the engine", "bytes per step", {"sync/bytes": "read by the engine"}),
-        _panel("Time per step", "seconds", {"time/step": "step"}),
-        _panel("Throughput", "tokens per second", {"time/tokens_per_s": "training"}),
-        _panel("Model FLOPs utilization", "share of the GPUs' peak", {"time/mfu": "training"}),
-        _panel("GPU memory", "GiB", {"memory/peak": "peak"}),
-        _panel("Peak memory by phase", "GiB", {f"memory/{phase}": phase for phase in ("rollout", "score", "train")}),
-    )),
+    _panel("Margin", "chosen minus rejected",
+           {"margin": "training", "eval/margin": "evaluation"}, from_zero=False, picture=False),
+    _panel("Chosen and rejected", "number per response",
+           {x: x for x in ("chosen", "rejected")}, from_zero=False, picture=False),
+    _panel("Log-probs of the responses", "nats per token",
+           {"logp/chosen": "chosen", "logp/rejected": "rejected"}, from_zero=False, picture=False),
+    _panel("Explained variance of the critic", "share",
+           {"value/explained": "training"}, from_zero=False, picture=False),
+    _panel("Truncated episodes", "share", {"truncated": "training"}, picture=False),
+    _panel("Clipped tokens", "share of tokens",
+           {"ratio/clip_high": "advantage > 0", "ratio/clip_low": "advantage < 0"}, picture=False),
+    _panel("Mismatch of engine and trainer", "nats", {"mismatch/abs_mean": "mean"}, picture=False),
+    _panel("Staleness", "steps", {"staleness/mean": "mean", "staleness/max": "max"}, picture=False),
+    _panel("Replaced groups", "groups", {"groups/dropped": "dropped", "groups/ready": "ready"}, picture=False),
+    _panel("Groups that train nothing", "share of groups", {"groups/equal": "training"}, picture=False),
+    _panel("Policy loss", "mean over tokens", {"loss": "training"}, from_zero=False, picture=False),
+    _panel("Gradient norm", "L2 norm before clipping", {"grad_norm": "training"}, picture=False),
+    _panel("Learning rate", "per step", {"lr": "policy", "lr/critic": "critic"}, picture=False),
+    _panel("Time per phase", "seconds per step",
+           {f"time/{phase}": "evaluation" if phase == "eval" else phase for phase in _PHASES}, picture=False),
+    _panel("Weights sent to the engine", "bytes per step", {"sync/bytes": "read by the engine"}, picture=False),
+    _panel("Time per step", "seconds", {"time/step": "step"}, picture=False),
+    _panel("Throughput", "tokens per second", {"time/tokens_per_s": "training"}, picture=False),
+    _panel("Model FLOPs utilization", "share of the GPUs' peak", {"time/mfu": "training"}, picture=False),
+    _panel("GPU memory", "GiB", {"memory/peak": "peak"}, picture=False),
+    _panel("Peak memory by phase", "GiB",
+           {f"memory/{phase}": phase for phase in ("rollout", "score", "train")}, picture=False),
 )  # fmt: skip
 LARGEST = 1e290  # that is drawn: the axis of two numbers near the end of fp64 has no length
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # distinguishable for colour-blind readers
