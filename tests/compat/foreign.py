@@ -10,7 +10,7 @@ BOTH = pytest.mark.parametrize("real", [pytest.param(False, id="stand-in"), REAL
 
 
 def with_row(tokenizer, row, index=0):
-    return Prompt(**{**vars(prompt_of(tokenizer)), "row": row, "index": index})
+    return Prompt(**{**vars(prompt_of(tokenizer)), "row": row, "index": index, "place": ""})
 
 
 def user_says(piece):
