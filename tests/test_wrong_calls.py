@@ -33,6 +33,9 @@ from rlkit.losses import (
     dppo,
     dppo_kl,
     dual_clip,
+    entropy_from_logits,
+    forward_kl,
+    kl_from_logits,
     kl_in_reward,
     m2po,
     opd_advantages,
@@ -149,12 +152,39 @@ def test_values_of_another_kind_are_told_by_their_sign_or_sum():
 
 
 def test_clip_distances_that_look_like_bounds_are_named():
-    with pytest.warns(UserWarning, match=r"clipped to \[0.2, 2.2\]; if they are its bounds, give 0.2 and 0.2"):
-        ppo_clip(torch.zeros(4), torch.ones(4), clip_low=0.8, clip_high=1.2)
+    for low, high, said in (
+        (0.8, 1.2, r"clip_low 0.8 and clip_high 1.2: .* to \[0.2, 2.2\]; for a bound of the ratio give 0.2 and 0.2"),
+        (0.2, 1.28, r"clip_high 1.28: .* to \[0.8, 2.28\]; for a bound of the ratio give 0.28"),
+        (0.8, 0.28, r"clip_low 0.8: .* to \[0.2, 1.28\]; for a bound of the ratio give 0.2"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            ppo_clip(torch.zeros(4), torch.ones(4), clip_low=low, clip_high=high)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for low, high in ((0.2, 0.28), (0.2, 4.0), (1.0, 1.0), (float("inf"), float("inf")), (0.8, 0.8)):
             ppo_clip(torch.zeros(4), torch.ones(4), clip_low=low, clip_high=high)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [entropy_from_logits, lambda p: kl_from_logits(torch.zeros(4, 5), p), lambda p: forward_kl(torch.zeros(4, 5), p)],
+)
+def test_probabilities_are_no_logits(function):
+    logits = torch.arange(20.0).view(4, 5)
+    with pytest.raises(ValueError, match="logits are probabilities, whose rows sum to 1: give logits"):
+        function(logits.softmax(-1))
+    for fine in (logits, logits.log_softmax(-1), torch.eye(5)[:4]):
+        function(fine)
+
+
+def test_values_with_a_gradient_before_rewards_without_are_refused():
+    rewards, values = torch.zeros(4), torch.zeros(4, requires_grad=True)
+    of = {"mask": torch.ones(4, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 4])}
+    with pytest.raises(
+        ValueError, match=r"rewards has a gradient and values has none: the order is \(rewards, values\)"
+    ):
+        gae(values, rewards, **of)
+    gae(rewards, values, **of)
 
 
 def test_samples_of_several_prompts_in_one_group_are_named():

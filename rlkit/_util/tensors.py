@@ -98,6 +98,15 @@ def check_log_probs(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be log-probs, at most 0, got {x[positive].max():.3g}: {mistaken}")
 
 
+def check_logits(**tensors: Tensor) -> None:
+    """ValueError for probabilities: the first row is above 0, and its sum is 1 (CPU, outside compilation)."""
+    for name, x in tensors.items():
+        if readable(x) and x.numel() and x.shape[-1] > 1:
+            row = x.detach()[(0,) * (x.ndim - 1)].float()
+            if (row > 0).all() and abs(float(row.sum()) - 1) < 1e-4:
+                raise ValueError(f"{name} are probabilities, whose rows sum to 1: give logits, or their logarithms")
+
+
 def check_no_ratio(log_ratio: Tensor, mask: Tensor | None) -> None:
     """ValueError for values that are ratios: 1 on-policy, and at no token far below (CPU, outside compilation).
 

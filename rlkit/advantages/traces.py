@@ -69,6 +69,12 @@ def prepared(mask: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> tuple[Tenso
     return tuple(masked(x.to(dtype), mask) for x in tensors.values())
 
 
+def _check_order(rewards: Tensor, values: Tensor) -> None:
+    """ValueError where the rewards have a gradient and the values none: they have changed places."""
+    if rewards.requires_grad and not values.requires_grad:
+        raise ValueError("rewards has a gradient and values has none: the order is (rewards, values)")
+
+
 def coefficient(mask: Tensor, like: Tensor, **named: float | Tensor) -> Tensor:
     """A float or per-token `gamma` or `lam` as a tensor of `like`'s dtype, in [-1, 1]; 1 where masked."""
     ((name, x),) = named.items()
@@ -192,6 +198,7 @@ def td_lambda(
     Limits:   lam = 1 is `discounted_returns`; lam = 0 is r + gamma V'; for every lam it is V + the advantages of `gae`.
     Reference: Sutton & Barto, chapter 12; https://github.com/google-deepmind/rlax (multistep.py)
     """
+    _check_order(rewards, values)
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma, lam = coefficient(mask, rewards, gamma=gamma), coefficient(mask, rewards, lam=lam)
@@ -269,6 +276,7 @@ def _gae(
     **lams: float | Tensor,
 ) -> list[Tensor]:
     """The prepared values, then the advantages for each lambda."""
+    _check_order(rewards, values)
     rewards, values = prepared(mask, cu_seqlens, rewards=rewards, values=values)
     end = end_values(bootstrap, cu_seqlens, rewards)
     gamma = coefficient(mask, rewards, gamma=gamma)

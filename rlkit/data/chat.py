@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-_progress = logging.getLogger("rlkit.data.progress")
+_log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
 
 _MARK = "placeholder of a turn"  # not markup in any template
 _CHUNK = 1024  # texts per tokenizer call: enough for its threads, little to hold at once
@@ -301,8 +301,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[i
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raises ValueError where a token has a different id in the model at `path` (a reference, a critic).
 
-    Tokens in only one vocabulary are ignored; a folder without a tokenizer is not checked. FileNotFoundError for a
-    folder that holds no model.
+    An id that is another token there, of words that only one vocabulary has, is named in a warning; what only one has
+    besides is ignored. A folder without a tokenizer is not checked. FileNotFoundError for a folder that holds no model.
     """
     from rlkit._util.files import check_model_path
     from rlkit.model.pretrained import load_tokenizer
@@ -311,12 +311,18 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
         return
     theirs = load_tokenizer(path).get_vocab()
+    at, others = {i: token for token, i in theirs.items()}, []
     for token, i in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):  # one message for one mistake
         if theirs.get(token, i) != i:
             raise ValueError(
                 f"model {path!r} has other tokens: {token!r} is {theirs[token]} there and {i} in the trained model"
                 "; choose a model with the same tokenizer"
             )
+        if at.get(i, token) != token:
+            others.append(f"{i} is {at[i]!r} there and {token!r} in the trained model")
+    if others:
+        more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+        _log.warning("model %r reads these ids as other tokens: %s%s", path, others[0], more)
 
 
 def _squeeze(text: Any) -> str:

@@ -82,10 +82,15 @@ def check_cap(max_weight: float) -> None:
 
 def check_distances(low: float | Tensor, high: float | Tensor) -> None:
     """Warn of clip distances that look like bounds of the ratio, such as 0.8 and 1.2."""
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and 0.5 <= low < 1 < high <= 2:
-        bounds = f"clip_low {low:g} and clip_high {high:g} are distances from 1: the ratio is clipped to"
-        meant = f"if they are its bounds, give {1 - low:.3g} and {high - 1:.3g}"
-        warnings.warn(f"{bounds} [{1 - low:.3g}, {1 + high:.3g}]; {meant}", stacklevel=3)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return
+    above = 1 < high <= 1.5
+    bounds = [(f"clip_low {low:g}", 1 - low)] * (0.5 <= low < 1 and (above or high < low))
+    bounds += [(f"clip_high {high:g}", high - 1)] * above
+    if bounds:
+        given, meant = " and ".join(x for x, _ in bounds), " and ".join(f"{x:.3g}" for _, x in bounds)
+        clipped = f"of a distance from 1, so the ratio is clipped to [{1 - low:.3g}, {1 + high:.3g}]"
+        warnings.warn(f"{given}: {clipped}; for a bound of the ratio give {meant}", stacklevel=3)
 
 
 def check_at_least(bound: float, **values: float | Tensor) -> None:

@@ -49,6 +49,7 @@ from rlkit._util.tensors import (
     check_cu_seqlens,
     check_float,
     check_log_probs,
+    check_logits,
     check_mask,
     check_same_shape,
     masked,
@@ -263,6 +264,7 @@ def _divergence(
 ) -> Tensor:
     """Check the arguments; the divergence of two log-softmaxes by rows."""
     check_float(student_logits=student_logits, teacher_logits=teacher_logits)
+    check_logits(student_logits=student_logits, teacher_logits=teacher_logits)
     check_positive(temperature=temperature)
     student, teacher = list(student_logits.shape), list(teacher_logits.shape)
     if student[:-1] != teacher[:-1] or (same_vocab and student != teacher):

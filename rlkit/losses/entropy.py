@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlkit._util.tensors import carry_nan, check_float, check_mask, check_no_nan, masked, upcast
+from rlkit._util.tensors import carry_nan, check_float, check_logits, check_mask, check_no_nan, masked, upcast
 from rlkit.losses._inputs import check_alone, check_between, check_one_number, prepared
 from rlkit.types import Mask, Tokens
 
@@ -21,6 +21,7 @@ def entropy_from_logits(logits: Float[Tensor, "*shape V"], *, mask: Mask = None)
     A logit of -inf contributes 0. Memory: several copies of [*shape, V]; `rlkit.kernels` computes it without them.
     """
     check_float(logits=logits)
+    check_logits(logits=logits)
     check_mask(mask, positions=logits[..., 0])
     logits = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
     logp = logits.log_softmax(-1)

@@ -24,7 +24,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlkit._util.tensors import MAX_LOG_RATIO, bounded_exp, check_float, check_mask, check_same_shape, masked, upcast
+from rlkit._util.tensors import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    check_float,
+    check_logits,
+    check_mask,
+    check_same_shape,
+    masked,
+    upcast,
+)
 from rlkit.losses._inputs import check_at_least, check_one_number, prepared
 from rlkit.losses.ratios import token_gradient
 from rlkit.types import Mask, Tokens
@@ -170,6 +179,7 @@ def kl_from_logits(
     of [*shape, V]; call it on slices of the positions.
     """
     check_float(logits=logits, ref_logits=ref_logits)
+    check_logits(logits=logits, ref_logits=ref_logits)
     check_same_shape(logits=logits, ref_logits=ref_logits)
     check_mask(mask, positions=logits[..., 0])
     rows = None if mask is None else mask.unsqueeze(-1)

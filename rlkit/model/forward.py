@@ -323,11 +323,17 @@ def _check_no_dropout(model: Any) -> None:
 
     That of adapters alone (`rlkit.model.lora.dropping`) leaves the model in eval mode.
     """
-    for name, module in model.base_model.named_modules() if model.training else ():
+    if model.training and (name := next(dropping_layers(model), None)) is not None:
+        why = "log-probs of the same weights would differ from call to call"
+        raise ValueError(f"the model is in train mode and has dropout ({name}): {why}; call model.eval()")
+
+
+def dropping_layers(model: Any) -> Iterator[str]:
+    """The names of the layers below the head that drop in train mode."""
+    for name, module in model.base_model.named_modules():
         rates = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
         if any(isinstance(x, float) and x > 0 for key, x in rates.items() if key == "p" or "dropout" in key):
-            why = "log-probs of the same weights would differ from call to call"
-            raise ValueError(f"the model is in train mode and has dropout ({name}): {why}; call model.eval()")
+            yield name
 
 
 def _check_recomputed(model: Any) -> None:

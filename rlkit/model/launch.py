@@ -22,7 +22,7 @@ import torch
 from rlkit._util.files import base_of, is_adapter
 from rlkit._util.ranks import launched, rank, world_size
 from rlkit._util.text import printable
-from rlkit.model.forward import DTYPES, load_model
+from rlkit.model.forward import DTYPES, dropping_layers, load_model
 from rlkit.model.fp8 import blocks_of
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
 from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
@@ -223,6 +223,8 @@ def report_model(model: Any, *, dtype: str, name: str = "model") -> None:
     kinds += f"; {sum(p.numel() for p in held):,} parameters are held in {held[0].kind}" if held else ""
     source = source_of(model)
     kinds += "; its FP8 weights are dequantized" * (source.in_fp8 and not held)
+    drops = any(".lora_dropout" not in name for name in dropping_layers(model))
+    kinds += "; the dropout of its config is off" * (drops and trained > 0)
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
     where += f" and {world_size() - 1} other ranks" if world_size() > 1 else ""
     if rank() == 0:

@@ -272,3 +272,15 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
         check_same_tokens(ours, str(tmp_path / "more"))
     with pytest.raises(FileNotFoundError, match="no folder"):
         check_same_tokens(ours, str(tmp_path / "none"))
+
+
+def test_a_model_that_has_another_token_at_an_id_is_named(tmp_path, caplog):
+    """As a distilled model whose turns are marked by other control tokens at the ids of its base's."""
+    ours, theirs = tiny_tokenizer(), tiny_tokenizer()
+    ours.add_tokens(["<more>", "<last>"])
+    theirs.add_tokens(["<User>", "<last>"])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    check_same_tokens(ours, str(tmp_path))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("reads these ids as other tokens: 263 is '<User>' there and '<more>' in the trained model")
