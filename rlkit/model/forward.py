@@ -107,8 +107,9 @@ def load_model(
         # constants such as Gemma's scale, which fp32 does not round
         model, _ = read_pretrained(vision.auto_class(config), path, config, dtype=torch.float32, hold=True)
     if missing:
-        names = ", ".join(sorted(missing)[:5])
-        raise ValueError(f"model {str(path)!r} has no weights for {names}: is it a causal language model?")
+        names, fix = ", ".join(sorted(missing)[:5]), "is it a causal language model?"
+        fix = "if it has no head of its own, set tie_word_embeddings" if {*missing} == {"lm_head.weight"} else fix
+        raise ValueError(f"model {str(path)!r} has no weights for {names}: {fix}")
     if not train_vision:
         vision.freeze_tower(model)
     return prepare_model(resized(model, min_rows).to(device))

@@ -142,14 +142,14 @@ def load_adapter(
     except ValueError as error:
         reason = str(error).removeprefix("`lora_targets` ").partition("; choose")[0]
         raise ValueError(f"the adapter {str(folder)!r} does not fit {type(model).__name__}: {reason}") from None
-    _warn_of_lacking(model, file, {*layers})
+    _warn_of_others(model, file, {*layers})
     options = {"r": file.rank, "lora_alpha": file.alpha, "use_rslora": file.rslora, "lora_dropout": dropout}
     _inject(model, layers, experts, options | file.patterns, base)
     return fill_adapter(model, folder) if fill else model
 
 
-def _warn_of_lacking(model: Any, file: AdapterFile, layers: set[str]) -> None:
-    """Warn of layers that the config of an adapter names and its file lacks."""
+def _warn_of_others(model: Any, file: AdapterFile, layers: set[str]) -> None:
+    """Warn of layers that the config of an adapter names and its file lacks, and the other way round."""
     try:
         named = {*_chosen(model, file.named)[0]} if file.named else set()
     except (ValueError, TypeError, re.error):  # names of heads and of other models: the file alone says what it adapts
@@ -157,6 +157,9 @@ def _warn_of_lacking(model: Any, file: AdapterFile, layers: set[str]) -> None:
     if lacking := sorted(named - layers):
         said = f"{len(lacking)} of the {len(named)} layers that its target_modules name, as {lacking[0]}"
         log.warning("the adapter %r has no weights for %s: they stay without one", str(file.folder), said)
+    if others := sorted(layers - named if named else ()):
+        said = f"{len(others)} of its {len(layers)} layers, as {others[0]}: peft leaves those out, and they train here"
+        log.warning("the target_modules of the adapter %r do not name %s", str(file.folder), said)
 
 
 @torch.no_grad()

@@ -493,7 +493,9 @@ class Episodes:
     def _check_combine(self) -> None:
         """Refuse a way to combine rewards that does not suit them."""
         used = {name: weight for name, (_, weight) in self.rewards().items() if weight != 0}
-        refuse_if(self.combine != "sum" and len(used) < 2, f"`combine` {self.combine} is for several `reward`s")
+        refuse_if(
+            self.combine != "sum" and len(used) < 2, f"`combine` {self.combine} needs several functions of `reward`"
+        )
         apart = self.combine != "sum" and bool(self.reward_sources())
         refuse_if(
             apart, f"`combine` {self.combine} compares rewards of one row, and those of `reward` NAME=... have others"

@@ -77,7 +77,10 @@ def test_a_run_with_several_rewards_keeps_the_front(how, make_task, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"combine": "lexicographic", "reward": "a.py:f"}, "`combine` lexicographic is for several `reward`s"),
+        (
+            {"combine": "lexicographic", "reward": "a.py:f"},
+            "`combine` lexicographic needs several functions of `reward`",
+        ),
         ({"combine": "tchebycheff", "ideal": (1.0,)}, "`ideal` has 1 numbers: give one for each of the 2 rewards"),
         ({"ideal": (1.0, 1.0)}, "`ideal` is for `combine` tchebycheff"),
         (

@@ -239,6 +239,15 @@ def test_layers_that_the_config_names_and_the_file_lacks_are_told(options, base,
     assert (said in caplog.text) == (not options)
 
 
+def test_layers_of_the_file_that_its_config_does_not_name_are_told(base, tmp_path, caplog):
+    _, folder = by_peft(base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    load_policy(folder, ParallelArgs())
+    assert "do not name" not in caplog.text
+    edited(folder, target_modules=["q_proj"])
+    load_policy(folder, ParallelArgs())
+    assert "do not name 2 of its 4 layers, as model.layers.0.self_attn.v_proj: peft leaves those out" in caplog.text
+
+
 def test_no_pickle_of_an_adapter_is_read(base, tmp_path):
     _, folder = by_peft(base, tmp_path / "adapter", target_modules=["q_proj"])
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
