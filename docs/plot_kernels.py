@@ -101,7 +101,7 @@ def shapes(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def folded(title: str, table: str) -> str:
     """A table that a reader opens."""
-    return f"<details><summary>{title}</summary>\n\n{table}\n\n</details>"
+    return f'<details markdown="1"><summary>{title}</summary>\n\n{table}\n\n</details>'
 
 
 def gpu_table(shape: str, result: dict[str, Any]) -> tuple[str, str]:

@@ -93,8 +93,8 @@ def empty_optimizer_tensors(path: Path, model: nn.Module, optimizer: Optimizer, 
     if options is None or [*map(sorted, groups)] != [sorted(group["params"]) for group in options["groups"]]:
         raise ValueError(
             f"{path} was written with another optimizer: its parameters or parameter groups differ from the given "
-            "optimizer's; resume with the model and the flags of the run (--lora-rank, --lora-targets, --optimizer), or in Python "
-            "load with optimizer=None for the weights only"
+            "optimizer's; resume with the model and flags of the run (--lora-rank, --lora-targets, --optimizer), or in "
+            "Python load with optimizer=None for the weights only"
         )
     owners = {names[p]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     room = {}

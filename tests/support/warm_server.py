@@ -36,7 +36,7 @@ PRELOAD = (
     "rlkit.rollout.envs.gym", "rlkit.compat.recognise", "rlkit.rollout.envs.tools", "typeguard",
     "tyro._backends._argparse_formatter", "tyro.constructors._struct_spec_dataclass",
 )  # fmt: skip
-ABOVE = 200  # every number that a descriptor of a command has
+ABOVE = 200  # most numbers that a descriptor of a command has
 
 
 def serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ def forked(job: dict[str, Any], fds: list[int]) -> dict[str, Any]:
 
 def renumber(fds: list[int], numbers: list[int]) -> None:
     """Give the descriptors these numbers, one for each; an old number may be one of the new ones."""
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, ABOVE) for fd in fds]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max([ABOVE, *numbers]) + 1) for fd in fds]
     for fd in fds:
         os.close(fd)
     for fd, number in zip(high, numbers, strict=True):
@@ -80,7 +80,7 @@ def renumber(fds: list[int], numbers: list[int]) -> None:
 def become(job: dict[str, Any]) -> None:
     """Takes over the job's descriptors, session, folder, environment and arguments."""
     first, *others = job["fds"]
-    status = fcntl.fcntl(first, fcntl.F_DUPFD, ABOVE)
+    status = fcntl.fcntl(first, fcntl.F_DUPFD, max([ABOVE, *job["numbers"]]) + 1)
     os.close(first)
     renumber(others, job["numbers"])
     if job["terminal"]:
@@ -193,8 +193,11 @@ if __name__ == "__main__":
         importlib.import_module(module)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from rlkit.run.signals import keep_interrupt
+
     get_checkpoint_conversion_mapping("qwen3")  # kept by transformers, and read at each export
     keep()
+    keep_interrupt()
     read_flags()
     try_tiny_model()
     assert threading.active_count() == 1, "a forked child would lack the threads"
