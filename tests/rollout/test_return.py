@@ -268,6 +268,24 @@ def test_nothing_is_started_after_the_end(tmp_path: Path, server: process.Server
     assert not server.alive
 
 
+@pytest.mark.usefixtures("soon")
+async def test_a_request_that_reached_no_server_has_killed_none() -> None:
+    """Two servers that are away when it is sent: it is asked again once one is back."""
+    servers = [Restartable(), Restartable()]
+    for server in servers:
+        await server.start()
+    async with SGLang([server.url for server in servers], vocab_size=97, wait_s=60.0, tries=30) as engine:
+        true = await engine.generate([1, 2], params=PARAMS)
+        for server in servers:
+            await server.stop()
+        call = asyncio.ensure_future(engine.generate([1, 2], params=PARAMS))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        await servers[1].start()
+        assert (await asyncio.wait_for(call, 20)).ids == true.ids
+    await servers[1].stop()
+
+
 async def by_first_token(_prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
     return [replace(t, reward=float(t.ids[0] % 2)) for t in group]
 

@@ -41,6 +41,10 @@ class ReplicaError(EngineError):
         super().__init__(masked(message))
 
 
+class Unreached(ReplicaError):
+    """No connection was made: the server has not seen the request."""
+
+
 class Busy(ReplicaError):
     """A server did not take a request (408, 425, 429, 503): it may later, after `retry_after_s` seconds at least."""
 
@@ -85,13 +89,14 @@ class Http:
         except aiohttp.ClientPayloadError as error:
             raise ReplicaError(f"{url}: the reply was cut off ({error})") from error
         except aiohttp.ConnectionTimeoutError as error:
-            raise ReplicaError(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
+            raise Unreached(f"{url}: no connection within {CONNECT_TIMEOUT} s; is the server up?") from error
         except TimeoutError as error:
             fault = f"{masked(url)}: no reply within {timeout} s"
             raise TimeoutError(f"{fault}; the server hangs or the limit is low") from error
         except (aiohttp.ClientError, OSError) as error:
             problem = f"{url}: connection failed ({type(error).__name__}: {error})"
-            raise ReplicaError(f"{problem}; is the server up?") from error
+            kind = Unreached if isinstance(error, aiohttp.ClientConnectorError) else ReplicaError
+            raise kind(f"{problem}; is the server up?") from error
         return _parse(url, status, raw, after)
 
     async def patient(

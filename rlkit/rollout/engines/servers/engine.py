@@ -18,7 +18,7 @@ from rlkit.data.images import Image
 from rlkit.model.weights import AdapterStream, Payload, WeightStream
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.hosts import host_of, refuse_elsewhere
-from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, all_done
+from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, Unreached, all_done
 from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
@@ -412,7 +412,7 @@ class ServerEngine:
                 self._servers.forget(replica)
             except ReplicaError as error:
                 failures += 1
-                deaths += await self._serving.suspect(replica)
+                deaths += await self._serving.suspect(replica) and not isinstance(error, Unreached)
                 if failures >= self._tries or deaths > 1:  # whatever kills two servers must not see a third
                     last = str(error)[:2000]  # of what a server replied
                     raise ReplicaError(f"generation failed {failures} times, the last time: {last}") from error
