@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, log
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ UNUSUAL = (
 
 def warn_of_unusual(flags: Mapping[str, Any], *, num_rows: int | None = None) -> None:
     """Log a line for each value that is hardly ever meant; `num_rows` is the size V of the vocabulary, if known."""
+    warnings.filterwarnings("ignore", "clip_.*: of a distance from 1", UserWarning)  # of the loss: said here
     values = {"adapter": None, **flags, "uniform": inf if num_rows is None else log(num_rows)}
     for flag, where, says in UNUSUAL:
         given = values.get(flag)
