@@ -10,10 +10,13 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from itertools import chain, product
+from typing import Any, NamedTuple
 
+from rlkit._util.untrusted import loads
 from rlkit.data.load import FromText, Row, Rows, column_error, place_of
-from rlkit.data.schema import ASKED, FOR_REWARDS, LABELS, OF_MESSAGES, RESPONSES
+from rlkit.data.schema import ASKED, FOR_REWARDS, GOLD, LABELS, OF_MESSAGES, OF_TEMPLATE, PAIRED, RESPONSES
 
 MEDIA = (
     "videos", "video", "audios", "audio", "image_url", "image_urls", "input_audio", "pixel_values", "multi_modal_data",
@@ -25,7 +28,19 @@ _IDENTITY = re.compile(
     r"|__index_level_\d+__|Unnamed: 0|"  # the index of pandas, in its own files without a name
     r"meta(data)?|ability|(created|updated)(_at)?|timestamp"
 )  # say where a row is from
+SCORES = ("score", "rating", "reward", "avg_rating")
+GOOD, BAD = "chosen|preferred|accepted|better|good|winner", "rejected|dispreferred|worse|bad|loser"
+_VERDICT = re.compile(rf"{GOOD}|{BAD}", re.IGNORECASE)
+_NO = re.compile(BAD, re.IGNORECASE)
+_YES = re.compile(rf"(is_)?({GOOD}|correct|valid|verified|passed|approved)", re.IGNORECASE)  # a key that is to be true
+_PAIRS = product(("{}_{}", "{}-{}", "{1}_{0}"), SCORES)
+OF_PAIRS = [tuple(form.format(side, score) for side in PAIRED) for form, score in _PAIRS]
+_SCORED = {*SCORES, *chain(*OF_PAIRS)}
+_SUBJECT = re.compile(r"source|(source_|page_)?url|hash|index|timestamp")  # or what a task is about
 _SENTENCE = 6  # words: no name of a source is that long
+_FEW = 3  # words: a name may have two
+_ASKS = 200  # characters: a shorter prompt has no room for a page that it asks about
+_SHARED = 20  # rows: fewer of one prompt may be samples of it
 _MEDIA_FILE = re.compile(
     r"\S+\.(jpe?g|png|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|pdf)", re.IGNORECASE
 )
@@ -36,9 +51,11 @@ _KNOWN = (
     "reasoning_content", "reasoning", "thinking",
 )  # fmt: skip
 _KINDS = re.compile(r"source|split|license|dataset(_name)?|ability")  # columns with few values
+_NAMES = re.compile(r".*(title|author|name|date|time)s?")  # texts of several words that say where a row is from
 _MOST = 6  # names in a line
 _BEFORE = ("context", "passage", "article", "story", "paragraph", "numbers", "nums")  # what a question is about
 _AFTER = ("choices", "options", "endings", "answer_choices")
+_TOLD = {*ASKED, *OF_TEMPLATE, *_BEFORE, *_AFTER}  # keys of what a model is told
 
 _log = logging.getLogger("rlkit.data")
 
@@ -141,10 +158,32 @@ def refuse_flags(row: Row, place: str) -> None:
             raise column_error(place, fault, row, f"; {fix} --rename {name} OTHER")
 
 
-def is_unknown_key(key: Any, value: Any) -> bool:
-    """Whether neither every template nor rlkit reads this key of a message, and its value could matter."""
-    is_read = key in _KNOWN or key in FLAGS or (_IDENTITY.fullmatch(str(key)) and not _is_content(value))
-    return not is_read and not is_empty(value)
+def unknown_keys(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys of a message that neither every template nor rlkit reads, and whose values could matter.
+
+    With each its name, or the name of what matters in its object: ("metadata", "metadata.train").
+    """
+    about = str(message.get("content")) if message.get("role") == "user" else ""
+    for key, value in message.items():
+        name, url = str(key), str(key).endswith("url")
+        if key in _KNOWN or key in FLAGS or is_empty(value):
+            continue
+        if not _IDENTITY.fullmatch(name) or (url and str(value) not in about and _is_about(name, about)):
+            yield key, name
+        else:
+            yield from ((key, path) for path, leaf in _leaves(value, name) if _matters(path, leaf))
+
+
+class _Note(NamedTuple):
+    """A value that says where a row is from. `text`: of several words, or of a kind. Of one that a task may be about:
+    the row's prompt and answer, as hashes, whether the answer is short, and the prompt about a value of this name."""
+
+    value: int
+    text: bool
+    asked: int = 0
+    answer: int = 0
+    short: bool = False
+    about: bool = False
 
 
 class Unused:
@@ -153,7 +192,8 @@ class Unused:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self._found: dict[tuple[str, str], dict[tuple[Any, ...], None]] = {}  # (file, kind) -> names
-        self._spaced: dict[tuple[str, str], tuple[set[int], int]] = {}  # (file, column) -> texts, rows
+        self._notes: dict[tuple[str, str], list[_Note]] = {}  # (file, column) -> its values
+        self._inner: dict[tuple[str, str], set[str]] = {}  # (file, key in a column) -> verdicts and scores
         self._marked: dict[tuple[str, str], list[tuple[int, str]]] = {}  # (file, how) -> rows with control tokens
         self._verdicts: dict[str, Counter[str]] = {}  # column -> how often each value is there
 
@@ -167,15 +207,18 @@ class Unused:
         """
         raw, used, file = getattr(row, "own", row), {*used}, self._file(index)
         columns = self._found.setdefault((file, "column"), {})
+        bad = bool(answers) and any(truth(raw.get(name)) is False for name in LABELS)
+        prompt = "" if bad or row.get("images") else "\n".join(asked)
+        said = answers or [str(gold) for gold in map(raw.get, GOLD) if not is_empty(gold)][:1]
         for name, value in raw.items():
             if type(value) is bool or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
                 self._verdicts.setdefault(name, Counter())[str(value).lower()] += 1
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
-            if _IDENTITY.fullmatch(name) and not any(
-                _is_content(text) and not is_copied(text, [*asked, *answers]) for text in _leaves(value)
-            ):
-                self._note_text(file, name, value)
+            if _IDENTITY.fullmatch(name):
+                for path, leaf in _leaves(value, name):
+                    if not (is_copied(leaf, asked, 1) or is_copied(leaf, answers)):
+                        self._note(file, path, leaf, prompt, said)
                 continue
             shortest = 1 if name in _TEXTS else _COPY
             same = name not in ASKED and len(str(value)) >= _COPY and str(value).strip() in map(str.strip, answers)
@@ -197,12 +240,18 @@ class Unused:
             return ""
         return self._rows.source or self._rows.places[index].rpartition(", ")[0]
 
-    def _note_text(self, file: str, name: str, value: Any) -> None:
-        """Count the different texts in a column that says where a row is from: of several words, or of a kind."""
-        texts, num = self._spaced.get((file, name), (set(), 0))
-        if isinstance(value, str) and (" " in value.strip() or (_KINDS.fullmatch(name) and value.isalpha())):
-            texts.add(hash(value))
-        self._spaced[file, name] = texts, num + 1
+    def _note(self, file: str, path: str, value: Any, prompt: str, answers: Sequence[str]) -> None:
+        """Note a value of a column that says where a row is from, or of a key in it (`path`: "metadata.accepted")."""
+        key = path.rpartition(".")[2] if "." in path else ""
+        verdict = key and (type(value) is bool or (isinstance(value, str) and _VERDICT.fullmatch(value)))
+        if verdict:
+            self._verdicts.setdefault(path, Counter())[str(value).lower()] += 1
+        if _matters(path, value):
+            self._found[file, "column"]["column", path] = None
+        elif verdict or key in _SCORED:
+            self._inner.setdefault((file, path), set()).add(str(value))
+        else:
+            self._notes.setdefault((file, path), []).append(_noted(path, value, prompt, answers))
 
     def _report_markup(self) -> None:
         for (file, place), pairs in self._marked.items():
@@ -220,9 +269,9 @@ class Unused:
         `where` says what a column that is reported is not part of.
         """
         self._report_markup()
-        for (file, name), (texts, num) in self._spaced.items():
-            if len(texts) > 1 and 2 * len(texts) > num:  # another text in every row is part of a task
-                self._found.setdefault((file, "column"), {})["column", name] = None
+        named = [*(place for place, notes in self._notes.items() if _is_subject(notes))]
+        for file, name in [*named, *(place for place, values in self._inner.items() if len(values) > 1)]:
+            self._found.setdefault((file, "column"), {})["column", name] = None
         for noun, fact in (
             ("column", f"not part of {where}"),
             ("message key", "not written by the chat template"),
@@ -265,15 +314,83 @@ def _is_content(value: Any) -> bool:
     return len(value.split()) >= _SENTENCE or _MEDIA_FILE.fullmatch(value.strip()) is not None
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """The value, or the values in its lists and objects but for those that are answers by name."""
+def _matters(path: str, value: Any) -> bool:
+    """Whether a value is a text or medium, in an object also what a model is told, or says that a row is no good."""
+    column, _, key = path.rpartition(".")
+    if not column or not isinstance(value, str):
+        refused = (key in FLAGS and truth(value) is False) or (value is False and _YES.fullmatch(key))
+        return _is_content(value) or bool(column and refused)
+    told = key in _TOLD and not re.fullmatch(r"[\w.:/-]*", value)
+    return _is_content(value) or told or _NO.fullmatch(value) is not None
+
+
+def _noted(path: str, value: Any, prompt: str, answers: Sequence[str]) -> _Note:
+    """What is noted of a value of a column, or of a key in it. `prompt`: "" for one that is not to be compared."""
+    column, _, key = path.rpartition(".")
+    text = value.strip() if isinstance(value, str) else ""
+    if column:
+        named = _IDENTITY.fullmatch(key) or _NAMES.fullmatch(key) or re.search(r"\d", text)
+        return _Note(hash(text), not named and len(re.findall(r"[^\W\d_]{2,}", text)) >= _FEW)
+    several = " " in text or (_KINDS.fullmatch(path) is not None and text.rstrip(".!?…").isalpha())
+    if not _SUBJECT.fullmatch(path) or not prompt or is_copied(str(value), [prompt], 1):
+        return _Note(hash(text), several)
+    short = all(len(answer.split()) < _SENTENCE for answer in answers)
+    about = path != "source" and _is_about(path, prompt)
+    return _Note(hash(str(value)), several, hash(prompt) if answers else 0, hash((*answers,)), short, about)
+
+
+def _is_subject(notes: Sequence[_Note]) -> bool:
+    """Whether most values of a column differ, and are texts, or what the tasks of their rows are about.
+
+    They are where most prompts name such a value, or one prompt has several answers and values; but not where these
+    answers are long, and may be samples, unless many rows have that prompt.
+    """
+    most = max(1.0, len(notes) / 2)
+    if len({note.value for note in notes if note.text}) > most:
+        return True
+    if len({note.value for note in notes if note.asked or note.about}) <= most:
+        return False
+    groups: dict[int, list[_Note]] = {}
+    for note in notes:
+        groups.setdefault(note.asked, []).append(note)
+    groups.pop(0, None)
+    several = [of for of in groups.values() if len({n.value for n in of}) > 1 < len({n.answer for n in of})]
+    shared = sum(len(of) for of in several if len(of) >= _SHARED or all(note.short for note in of))
+    return shared > most or sum(note.about for note in notes) > most
+
+
+def _is_about(name: str, prompt: str) -> bool:
+    """Whether a prompt, a short one, asks about a value of this name."""
+    word = r"urls?|this (page|link|site|website|article)" if name.endswith("url") else f"{name}(s|es)?"
+    return len(prompt) < _ASKS and re.search(rf"\b({word})\b", prompt, re.IGNORECASE) is not None
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The value, or those in its lists and objects and in JSON text, but for answers by name, with the keys to each."""
+    value = _object_of(value)
     if isinstance(value, Mapping):
-        value = [item for key, item in value.items() if key not in FOR_REWARDS]
-    if isinstance(value, list | tuple):
+        for key, item in value.items():
+            if key not in FOR_REWARDS:
+                yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+            yield from _leaves(item, path)
+    elif not is_empty(value):
+        yield path, value
+
+
+def objects_in(row: Row) -> list[Mapping[str, Any]]:
+    """The row, and the objects, or their JSON text, in its columns that are neither a prompt nor an answer."""
+    inner = [_object_of(value) for name, value in row.items() if name not in FOR_REWARDS and name not in ASKED]
+    return [row, *(value for value in inner if isinstance(value, Mapping))]
+
+
+def _object_of(value: Any) -> Any:
+    """The object of a JSON text; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        with suppress(ValueError):
+            return loads(value)
+    return value
 
 
 def is_copied(value: Any, texts: Sequence[str], shortest: int = _COPY) -> bool:

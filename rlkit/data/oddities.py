@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 from rlkit.data import columns
@@ -23,11 +23,10 @@ from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYS
 
 _log = logging.getLogger("rlkit.data")
 _LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
-    r"[\W_]*(?:(chosen|preferred|accepted|better|good|winner)|(rejected|dispreferred|worse|bad|loser))"
+    rf"[\W_]*(?:({columns.GOOD})|({columns.BAD}))"
     r"(?: (?:response|answer|completion))?[\s*]*[:\])>]",
     re.IGNORECASE,
 )
-_SCORES = ("score", "rating", "reward", "avg_rating")
 _NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
 
 
@@ -64,7 +63,8 @@ def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Conver
     """Log labels of which a column of scores says the reverse throughout."""
     numbers: dict[bool | None, list[tuple[int, float]]] = {True: [], False: [], None: []}
     for index, (form, row) in enumerate(read):
-        score = next((x for x in map(row.own.get, _SCORES) if type(x) in (int, float)), None)
+        scores = (of.get(name) for of in columns.objects_in(row.own) for name in columns.SCORES)
+        score = next((x for x in scores if type(x) in (int, float)), None)
         if form is LABELLED and score is not None:
             numbers[columns.truth(row.get("label"))].append((index, score))
     good, bad = numbers[True], numbers[False]
@@ -219,12 +219,13 @@ def _only_system(row: Converted) -> bool:
     return bool(said) and all(message.get("role") in SYSTEM for message in said)
 
 
-def _scored_less(row: Row) -> bool:
+def _scored_less(row: Converted) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
-    for form, score in product(("{}_{}", "{}-{}", "{1}_{0}"), _SCORES):
-        with suppress(ValueError):
-            chosen, rejected = (float(str(row.get(form.format(side, score)))) for side in PAIRED)
-            return chosen < rejected
+    for of in columns.objects_in(row.own):
+        for names in columns.OF_PAIRS:
+            with suppress(ValueError):
+                chosen, rejected = (float(str(of.get(name))) for name in names)
+                return chosen < rejected
     with suppress(ValueError):
         return float(str(row.get("margin"))) < 0
     return False

@@ -75,7 +75,7 @@ def read_rows(
         used |= {*also, *(IMAGE_COLUMNS if row.get("images") else ())}
         if form is PROMPT:
             used |= {*FOR_REWARDS, "seed"}  # an environment reads that one
-        unused.add(index, row, used, [*asked, *results], answers, of_row.lost)
+        unused.add(index, row, used, [x.replace(PLACE, MARK) for x in (*asked, *results)], answers, of_row.lost)
         if len(turns) % 1000 == 0:
             _progress.info("rendering: %d of %d rows", len(turns), len(rows))
     where = {PROMPT: "the prompt (rewards see all columns)", TEXT: "the text"}.get(form, "the prompt or the response")

@@ -37,6 +37,7 @@ TABLE = (
     Column("answer", "answer", gold=True),
     Column("ground_truth", "gold", gold=True),
     Column("solution", "answer", gold=True),
+    *(Column(f"{which}_answer", "gold", gold=True) for which in ("expected", "final", "correct", "reference")),
     Column("label", "label", (LABEL,), gold=True),
     Column("gt_answer", "gold", gold=True),
     Column("reward_model", "gold", gold=True),

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlkit.data import columns
@@ -431,11 +432,11 @@ def _check_calls(message: Message, place: str) -> None:
 
 def _without_each(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each unknown key of a message and of its calls ("tool_calls.KEY"), and the message without it."""
-    for key in [key for key, value in message.items() if columns.is_unknown_key(key, value)]:
-        yield key, {name: value for name, value in message.items() if name != key}
+    for key, path in [*columns.unknown_keys(message)]:
+        yield path, {name: value for name, value in message.items() if name != key}
     calls = message.get("tool_calls") or ()
-    every = [item for call in calls for item in (*call.items(), *call["function"].items())]
-    for key in dict.fromkeys(k for k, value in every if k not in _OF_CALLS and columns.is_unknown_key(k, value)):
+    every = [columns.unknown_keys(of) for call in calls for of in (call, call["function"])]
+    for key in dict.fromkeys(key for key, _ in chain(*every) if key not in _OF_CALLS):
         without = [
             {k: {n: v for n, v in item.items() if n != key} if k == "function" else item for k, item in call.items()}
             for call in ({k: item for k, item in call.items() if k != key} for call in calls)

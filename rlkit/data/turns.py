@@ -272,8 +272,8 @@ def _response(row: Converted, place: str, template: Template, *, names: Sequence
         context = prompt_messages(row, system_prompt=template.system_prompt, place=place)
         start = len(context) - len(messages)
         return _turns(context, [start + end for end in ends if start + end], place, template)
-    unknown = [key for key, value in messages[-1].items() if columns.is_unknown_key(key, value)]
-    template.lost.update({("message key", key, "response"): None for key in unknown})
+    unknown = columns.unknown_keys(messages[-1])
+    template.lost.update({("message key", path, "response"): None for _, path in unknown})
     prompt, asked = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
     template.refuse_markup(response, f"{place}: a response")
     turn = None if begins_answer(asked) else _answered(asked, response, place, template)

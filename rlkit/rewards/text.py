@@ -310,7 +310,8 @@ _WIDE = str.maketrans("\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uf
 def gold_answer(row: Mapping[str, Any]) -> Any | None:
     """The gold answer of a row as it is written there, or None: the first of these columns that is there and not empty.
 
-        answer, ground_truth, solution, label, gt_answer, reward_model.ground_truth (verl's Parquet files)
+        answer, ground_truth, solution, expected_answer, final_answer, correct_answer, reference_answer, label,
+        gt_answer, reward_model.ground_truth (verl's Parquet files)
 
     >>> gold_answer({"answer": None, "reward_model": {"ground_truth": "72"}})
     '72'

@@ -69,7 +69,7 @@ FORMS = {  # two pictures before a text
     "TRL, Pillow": lambda a, b: {"prompt": [user("What?")], "images": [Pillow.open(a), Pillow.open(b)]},
     "verl": lambda a, b: {
         "data_source": "x", "prompt": [user("<image><image>What?")], "reward_model": {"ground_truth": "1"},
-        "images": [{"bytes": Path(a).read_bytes()}, {"path": b}],
+        "images": [{"bytes": Path(a).read_bytes()}, {"path": b}], "extra_info": {"question": "<image><image>What?"},
     },
     "OpenAI": lambda a, b: {"messages": [user([url(Path(a)), url(Path(b)), TEXT])]},
     "Qwen": lambda a, b: {"messages": [user([part(a), part(f"file://{b}"), TEXT])]},
@@ -82,6 +82,7 @@ def test_every_form_is_the_same_prompt(form, pictures, made, caplog):
     row = FORMS[form](*map(str, pictures))
     (prompt, _), _ = rl_prompts(read([row, row]), **made, max_prompt_tokens=99)
     assert "placeholder" not in caplog.text  # each mark has its picture
+    assert "extra_info" not in caplog.text
     tokenizer = made["tokenizer"]
     text = "<|im_start|>user\n"
     text += "".join(f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (6, 4))

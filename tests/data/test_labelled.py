@@ -153,7 +153,8 @@ REVERSED = "rows that have the label true and a lower score than all that have f
         ((None, 8, "1", 2), f"kept 1 of 1 {REVERSED}row 4 (2)"), ((1, 8, 9, 2), ""), ((8, 8, None, None), ""),
     ],
 )  # fmt: skip
-def test_labels_that_all_scores_contradict_are_named(caplog, scores, line):
-    rows = [{"prompt": f"p{i}", "response": "yo", "label": i > 1, "score": x} for i, x in enumerate(scores)]
+@pytest.mark.parametrize("inside", [dict, lambda of: {"metadata": of}])
+def test_labels_that_all_scores_contradict_are_named(caplog, scores, line, inside):
+    rows = [{"prompt": f"p{i}", "response": "yo", "label": i > 1, **inside({"score": x})} for i, x in enumerate(scores)]
     examples(*rows)
     assert [x for x in caplog.messages if "lower score" in x] == [line] * bool(line)

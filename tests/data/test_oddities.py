@@ -749,7 +749,7 @@ def test_prompts_of_a_system_message_alone_are_named(said):
 
 BOXED = "We add.\n\n$\\boxed{{{0}}}$."
 TWO = (
-    "have gold answers that differ, of which rewards read the first (answer, ground_truth, solution, label, gt_answer, "
+    "have gold answers that differ, of which rewards read the first (answer, ground_truth, solution, expected_answer, "
 )
 
 

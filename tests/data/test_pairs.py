@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -107,12 +108,13 @@ SCORES = ["chosen_score rejected_score", "score_chosen score_rejected", "chosen-
 SCORES += ["chosen_avg_rating rejected_avg_rating"]
 
 
+@pytest.mark.parametrize("inside", [dict, lambda of: {"metadata": of}, lambda of: {"info": json.dumps(of)}])
 @pytest.mark.parametrize("names", [*map(str.split, SCORES)])
-def test_pairs_whose_scores_contradict_them_are_named_once(caplog, names):
+def test_pairs_whose_scores_contradict_them_are_named_once(caplog, names, inside):
     pair = {"prompt": "hi", "chosen": "yo", "rejected": "no!"}
     scores = [(2, 1.5), (1, 9), ("1", "1.5"), (None, 3), ("a", "b"), (1, 1)]
     with caplog.at_level(logging.WARNING, logger="rlkit.data"):
-        assert pairs(*({**pair, **dict(zip(names, each, strict=True))} for each in scores))[1] == 0
+        assert pairs(*({**pair, **inside(dict(zip(names, each, strict=True)))} for each in scores))[1] == 0
     assert [line for line in caplog.messages if "score for" in line] == [
         "kept 2 of 6 pairs that have a lower score for the chosen response than for the rejected one: row 2, row 3"
     ]

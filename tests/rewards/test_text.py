@@ -95,13 +95,15 @@ def test_the_gold_answer_of_each_librarys_rows():
         {"ground_truth": 0, "label": 5},
         {"problem": "q", "solution": "$5$"},  # AI-MO/NuminaMath
         {"label": "5", "reward_model": {"ground_truth": "6"}},
+        {"label": 1, "expected_answer": "4"},  # nvidia/OpenMathReasoning, beside a level
+        {"label": 0, "correct_answer": "mesophilic organisms"},  # allenai/sciq
         {"gt_answer": ["5", "6"]},  # ColossalAI
         {"answer": None, "reward_model": {"style": "rule", "ground_truth": "72"}},  # verl
         {"answer": None, "reward_model": "served"},
         {},
     ]
     assert [gold_answer(row) for row in rows] == [
-        "So 70 + 2 = 72.\n#### 72", 0, "$5$", "5", ["5", "6"], "72", None, None,
+        "So 70 + 2 = 72.\n#### 72", 0, "$5$", "5", "4", "mesophilic organisms", ["5", "6"], "72", None, None,
     ]  # fmt: skip
 
 

@@ -244,6 +244,23 @@ def test_a_row_at_which_the_trainers_stop_is_in_every_verdict(command, task, at,
     assert (f"line {2 if at == 0 else 1}, as rlkit sft reads it" in out) == bool(model)
 
 
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({name: f"\n\nHuman: Hi\n\nAssistant: {name}" for name in ("chosen", "rejected")}, "--no-chat-template"),
+        ({"Messages": [{"role": "user", "content": "Hi"}]}, "--rename Messages messages"),
+    ],
+)  # fmt: skip
+def test_a_file_that_no_command_reads_gets_the_fix_of_the_trainers(command, task, row, fix):
+    (task / "some.jsonl").write_text(json.dumps(row))
+    ended, out = command("some.jsonl", "--model", "model")
+    assert ended == 1
+    line = re.search(r"^  rlkit dpo, reward_model  +(.*)$", out, re.MULTILINE)[1]
+    assert line.startswith("no: some.jsonl, line 1: ")
+    assert fix in line
+    assert "columns found" not in line
+
+
 def test_a_file_of_which_nothing_is_left_is_a_no(command, task):
     rows = [{"prompt": "p", "chosen": "x", "rejected": "x"}] * 3
     (task / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

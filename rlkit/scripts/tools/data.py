@@ -113,7 +113,7 @@ def _main(args: Args) -> None:
     pairs = reading["dpo"].lengths is not None  # which kto reads alike
     reading["kto"] = reading["dpo"] if pairs else reading_of(args, data, rows, tokenizer, "kto")
     for name, title in (("grpo", "grpo, ppo"), ("sft", "sft"), ("dpo", "dpo, reward_model"), ("kto", "kto")):
-        say(f"  rlkit {title:18} {reading[name].verdict}")
+        say(f"  rlkit {title:18} {verdict_of(reading, name)}")
     reading["reward_model"] = reading["dpo"]
     command: str = args.script or max(("dpo", "kto", "sft", "grpo"), key=lambda name: reading[name].fits)
     if not args.script and (command == "grpo" or not reading[command].fits) and any(map(_is_answered, rows[:_SEEN])):
@@ -196,6 +196,7 @@ class Reading(NamedTuple):
     lengths: of the examples; None where the command refuses the file.
     said: the warnings.
     read: the examples of some rows (see `renderer`), and how many rows are dropped.
+    fix: what the command says to do where the file lacks its columns.
     """
 
     verdict: str
@@ -203,6 +204,12 @@ class Reading(NamedTuple):
     lengths: list[int] | None
     said: list[logging.LogRecord]
     read: Callable[..., tuple[list[Item], int]]
+    fix: str = ""
+
+
+def verdict_of(reading: dict[str, Reading], command: str) -> str:
+    """The verdict of a command, with what to do where none reads the file."""
+    return reading[command].verdict + reading[command].fix * (not any(view.fits for view in reading.values()))
 
 
 def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) -> Reading:
@@ -246,9 +253,9 @@ def reading_of(args: Args, data: Data, rows: Any, tokenizer: Any, command: str) 
     except ValueError as error:
         few = some_rows(rows, range(min(len(rows), _SEEN)))
         good = [] if isinstance(error, NothingLeft) else checked(few, read)[0]
-        why = " ".join(str(error).split()).partition("; columns found")[0]
+        why, _, rest = " ".join(str(error).split()).partition("; columns found: ")
         form = f"{form_of(data, few, command, *good)}, but not all rows" if good else "no"
-        return Reading(f"{form}: {why}", len(good) / len(few), None, said, read)
+        return Reading(f"{form}: {why}", len(good) / len(few), None, said, read, "".join(rest.partition("; ")[1:]))
     finally:
         logger.filters = before
 
