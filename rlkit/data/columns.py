@@ -40,6 +40,7 @@ _SUBJECT = re.compile(r"source|(source_|page_)?url|hash|index|timestamp")  # or 
 _SENTENCE = 6  # words: no name of a source is that long
 _FEW = 3  # words: a name may have two
 _ASKS = 200  # characters: a shorter prompt has no room for a page that it asks about
+_COMPARED = 10_000  # rows of a file whose provenance is compared: all of a large one would fill the memory
 _SHARED = 20  # rows: fewer of one prompt may be samples of it
 _MEDIA_FILE = re.compile(
     r"\S+\.(jpe?g|png|gif|webp|bmp|tiff?|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|pdf)", re.IGNORECASE
@@ -250,8 +251,8 @@ class Unused:
             self._found[file, "column"]["column", path] = None
         elif verdict or key in _SCORED:
             self._inner.setdefault((file, path), set()).add(str(value))
-        else:
-            self._notes.setdefault((file, path), []).append(_noted(path, value, prompt, answers))
+        elif len(notes := self._notes.setdefault((file, path), [])) < _COMPARED:
+            notes.append(_noted(path, value, prompt, answers))
 
     def _report_markup(self) -> None:
         for (file, place), pairs in self._marked.items():
