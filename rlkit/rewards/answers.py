@@ -74,6 +74,12 @@ def answers(gold: str) -> list[str]:
     return [*dict.fromkeys([gold, *short, gold.strip().lower()])]
 
 
+def lowered(gold: str) -> str:
+    """A gold answer in lower case, where it is written otherwise; else empty."""
+    lower = gold.strip().lower()
+    return lower if lower != gold.strip() else ""
+
+
 def short(gold: str, *, mathematics: bool = False) -> str:
     """The answer that a gold answer ends with, where it is a longer text, or the first of a list's text; else empty.
 

@@ -222,6 +222,12 @@ MISTAKES = {
     "within another number, at the solution's end": (
         "return float(row['answer'].split('#### ')[1].replace(',', '') in completion.replace(',', ''))", BAGS,
         "~gives 1 to '97119', as much as to '711 bags"),
+    "a gold answer in lower case": (
+        "return float(completion.strip() == row['answer'].lower())", PARIS,
+        "~gives 1 to 'paris' and 0 to 'Paris', the gold answer of line 1: right if a completion is to be in lower case; else"),
+    "a gold answer in lower case, of another row": (
+        f"{TAG}return float(bool(m) and m[1] == row['answer'].lower())", [YES[0], *PARIS],
+        "~gives 1 to '<result>paris</result>' and 0 to '<result>Paris</result>', the gold answer of line 2"),
     "no sign, of another row": (
         "n, gold = (re.findall(r'\\d+', x) for x in (completion, row['answer']))\nreturn float(n[-1:] == gold[-1:])",
         [{"prompt": "p", "answer": x} for x in ("12", "-5", "72")], "~gives 1 to '5', as much as to '-5', the gold answer of line 2"),
@@ -567,8 +573,9 @@ def test_of_another_row_little_is_tried(tmp_path):
         return float(completion.strip() == row["answer"])
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
-    assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 14  # wrong answers near the first, those of other rows, a long one
+    assert calls[6:9] == ["Paris"] * 3  # in lower case and not; row 1 has three texts, twice
+    assert calls[9:12] == ["Paris"] * 3  # the longest, and the first with a capital
+    assert calls[12:] == ["yes"] * 14  # wrong answers near the first, those of other rows, a long one
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):
