@@ -22,7 +22,9 @@ _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
     "[deleted]", "[removed]", "<noinput>", "<nooutput>", "TODO", "TBD", "FIXME", "PLACEHOLDER",
 }  # fmt: skip
-_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>", "PLACEHOLDER"}  # which may be right
+_MAY_BE_GOLD = {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>", "PLACEHOLDER"}
+_NO_GOLD = _MISSING - _MAY_BE_GOLD | {"proof", "notfound"}  # of NuminaMath
+_SELDOM_GOLD = {"None", "null", "NULL", "proof"}  # of one row
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
 _ESCAPED = re.compile(  # \n is no command of LaTeX
     r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
@@ -133,10 +135,16 @@ def _given_away(golds: Sequence[str]) -> Sequence[str]:
 
 
 def _missing_golds(golds: Sequence[str]) -> Sequence[str]:
-    """The golds that stand for a missing value, some of them, where the others differ: one of a few may be a class."""
-    others = [gold for gold in golds if gold and gold not in _NO_GOLD]
-    notes = [repr(gold) * (gold in _NO_GOLD and 2 * len({*others}) > len(others)) for gold in golds]
-    return _mostly(notes, 0.01) if len(golds) >= SOME else []
+    """The golds that stand for a missing value. Those that may be right, where the others differ (one of a few may be a
+    class): some of them, or any beside another kind."""
+    others, kinds = [gold for gold in golds if gold and gold not in _NO_GOLD], {*golds} & _NO_GOLD
+    differ = 2 * len({*others}) > len(others)
+    if differ and len(kinds) > 1:
+        kinds |= _MISSING | {"NA"}
+    elif not (kinds := kinds - _SELDOM_GOLD):
+        notes = [repr(gold) * (gold in _NO_GOLD and differ) for gold in golds]
+        return _mostly(notes, 0.01) if len(golds) >= SOME else []
+    return [repr(gold) * (gold in kinds) for gold in golds]
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:

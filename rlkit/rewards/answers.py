@@ -112,7 +112,7 @@ def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
         return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits)), "nan", within]
     if re.fullmatch(r"\d+\.\d+", digits):
         whole, _, rest = digits.partition(".")
-        parts = sign + whole, rest, digits, f"{sign}1{digits}"
+        parts = [sign + whole, rest, digits, f"{sign}1{digits}"]
         far = [x for x in parts if abs(float(x) - float(sign + digits)) > 0.1 * float(digits)]  # of any tolerance
         return [*dict.fromkeys([sign + digits.replace(".", ""), "nan", *far])]
     if re.fullmatch(r"-?\d[\d.]*(, ?-?\d[\d.]*){2,}", gold):

@@ -624,7 +624,15 @@ def test_gold_answers_that_stand_for_a_missing_value_are_named(said):
     for text in ("None", "nan", "null"):
         (line,) = said(*rows(*numbers, *[text] * 4), road="prompts")
         assert line.startswith("kept 4 of 12 rows that have a gold answer that stands for a missing value: row 9 ('")
+    for golds, note in (
+        (("Paris", "nan"), "kept 1 of 2"), (("Paris", "NA", "nan", "None", "N/A", "TODO", "Rome"), "kept 5 of 7"),
+        (("4", "proof", "notfound", "6"), "kept 2 of 4"), ((*["good", "bad", "None"] * 4, "NaN"), "kept 1 of 13"),
+        ((*numbers, *["proof"] * 4), "kept 4 of 12"),
+    ):  # fmt: skip
+        (line,) = said(*rows(*golds), road="prompts")
+        assert line.startswith(f"{note} rows that have a gold answer that stands for a missing value: row ")
     for ordinary in (
+        rows("4", "proof", "6"), rows("4", "NA", "unknown", "None"), rows(*["good", "bad", "None", "null"] * 3),
         rows(*numbers, "None"), rows(*["N/A"] * 4, *numbers), rows(*["Hate", "Offensive", "None"] * 5),
         rows(*numbers, *["None"] * 4, prompt="What does f({}) print here?"),
     ):  # fmt: skip
