@@ -668,6 +668,18 @@ def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
     assert "the row has no column 'gold'" in capsys.readouterr().out
 
 
+def test_rlkit_data_does_not_take_the_row_of_a_function_for_its_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, ROWS)
+    for parameter, said in (("tokenizer", "columns of the data are row['NAME']"), ("answer=''", "read row['answer']")):
+        spec_of(tmp_path, f"def f(completion, row, {parameter}):\n    return 1.0\n")
+        with pytest.raises(SystemExit):
+            cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
+        told = "".join(capsys.readouterr())
+        assert said in told
+        assert "--row" not in told
+
+
 def test_rlkit_data_names_a_random_reward(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, ROWS)
