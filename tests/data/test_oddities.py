@@ -775,6 +775,17 @@ TWO = (
         ({"answer": "1/2", "solution": "0.5"}, ""), ({"answer": "x = 2", "solution": "Thus x = 3."}, ""),
         ({"answer": "5", "solution": BOXED.format(6) + " Or so."}, ""), ({"answer": "Paris", "solution": "A"}, ""),
         ({"answer": "3", "solution": BOXED.format("x+4")}, ""), ({"answer": "A", "solution": "PIZZA"}, ""),
+        ({"answer": "Lyon", "ground_truth": "Paris"}, "Lyon and Paris"),
+        ({"answer": " paris", "ground_truth": "Paris"}, ""),
+        ({"answer": "\\frac{1}{2}", "solution": BOXED.format("\\frac{1}{3}")}, "\\frac{1}{2} and \\frac{1}{3}"),
+        ({"answer": "2.5", "reward_model": {"ground_truth": "3.5"}}, "2.5 and 3.5"),
+        ({"answer": 2.5, "gt_answer": 3.5}, "2.5 and 3.5"),
+        ({"answer": "$2.5$", "solution": BOXED.format("\\dfrac{5}{2}")}, ""),
+        ({"answer": "0.33", "gt_answer": "1/3"}, ""),
+        ({"answer": "1,250.5", "gt_answer": "1250.5."}, ""), ({"answer": "1/0", "gt_answer": "2.5"}, ""),
+        ({"answer": "1,5", "gt_answer": "1.5"}, ""), ({"answer": float("nan"), "gt_answer": "7"}, ""),
+        ({"answer": "Paris", "solution": "It is known"}, ""), ({"answer": "Paris", "gt_answer": "Paris in France"}, ""),
+        ({"answer": "7 cm", "ground_truth": "seven"}, ""), ({"answer": "-0.5", "ground_truth": "0.5"}, "-0.5 and 0.5"),
     ],
 )  # fmt: skip
 def test_gold_answers_that_differ_are_named(golds, note, said):
