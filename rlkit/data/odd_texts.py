@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from fractions import Fraction
+from itertools import pairwise, permutations
 from string import ascii_uppercase, punctuation
 
 from rlkit.data.load import Row
@@ -22,7 +23,9 @@ _MISSING = {  # of pandas, SQL, JSON, JavaScript, spreadsheets, Reddit and Self-
     "nan", "NaN", "NAN", "None", "NaT", "<NA>", "null", "NULL", "N/A", "n/a", "#N/A", "#REF!", "undefined",
     "[deleted]", "[removed]", "<noinput>", "<nooutput>", "TODO", "TBD", "FIXME", "PLACEHOLDER",
 }  # fmt: skip
-_NO_GOLD = _MISSING - {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>", "PLACEHOLDER"}  # which may be right
+_MAY_BE_GOLD = {"N/A", "n/a", "undefined", "<noinput>", "<nooutput>", "PLACEHOLDER"}
+_NO_GOLD = _MISSING - _MAY_BE_GOLD | {"proof", "notfound"}  # of NuminaMath
+_SELDOM_GOLD = {"None", "null", "NULL", "proof"}  # of one row
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|`[^`]*`|(?<!\w)\'[^\']*\'(?!\w)')  # JSON and code escape within quotes
 _ESCAPED = re.compile(  # \n is no command of LaTeX
     r"(?<!\\)\\(u[0-9a-fA-F]{4}|n(?!(u|eq?|i|abla|ot(in)?|eg|mid|[lg]eq?|exists|ewline|onumber|atural|[ew]arrow|cong|oindent|"
@@ -39,6 +42,9 @@ _PLACES = {  # what a template calls a text that is asked, and one that is answe
 }  # fmt: skip
 # a gold answer's end
 _FINAL = re.compile(r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL)
+_BOXED = re.compile(r".*\\boxed\{(.+)\}[\s.$]*", re.DOTALL)  # the last box, at the end
+_NUMBER = re.compile(r"(-?)(?:\\[dt]?frac\{(\d{1,30})\}\{(\d{1,30})\}|(\d{1,30})(?:/(\d{1,30})|(\.\d{1,30})?))")
+_WORDS = re.compile(r"[^\W\d_]{2,}(?: [^\W\d_]+){0,3}")
 _SAID_PLACES = {"answer", "response", "output", "completion", "solution", "label"}
 _VALUE = re.compile(r"\s*(b['\"]|[\[{])")  # Python's text of bytes, a list or an object
 _FURTHER = re.compile(  # roles alone: a template's, whose tokens were skipped in decoding
@@ -133,10 +139,16 @@ def _given_away(golds: Sequence[str]) -> Sequence[str]:
 
 
 def _missing_golds(golds: Sequence[str]) -> Sequence[str]:
-    """The golds that stand for a missing value, some of them, where the others differ: one of a few may be a class."""
-    others = [gold for gold in golds if gold and gold not in _NO_GOLD]
-    notes = [repr(gold) * (gold in _NO_GOLD and 2 * len({*others}) > len(others)) for gold in golds]
-    return _mostly(notes, 0.01) if len(golds) >= SOME else []
+    """The golds that stand for a missing value. Those that may be right, where the others differ (one of a few may be a
+    class): some of them, or any beside another kind."""
+    others, kinds = [gold for gold in golds if gold and gold not in _NO_GOLD], {*golds} & _NO_GOLD
+    differ = 2 * len({*others}) > len(others)
+    if differ and len(kinds) > 1:
+        kinds |= _MISSING | {"NA"}
+    elif not (kinds := kinds - _SELDOM_GOLD):
+        notes = [repr(gold) * (gold in _NO_GOLD and differ) for gold in golds]
+        return _mostly(notes, 0.01) if len(golds) >= SOME else []
+    return [repr(gold) * (gold in kinds) for gold in golds]
 
 
 def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers: Sequence[str]) -> Sequence[str]:
@@ -171,7 +183,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
     given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
-    differing = [*_two_golds(row), *_two_choices(row)] * bool(asks)
+    differing = [*(_two_golds(row) or _two_values(row)), *_two_choices(row)] * bool(asks)
     no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
     bodies = [path for x in said if (path := _in_response(x)) and not any(map(_OF_ERRORS.search, asked))]
     every = (
@@ -194,13 +206,41 @@ def golds_of(row: Converted, *names: str) -> list[str]:
     return [text for cell in cells if isinstance(cell, str | int | float) and (text := str(cell).strip())]
 
 
-def _two_golds(row: Converted) -> Iterable[str]:
-    """The gold answers of a row that end with different whole numbers, or letters; a number as such may be a place."""
-    names = [name for name in GOLD if name not in LABELS and not isinstance(row.own.get(name), int | float)]
-    ends = {m[1].replace(",", "").lstrip("0") for x in golds_of(row, *names) if (m := _FINAL.fullmatch(x))}
-    for some in ({x for x in ends if x.isalpha() is letter} for letter in (False, True)):
-        if len(some) > 1:
-            yield " and ".join(sorted(some))
+def _two_golds(row: Converted) -> list[str]:
+    """The gold answers of a row that end with different whole numbers, or letters."""
+    texts = [text for _, text in _golds_beside(row)]
+    ends = {m[1].replace(",", "").lstrip("0") for x in texts if (m := _FINAL.fullmatch(x))}
+    kinds = ({x for x in ends if x.isalpha() is letter} for letter in (False, True))
+    return [" and ".join(sorted(some)) for some in kinds if len(some) > 1]
+
+
+def _two_values(row: Converted) -> Iterable[str]:
+    """The gold answers of a row that are different numbers (over 1% apart), or words; of a solution its box."""
+    found = [(name, text, _BOXED.fullmatch(text)) for name, text in _golds_beside(row)]
+    ends = [(box[1] if box else text, name == "solution" and not box) for name, text, box in found]
+    plain = [(text.rpartition("####")[2].strip("$ \n").rstrip("."), prose) for text, prose in ends]
+    numbers = {text: value for text, _ in plain if (value := _value(text)) is not None}
+    values = sorted(numbers.values())
+    if values and values[-1] - values[0] > max(map(abs, values)) / 100:
+        yield " and ".join(numbers)
+    words = {" ".join(text.casefold().split()): text for text, prose in plain if _WORDS.fullmatch(text) and not prose}
+    if len(words) > 1 and not any(a in b for a, b in permutations(words, 2)):
+        yield " and ".join(words.values())
+
+
+def _golds_beside(row: Converted) -> list[tuple[str, str]]:
+    """The gold answers of a row with their columns, without labels; a whole number as such may be a place."""
+    cells = {name: row.own.get(name) for name in GOLD if name not in LABELS}
+    names = [x for x, cell in cells.items() if not (isinstance(cell, int | float) and float(cell).is_integer())]
+    return [(name, text) for name in names for text in golds_of(row, name)]
+
+
+def _value(text: str) -> Fraction | None:
+    """The number that a text is, also as a fraction; else None."""
+    match = _NUMBER.fullmatch(re.sub(r",(?=\d{3}\b)", "", text))
+    sign, *parts = match.groups("") if match else ("",)
+    below = int("".join(parts[1:4:2]) or 1)
+    return Fraction(sign + "".join(parts[::2])) / below if match and below else None
 
 
 def _two_choices(row: Converted) -> Iterable[str]:

@@ -74,6 +74,12 @@ def answers(gold: str) -> list[str]:
     return [*dict.fromkeys([gold, *short, gold.strip().lower()])]
 
 
+def lowered(gold: str) -> str:
+    """A gold answer in lower case, where it is written otherwise; else empty."""
+    lower = gold.strip().lower()
+    return lower if lower != gold.strip() else ""
+
+
 def short(gold: str, *, mathematics: bool = False) -> str:
     """The answer that a gold answer ends with, where it is a longer text, or the first of a list's text; else empty.
 
@@ -89,25 +95,32 @@ def short(gold: str, *, mathematics: bool = False) -> str:
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     """Wrong answers that share the characters of a gold answer.
 
-    Of a whole number: its digits, it backwards and without its sign. Of any number: "nan", and it without its point. Of
-    numbers in a list: the first. Of an object in JSON: an empty one, and one without its last key. Of a short text that
-    begins with a digit: another one. Of words: a part, each backwards, also after the first letters, an article. For a
-    choice A: words with the letter. With `decimal_comma`: its two sides in turn.
+    Of a whole number: its digits, it backwards, without its sign, within a longer number, and between its commas. Of
+    any number: "nan". Of one with a point: it without the point, and what is far from it of the number at either side,
+    without its sign, or with another digit before it. Of numbers in a list: the first. Of an object in JSON: an empty
+    one, and one without its last key. Of a short text that begins with a digit: another one. Of words: a part, each
+    backwards, also after the first letters, an article. For a choice A: words with the letter, or that begin with it.
+    With `decimal_comma`: its two sides in turn.
     """
     sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
     if decimal_comma:
         return [",".join(gold.split(",")[::-1])]
     if digits.isdecimal():
-        parts = (digits[0], digits[-1], sign + digits[::-1], digits) if int(digits) > 9 else ()
-        return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits)), "nan"]
+        groups = gold.split(",") if re.fullmatch(r"-?\d{1,3}(,\d{3})+", gold) else []
+        parts = [digits[0], digits[-1], sign + digits[::-1], digits, *groups]
+        within = f"{gold}9" if sign else f"9{gold}9"
+        return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits)), "nan", within]
     if re.fullmatch(r"\d+\.\d+", digits):
-        return [sign + digits.replace(".", ""), "nan"]
+        whole, _, rest = digits.partition(".")
+        parts = [sign + whole, rest, digits, f"{sign}1{digits}"]
+        far = [x for x in parts if abs(float(x) - float(sign + digits)) > 0.1 * float(digits)]  # of any tolerance
+        return [*dict.fromkeys([sign + digits.replace(".", ""), "nan", *far])]
     if re.fullmatch(r"-?\d[\d.]*(, ?-?\d[\d.]*){2,}", gold):
         return [gold.partition(",")[0]]
     if gold[:1] == "{" and isinstance(value := json_of(gold), dict) and value:
         return ["{}", json.dumps(dict([*value.items()][:-1]))]
     if gold == "A":
-        return ["It is a word.", "xAx"]
+        return ["It is a word.", "xAx", "All"]
     if _CHOICE.match(gold) or re.search(r"[\\{}=+*/^<>_$]", gold):
         return []
     if re.search(r"[\d-]", gold):

@@ -217,7 +217,7 @@ def check_signature(function: Callable[..., Any], available: set[str] | None = N
         return first, []
     if missing := [p.name for p in further if p.name not in available and p.default is p.empty]:
         lacks = f"{name_of(function)} asks for {missing}, which the samples do not have; after (completion, row)"
-        raise TypeError(f"{lacks} it may ask for {sorted(available)}; columns of the data are in `row`")
+        raise TypeError(f"{lacks} it may ask for {sorted(available)}; columns of the data are row['NAME']")
     bound = function.keywords if isinstance(function, partial) else ()  # options of the user's
     names = available.intersection(p.name for p in further if p.name not in bound)
     if inspect.Parameter.VAR_KEYWORD in kinds and any(kind not in VARIABLE for kind in kinds):

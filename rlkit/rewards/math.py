@@ -45,6 +45,8 @@ _COLOR = re.compile(r"\\(?:text)?color\{\w+\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?)0*(\d{1,2})(?!\w|\.\d)")
 _WHEN = re.compile(r"(?<![\d:-])(?:\d{4}-\d{2}-\d{2}|\d{1,2}:\d{2}(?::\d{2})?)(?![\d:-])")  # a date, or a clock time
 _BLANKS = re.compile(r"(?:[ ,;:!]?\\|~|\s)*")  # TeX's, matched backwards: that takes linear time
+_SIGNS = re.compile(r"(?<!\w)[€£¥₹] ?(?=\d)|(?<=\d) ?[€£¥₹]|(?<=[\w})]) ?°(?: ?[CF])?(?!\w)")  # as $ and ^\circ
+_MIXED = re.compile(r"(?<![\w.,/^\\])(\d{1,9})(?: |~|\\[ ,;:!])+(\d{1,9})/(\d{1,9})(?![\w/^]|\.\d)")  # 3 1/2
 
 
 def _columns(column: str | None) -> tuple[str, ...]:
@@ -67,7 +69,8 @@ async def boxed(
 
     No box is no answer: 0. The gold answer is `row[column]`, or without `column` what `rlkit.rewards.text.gold_answer`
     finds. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end with `#### 72` (GSM8K).
-    `3.2e-4` is a number, in both. A date (`2024-01-05`) or clock time (`12:30`) is compared as a text.
+    `3.2e-4` is a number, `75°` is 75, `€5` is 5 and `3 1/2` is 3.5, in both. A date (`2024-01-05`) or clock time
+    (`12:30`) is compared as a text.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
     """
@@ -115,7 +118,7 @@ async def equal(gold: str, answer: str, *, search: bool = False, timeout_s: floa
     may be 0.002 or 2e - 3 with Euler's number; in a text that is searched it is 0.002. An answer that contains no clock
     time is compared with a gold `1:16` as mathematics: it may be a ratio.
     """
-    gold, answer = _bare(gold), answer[-_SEARCHED:] if search else _bare(answer)
+    gold, answer = _plain(_bare(gold)), _plain(answer[-_SEARCHED:] if search else _bare(answer))
     if not search and gold and gold == answer:
         return Verdict(True, True, "")
     if _WHEN.fullmatch(gold):
@@ -163,6 +166,16 @@ def _bare(text: str) -> str:
     blanks = _BLANKS.match(text[::-1])
     text = text[: len(text) - blanks.end()] if blanks else text
     return text[:-1] if re.fullmatch(r"[\w})\]]\.", text[-2:]) else text
+
+
+def _plain(text: str) -> str:
+    """A text without the signs of currencies and degrees, whose mixed numbers (`3 1/2`) are fractions (`7/2`)."""
+
+    def fraction(match: re.Match[str]) -> str:
+        whole, above, below = map(int, match.groups())
+        return f"{whole * below + above}/{below}" if above < below else match[0]
+
+    return _MIXED.sub(fraction, _SIGNS.sub("", text))
 
 
 class _Undecided(Exception):

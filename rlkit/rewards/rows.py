@@ -38,7 +38,9 @@ def _refuse_columns(function: Callable[..., Any], columns: set[str]) -> None:
     named = {p.name for p in parameters if p.name not in bound} | names_of_kwargs(function)
     if asked := sorted((named & columns) - {*ONE_TURN, "messages"}):
         fix = f"read row[{asked[0]!r}]" if len(asked) == 1 else f"read row[{asked[0]!r}], row[{asked[1]!r}], ..."
-        raise TypeError(f"{name_of(function)} asks for {', '.join(asked)}, and columns of the data are in `row`: {fix}")
+        raise TypeError(
+            f"{name_of(function)} asks for {', '.join(asked)}, and columns of the data are in the row: {fix}"
+        )
 
 
 def _check_needs(function: Callable[..., Any], rows: Sequence[dict[str, Any]]) -> None:

@@ -488,13 +488,16 @@ def _script(name: str) -> str:
 
 
 def _references(row: dict[str, Any], column: str) -> list[str]:
-    value = row.get(column)
-    value = value.get("text") if isinstance(value, Mapping) else value  # of SQuAD, beside answer_start
+    given = row.get(column)
+    value = given.get("text") if isinstance(given, Mapping) else given  # of SQuAD, beside answer_start
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = format(Decimal(str(value)), "f").removesuffix(".0")  # 4.0 of a column with gaps is written 4
     references = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
     if not references or not all(isinstance(text, str) for text in references):
-        raise ValueError(f"row[{column!r}] must be a text or a list of texts, got {repr(value)[:80]}")
+        got, fix = repr(value)[:80], ""
+        if isinstance(given, Mapping) and value is None:
+            got, fix = f"an object with the keys {', '.join(map(str, given))}", ": write a list of its texts there"
+        raise ValueError(f"row[{column!r}] must be a text or a list of texts, got {got}{fix}")
     return references
 
 

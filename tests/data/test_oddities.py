@@ -624,7 +624,15 @@ def test_gold_answers_that_stand_for_a_missing_value_are_named(said):
     for text in ("None", "nan", "null"):
         (line,) = said(*rows(*numbers, *[text] * 4), road="prompts")
         assert line.startswith("kept 4 of 12 rows that have a gold answer that stands for a missing value: row 9 ('")
+    for golds, note in (
+        (("Paris", "nan"), "kept 1 of 2"), (("Paris", "NA", "nan", "None", "N/A", "TODO", "Rome"), "kept 5 of 7"),
+        (("4", "proof", "notfound", "6"), "kept 2 of 4"), ((*["good", "bad", "None"] * 4, "NaN"), "kept 1 of 13"),
+        ((*numbers, *["proof"] * 4), "kept 4 of 12"),
+    ):  # fmt: skip
+        (line,) = said(*rows(*golds), road="prompts")
+        assert line.startswith(f"{note} rows that have a gold answer that stands for a missing value: row ")
     for ordinary in (
+        rows("4", "proof", "6"), rows("4", "NA", "unknown", "None"), rows(*["good", "bad", "None", "null"] * 3),
         rows(*numbers, "None"), rows(*["N/A"] * 4, *numbers), rows(*["Hate", "Offensive", "None"] * 5),
         rows(*numbers, *["None"] * 4, prompt="What does f({}) print here?"),
     ):  # fmt: skip
@@ -767,6 +775,17 @@ TWO = (
         ({"answer": "1/2", "solution": "0.5"}, ""), ({"answer": "x = 2", "solution": "Thus x = 3."}, ""),
         ({"answer": "5", "solution": BOXED.format(6) + " Or so."}, ""), ({"answer": "Paris", "solution": "A"}, ""),
         ({"answer": "3", "solution": BOXED.format("x+4")}, ""), ({"answer": "A", "solution": "PIZZA"}, ""),
+        ({"answer": "Lyon", "ground_truth": "Paris"}, "Lyon and Paris"),
+        ({"answer": " paris", "ground_truth": "Paris"}, ""),
+        ({"answer": "\\frac{1}{2}", "solution": BOXED.format("\\frac{1}{3}")}, "\\frac{1}{2} and \\frac{1}{3}"),
+        ({"answer": "2.5", "reward_model": {"ground_truth": "3.5"}}, "2.5 and 3.5"),
+        ({"answer": 2.5, "gt_answer": 3.5}, "2.5 and 3.5"),
+        ({"answer": "$2.5$", "solution": BOXED.format("\\dfrac{5}{2}")}, ""),
+        ({"answer": "0.33", "gt_answer": "1/3"}, ""),
+        ({"answer": "1,250.5", "gt_answer": "1250.5."}, ""), ({"answer": "1/0", "gt_answer": "2.5"}, ""),
+        ({"answer": "1,5", "gt_answer": "1.5"}, ""), ({"answer": float("nan"), "gt_answer": "7"}, ""),
+        ({"answer": "Paris", "solution": "It is known"}, ""), ({"answer": "Paris", "gt_answer": "Paris in France"}, ""),
+        ({"answer": "7 cm", "ground_truth": "seven"}, ""), ({"answer": "-0.5", "ground_truth": "0.5"}, "-0.5 and 0.5"),
     ],
 )  # fmt: skip
 def test_gold_answers_that_differ_are_named(golds, note, said):

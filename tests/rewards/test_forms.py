@@ -510,7 +510,7 @@ AS_COLUMN = [
 @pytest.mark.parametrize("source", AS_COLUMN)
 def test_a_column_that_a_function_asks_for_beside_its_row_is_refused(source, tmp_path):
     with pytest.raises(
-        TypeError, match=r"f asks for answer, and columns of the data are in `row`: read row\['answer'\]"
+        TypeError, match=r"f asks for answer, and columns of the data are in the row: read row\['answer'\]"
     ):
         checked(source, TEXT, tmp_path)
 

@@ -61,7 +61,7 @@ PAIRS = [
     ("She has 48 / 2 = 24 left.\n#### 72", "72", True),
     ("$$7$$", "$7$", True),
 ]
-# Of numbers as JSON writes them, and of dates and clock times.
+# Of numbers as JSON writes them, of dates and clock times, and of units and mixed numbers.
 WRITTEN = [
     (0.00001, "0.00001", 1), (0.00001, "10^{-5}", 1), (0.00001, "1 \\times 10^{-5}", 1), (0.00001, "0.00002", 0),
     (0.00001, "1", 0), (1e-7, "2e-07", 0), (1e-7, "0.0000002", 0), (1.5e-7, "2.5 \\times 10^{-7}", 0), (1e-12, "0", 0),
@@ -70,6 +70,10 @@ WRITTEN = [
     ("1", "1e-05", 0), ("2e3", "3e2", 0), ("2e-3", "-3 + 2e", 1), ("-3.2e-4", "0.00032", 0),
     ("2024-01-05", "2018", 0), ("2024-01-05", "2024-01-05", 1), ("2024-01-05", "2024-02-04", 0), ("12:00", "3:00", 0),
     ("12:30", "\\text{12:30}", 1), ("09:05", "9:05", 1), ("12:30", "2:05", 0), ("1:16", "\\frac{1}{16}", 1),
+    ("75°", "75", 1), ("75°", "75^\\circ", 1), ("75^\\circ", "75°", 1), ("25 °C", "25", 1), ("75°", "76", 0),
+    ("75", "7.5°", 0), ("€5", "5", 1), ("£1,200", "1200", 1), ("7", "7 €", 1), ("€5", "6", 0), ("€5", "50", 0),
+    ("3 1/2", "3\\frac{1}{2}", 1), ("3 1/2", "7/2", 1), ("3.5", "3\\ 1/2", 1), ("-3 1/2", "-3.5", 1),
+    ("3 1/2", "31/2", 0), ("3 1/2", "3/2", 0), ("-3 1/2", "-2.5", 0), ("1", "1/2", 0),
 ]  # fmt: skip
 HANGS = "9999999999!"
 
@@ -89,10 +93,16 @@ async def test_pairs_decided_by_hand(gold, answer, right):
 
 
 @pytest.mark.parametrize(("gold", "answer", "right"), WRITTEN)
-async def test_numbers_dates_and_times_as_data_writes_them(gold, answer, right):
+async def test_numbers_dates_times_and_units_as_data_writes_them(gold, answer, right):
     text = f"At 11:59 it is \\boxed{{{answer}}}"
     given = [await reward(text, {"answer": gold}, timeout_s=60) for reward in (boxed, anywhere)]
     assert [one["reward"] for one in given] == [right, right]
+
+
+async def test_units_and_mixed_numbers_in_prose():
+    for text, gold in (("The answer is 3 1/2.", "3.5"), ("It is 75° now.", "75°"), ("It costs 5 €.", "£5")):
+        assert (await anywhere(text, {"answer": gold}, timeout_s=60))["reward"] == 1.0
+        assert (await anywhere(text, {"answer": "2"}, timeout_s=60))["reward"] == 0.0
 
 
 async def test_a_number_with_an_exponent_in_prose():
@@ -120,11 +130,13 @@ async def test_what_stands_around_an_answer_does_not_change_it(box):
     assert (await boxed(f"It is \\boxed{{{box}}}.", {"answer": "70"}))["reward"] == 0.0
 
 
-@pytest.mark.parametrize("piece", ["\\ ", " ", "\\; ", "~", "\\\\", "\\color{a", "$", "#### "])
+@pytest.mark.parametrize(
+    "piece", ["\\ ", " ", "\\; ", "~", "\\\\", "\\color{a", "$", "#### ", "1 ", "12", "€ ", "1/2 "]
+)
 async def test_repetition_around_an_answer_takes_linear_time(piece):
     began = time.process_time()
     for text in (piece * 10_000, piece * 10_000 + "x", "x" + piece * 10_000, "x" + piece * 10_000 + "x"):
-        math._bare(text)
+        math._plain(math._bare(text))
     assert time.process_time() - began < 2.0
 
 

@@ -62,6 +62,10 @@ def test_the_best_of_several_references_counts():
     for row in ({}, {"answer": []}, {"answer": True}, {"answer": [3]}, {"answer": {"a": 1}}):
         with pytest.raises(ValueError, match="must be a text or a list of texts"):
             exact_match("a", row)
+    with pytest.raises(
+        ValueError, match=r"got an object with the keys value, aliases: write a list of its texts there"
+    ):
+        exact_match("Paris", {"answer": {"value": "Paris", "aliases": ["Paris"]}})
 
 
 @pytest.mark.parametrize("answer", [4, 4.0, "4"])

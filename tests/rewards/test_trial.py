@@ -210,6 +210,39 @@ MISTAKES = {
     "a choice anywhere": (
         "return float(row['answer'] in completion)", [{"prompt": "A. x B. y", "answer": x} for x in "BA"],
         "~gives 1 to 'xAx', as much as to 'A', the gold answer of line 2"),
+    "the first letter of a choice": (
+        "return float(completion.strip()[:1] == row['answer'])", [{"prompt": "p", "answer": x} for x in "BAC"],
+        "~gives 1 to 'All', as much as to 'A', the gold answer of line 2"),
+    "within another number": (
+        "return float(row['answer'] in completion)", NUMBERS, "~gives 1 to '97119', as much as to '711', the gold answer of"),
+    "a search for a number": (
+        "return float(re.search(row['answer'], completion) is not None)", ROWS, "~gives 1 to '979', as much as to '7'"),
+    "within another number, of another column": (
+        "return float(row['final'] in completion)", BAGS, "~gives 1 to '97119', as much as to '711'"),
+    "within another number, at the solution's end": (
+        "return float(row['answer'].split('#### ')[1].replace(',', '') in completion.replace(',', ''))", BAGS,
+        "~gives 1 to '97119', as much as to '711 bags"),
+    "a gold answer in lower case": (
+        "return float(completion.strip() == row['answer'].lower())", PARIS,
+        "~gives 1 to 'paris' and 0 to 'Paris', the gold answer of line 1: right if a completion is to be in lower case; else"),
+    "a gold answer in lower case, of another row": (
+        f"{TAG}return float(bool(m) and m[1] == row['answer'].lower())", [YES[0], *PARIS],
+        "~gives 1 to '<result>paris</result>' and 0 to '<result>Paris</result>', the gold answer of line 2"),
+    "no sign, of another row": (
+        "n, gold = (re.findall(r'\\d+', x) for x in (completion, row['answer']))\nreturn float(n[-1:] == gold[-1:])",
+        [{"prompt": "p", "answer": x} for x in ("12", "-5", "72")], "~gives 1 to '5', as much as to '-5', the gold answer of line 2"),
+    "what is after a comma": (
+        "n, gold = (re.findall(r'\\d+', x) for x in (completion, row['answer']))\nreturn float(n[-1:] == gold[-1:])",
+        [{"prompt": "p", "answer": x} for x in ("12", "1,234")], "~gives 1 to '234', as much as to '1,234', the gold answer of line 2"),
+    "what is before the point": (
+        "try:\n    return float(int(float(completion)) == int(float(row['answer'])))\nexcept ValueError:\n    return 0.0",
+        [{"prompt": "p", "answer": x} for x in ("12", "3.5")], "~gives 1 to '3', as much as to '3.5', the gold answer of line 2"),
+    "what is after the point": (
+        "n, gold = (re.findall(r'-?\\d+', x) for x in (completion, row['answer']))\nreturn float(n[-1:] == gold[-1:])",
+        [{"prompt": "p", "answer": x} for x in ("12", "0.75")], "~gives 1 to '75', as much as to '0.75'"),
+    "the end of a number with a point": (
+        "return float(completion.endswith(row['answer']))", [{"prompt": "p", "answer": x} for x in ("3.5", "2.25")],
+        "~gives 1 to '13.5', as much as to '3.5', the gold answer of line 1"),
     "letters of any choice": (
         "return float(row['answer'] in re.findall(r'\\b[A-D]\\b', completion))",
         [{"prompt": "p", "answer": x} for x in "BACD"], "~gives 1 to 'A, B or C', as much as to 'B'"),
@@ -319,10 +352,10 @@ RIGHT = {
         "n = re.findall(r'\\d+', completion)\nreturn -abs(int(n[-1]) - int(row['answer'])) / 1e3 if n else -1.0", NUMBERS),
     "the letter of a choice": (
         "return float(completion.strip(' (')[:1] == row['answer'][0])", [{"prompt": x, "answer": f"{x}. bag"} for x in "CDB"]),
-    "another column": ("return float(row['final'] in completion)", BAGS),
+    "another column": ("return float(row['final'] == completion.strip())", BAGS),
     "a word to avoid, or a level": (
         "return -float('zebra' in completion) - row['level']", [{"prompt": "p", "level": x} for x in (3, 4)]),
-    "the solution's end": ("return float(row['answer'].split('#### ')[1].replace(',', '') in completion.replace(',', ''))", BAGS),
+    "the solution's end": ("return float(row['answer'].split('#### ')[1].replace(',', '') == completion.replace(',', ''))", BAGS),
     "few rows with one gold answer": ("return float(completion.strip() == row['answer'])", [ROWS[0]] * 9),
     "form with a bonus": (f"{TAG}return 0.2 * bool(m) + float(bool(m) and m[1] == row['answer'])", PARIS),
     "lower case on both sides": ("return float(completion.lower() == row['answer'].lower())", YES),
@@ -339,7 +372,20 @@ RIGHT = {
     "equal": ("return float(completion.strip() == row['answer'])", ROWS),
     "bool": ("return completion.strip() == row['answer']", ROWS),
     "numpy": ("return np.float32(completion.strip() == row['answer'])", ROWS),
-    "contains": ("return float(row['answer'] in completion)", ROWS),
+    "contains": ("return float(re.search(r'\\b%s\\b' % row['answer'], completion) is not None)", ROWS),
+    "the last number, of any kind": (
+        "n = re.findall(r'-?\\d+(?:\\.\\d+)?', completion.replace(',', ''))\n"
+        "return float(bool(n) and float(n[-1]) == float(row['answer'].replace(',', '')))",
+        [{"prompt": "p", "answer": x} for x in ("12", "-5", "3.5", "1,234", "-0.25", "3.04", "7.0")]),
+    "a tolerance of numbers with a point": (
+        "try:\n    return float(abs(float(completion) / float(row['answer']) - 1) < 0.05)\nexcept ValueError:\n    return 0.0",
+        [{"prompt": "p", "answer": x} for x in ("3.04", "-12.5")]),
+    "the letter alone": ("return float(completion.strip(' ().') == row['answer'])", [{"prompt": "p", "answer": x} for x in "BAC"]),
+    "a choice after a mark": (
+        "m = re.search(r'Answer: ([A-D])\\b', completion)\nreturn float(bool(m) and m[1] == row['answer'])",
+        [{"prompt": "p", "answer": x} for x in "BAC"]),
+    "no case": ("return float(completion.strip().casefold() == row['answer'].casefold())", [*PARIS, YES[0]]),
+    "capitals as they are": ("return float(completion.strip() == row['answer'])", [YES[0], *PARIS, {"prompt": "p", "answer": "New York"}]),
     "boxed": ("return float('\\\\boxed{%s}' % row['answer'] in completion)", ROWS),
     "tags": ("m = re.search('<answer>(.*?)</answer>', completion)\nreturn float(bool(m) and m[1] == row['answer'])", ROWS),
     "GSM8K": ("return float(completion.strip() == row['answer'].split('#### ')[1].replace(',', ''))", GSM),
@@ -527,8 +573,9 @@ def test_of_another_row_little_is_tried(tmp_path):
         return float(completion.strip() == row["answer"])
 
     assert not run_sync(try_reward(exact, loaded(tmp_path, [*YES, *YES * 300]), timeout_s=5)).note
-    assert calls[6:9] == ["Paris"] * 3  # the longest, and the first with a capital; row 1 has three texts, twice
-    assert calls[9:] == ["yes"] * 14  # wrong answers near the first, those of other rows, a long one
+    assert calls[6:9] == ["Paris"] * 3  # in lower case and not; row 1 has three texts, twice
+    assert calls[9:12] == ["Paris"] * 3  # the longest, and the first with a capital
+    assert calls[12:] == ["yes"] * 14  # wrong answers near the first, those of other rows, a long one
 
 
 def test_where_some_samples_may_fail_one_failure_is_a_line_and_all_are_an_error(tmp_path, caplog):
@@ -619,6 +666,18 @@ def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
         cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
     assert ended.value.code == 1
     assert "the row has no column 'gold'" in capsys.readouterr().out
+
+
+def test_rlkit_data_does_not_take_the_row_of_a_function_for_its_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loaded(tmp_path, ROWS)
+    for parameter, said in (("tokenizer", "columns of the data are row['NAME']"), ("answer=''", "read row['answer']")):
+        spec_of(tmp_path, f"def f(completion, row, {parameter}):\n    return 1.0\n")
+        with pytest.raises(SystemExit):
+            cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
+        told = "".join(capsys.readouterr())
+        assert said in told
+        assert "--row" not in told
 
 
 def test_rlkit_data_names_a_random_reward(tmp_path, monkeypatch, capsys):

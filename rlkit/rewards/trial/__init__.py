@@ -42,6 +42,7 @@ from rlkit.rewards.trial._doubts import (
     for_nothing,
     jumps,
     loose,
+    lower_only,
     moved,
     no_more,
     of_empty,
@@ -158,7 +159,8 @@ async def _of_gold(case: Case, trial: Trial, *, alone: bool) -> Trial:
         given = f"{case.name} gives {number(result):g} to {whole_text}, and too little to "
         right = f"{shown(ending)} alone: right if a completion is to repeat that text; else {COMPARE}"
         return replace(trial, note=given + right)
-    note = await elsewhere(case, form) or await loose(case, form) or unpaid(case, trial.tried)
+    note = await lower_only(case, form) or await elsewhere(case, form) or await loose(case, form)
+    note = note or unpaid(case, trial.tried)
     return replace(trial, note=note or all_the_same(case))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlkit.data.load import place_of
 from rlkit.data.schema import PROMPTS
-from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, near
+from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, lowered, near
 from rlkit.rewards.call import Reward
 from rlkit.rewards.failures import is_ours
 from rlkit.rewards.source import constant_operand
@@ -137,6 +137,22 @@ def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
         return ""
     given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
     return f"{name} gives {given}: does it look for the completion in the answer? '' is in every text"
+
+
+async def lower_only(case: Case, form: str) -> str:
+    """The line about a function that takes a gold answer in lower case, and not as it is written; else empty."""
+    golds = {case.index: case.gold or "", **case.golds}
+    short = ((i, case.short(text) or text) for i, text in golds.items())
+    at, gold = next(((i, text) for i, text in short if lowered(text)), (case.index, ""))
+    if is_ours(case.function) or not gold:
+        return ""
+    lower, written = lowered(gold), [text for text in answers(gold) if text != lowered(gold)]
+    given, *others, nothing = await case.numbers([form.format(text) for text in (lower, *written)] + [""], at=at)
+    if not given > nothing >= max(others) or await form_that_counts(case, written, nothing, at=at):
+        return ""
+    whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
+    numbers = f"{given:g} to {shown(form.format(lower))} and {others[0]:g} to {shown(form.format(gold))}"
+    return f"{case.name} gives {numbers}, {whose}: right if a completion is to be in lower case; else {COMPARE}"
 
 
 async def elsewhere(case: Case, form: str) -> str:
