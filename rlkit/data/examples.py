@@ -432,7 +432,8 @@ def _masked(
         mask = [t >= len(prompt) for t in range(len(whole))]
     if ended is not None and whole[-1:] != [ended]:
         whole, mask = [*whole, ended], [*mask, True]
-    mask = _to_end_of_turn(whole, mask, end if ended is None else ended)
+    ends = markup_of(tokenizer).end_ids if ended is None else ()
+    mask = _to_end_of_turn(whole, mask, ends or (end if ended is None else ended,))
     if not any(mask):
         raise ValueError(f"{turn.place}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
     return Example(whole, mask, turn.images)
@@ -447,12 +448,14 @@ def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _to_end_of_turn(ids: list[int], mask: list[bool], end: int | None) -> list[bool]:
-    """Add an end-of-turn token right after the mask; drop what follows the last end-of-turn token in the mask."""
+def _to_end_of_turn(ids: list[int], mask: list[bool], ends: Sequence[int | None]) -> list[bool]:
+    """Add the tokens that end a turn right after the mask, or the rest of them; drop what follows the last in it."""
     last = max((t for t, on in enumerate(mask) if on), default=len(ids))
-    if last + 1 < len(ids) and ids[last + 1] == end:
-        mask = [on or t == last + 1 for t, on in enumerate(mask)]
-    stop = max((t for t, on in enumerate(mask) if on and ids[t] == end), default=len(ids))
+    for more in range(len(ends), 0, -1):
+        if ids[last + 1 : last + 1 + more] == [*ends[-more:]]:
+            mask = [on or last < t <= last + more for t, on in enumerate(mask)]
+            break
+    stop = max((t for t, on in enumerate(mask) if on and ids[t] == ends[-1]), default=len(ids))
     return [on and t <= stop for t, on in enumerate(mask)]
 
 

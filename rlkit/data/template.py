@@ -231,7 +231,7 @@ class Template:
             fix = "ready-made prompts and responses are strings for --no-chat-template"
             raise ValueError(f"{where} begins with {first!r}, which the chat template writes itself; {fix}")
         said = text if plain else markup.without_stop(text)
-        if (stop := text[len(said) :].strip()) and stop != end:
+        if (stop := text[len(said) :].strip().removeprefix(markup.closer.strip()).strip()) and stop != end:
             place = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
             self.lost["markup", stop, place] = None
         inside = [match[0] for match in markup.control.finditer(said)] if markup.control else []
