@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlkit._util.text import excerpt
 from rlkit.data.load import FromText, Row, Rows, column_error, place_of
 from rlkit.data.schema import ASKED, FOR_REWARDS, LABELS, OF_MESSAGES, RESPONSES
 
@@ -116,16 +117,16 @@ def refuse_surrogates(value: Any, place: str, name: str) -> None:
 
 def is_trained(message: Mapping[str, Any], place: str) -> bool:
     """False for a turn that its row excludes from the loss; ValueError for a turn that is to be trained in part."""
-    excerpt = repr(dict(message))[:80]
+    said = excerpt(dict(message))
     if not is_empty(message.get("train_detail")):
         fix = "split the turn or drop the key"
-        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {excerpt}")
+        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {said}")
     flags = {key: truth(message[key]) for key in FLAGS if message.get(key) is not None}
     for key, flag in flags.items():
         if flag is None:
             raise ValueError(
                 f"{place}: {key!r} must be 0 or 1, false or true (a turn is trained or not), got {message[key]!r} in "
-                f"the message {excerpt}"
+                f"the message {said}"
             )
     return all(flags.values())
 

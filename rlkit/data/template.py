@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlkit._util.text import excerpt
 from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, as_written, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
@@ -202,11 +203,11 @@ class Template:
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     fix = "write it into 'content' as the model would, drop it, or use a model whose template has it"
-                    raise _not_written(f"{key!r} of the message {repr(dict(message))[:80]}", place, fix)
+                    raise _not_written(f"{key!r} of the message {excerpt(dict(message))}", place, fix)
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
             fix = "move it into a message that is written, drop it, or use a model whose template has it"
-            raise _not_written(f"the content of the message {repr(unwritten)[:80]}", place, fix)
+            raise _not_written(f"the content of the message {excerpt(unwritten)}", place, fix)
         if self.tools and not self.of_run and not self._writes_tools(messages, place):
             fix = "use a model whose template has tools, or drop the column, e.g. with --rename tools OTHER"
             raise _not_written("the tools of the row", place, fix)
@@ -422,11 +423,11 @@ def _check_calls(message: Message, place: str) -> None:
     """ValueError for a tool call without the name of a function."""
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{place}: 'tool_calls' must be a list of calls like {_CALL}, got {repr(calls)[:80]}")
+        raise ValueError(f"{place}: 'tool_calls' must be a list of calls like {_CALL}, got {excerpt(calls)}")
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {repr(call)[:80]}")
+            raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {excerpt(call)}")
 
 
 def _without_each(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlkit._util.text import excerpt
 from rlkit.data import columns
 from rlkit.data import messages as of_row
 from rlkit.data.chat import TURN_TEXTS, Message
@@ -86,7 +87,7 @@ def _with_text(message: Message, place: str) -> dict[str, Any]:
     if not isinstance(content, list | tuple) or not content:
         keys = ", ".join(message) if "content" not in message and len(message) > 1 else ""
         fix = f"; its keys are {keys}: the text is to be under 'content'" if keys else ""
-        raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}{fix}")
+        raise ValueError(f"{place}.content must be a string, got {excerpt(content)}{fix}")
     return {**message, "content": columns.joined_parts(content, f"{place}.content")}
 
 
@@ -291,7 +292,7 @@ def _last(messages: Sequence[Message], column: str, place: str) -> Message:
     if last["role"] != "assistant" or (column == "messages" and len(messages) == 1):
         raise ValueError(
             f"{place}: {column!r} must end with an assistant message of text that answers another message, got "
-            f"{repr(last)[:80]}"
+            f"{excerpt(last)}"
         )
     if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
         raise ValueError(
