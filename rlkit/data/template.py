@@ -155,6 +155,9 @@ class Template:
                 fix = '; write "content": "" beside \'tool_calls\''
                 if "tool_calls" not in self.source:
                     fix = "; the chat template has no tool calls: write them into 'content' as the model would"
+                elif not self._writes_calls(messages, place):
+                    fix = "; the chat template writes no calls beside a content, nor without one: write them into "
+                    fix += "'content' as the model would, or give a template that has them (--chat-template)"
             raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}{fix}") from error
 
     def begun_text(self, messages: Sequence[Message], place: str) -> str:
@@ -203,6 +206,8 @@ class Template:
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     fix = "write it into 'content' as the model would, drop it, or use a model whose template has it"
+                    if key == "tool_calls" and (named := self._id_with_name(messages[:number], message, place)):
+                        fix = f"it writes their ids: give each call one with its function's name, {named!r}, or {fix}"
                     raise _not_written(f"{key!r} of the message {excerpt(dict(message))}", place, fix)
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
@@ -281,20 +286,31 @@ class Template:
     def _changes(self, before: Sequence[Message], message: Message, key: str, place: str) -> bool:
         """Whether the text of a conversation has `message[key]`; True where the marked one is refused.
 
-        Of calls, each one must be there: their names are marked.
+        Of calls, each one must be there: their names are marked, also within their ids (Kimi K2 writes these alone).
         """
         value = message[key]
         if key == "tool_calls":
             names = [f"{call['function']['name']}_mark_{n}_" for n, call in enumerate(value)]
-            other: Any = [
-                {**call, "function": {**call["function"], "name": name}}
-                for call, name in zip(value, names, strict=True)
-            ]
+            other: Any = [_renamed(call, name) for call, name in zip(value, names, strict=True)]
         else:
             names, other = [], f"{value}x"
         told = ([*before, {**message, key: item}] for item in (value, other))
         texts = self._texts(place, *told)
         return texts is None or (texts[0] != texts[1] and all(name in texts[1] for name in names))
+
+    def _writes_calls(self, messages: Sequence[Message], place: str) -> bool:
+        """Whether the text has the calls of all messages if each has a content."""
+        told = [{**message, "content": message.get("content") or ""} for message in messages]
+        called = [number for number, message in enumerate(told) if message.get("tool_calls")]
+        return all(self._changes(told[:number], told[number], "tool_calls", place) for number in called)
+
+    def _id_with_name(self, before: Sequence[Message], message: Message, place: str) -> str:
+        """An id for the first call that has its function's name, where the text then has the calls; "" elsewhere."""
+        if not re.search(r"\bid\b", self.source):
+            return ""
+        ids = [f"functions.{call['function']['name']}:{n}" for n, call in enumerate(message["tool_calls"])]
+        calls = [{**call, "id": new} for call, new in zip(message["tool_calls"], ids, strict=True)]
+        return ids[0] if self._changes(before, {**message, "tool_calls": calls}, "tool_calls", place) else ""
 
     def _texts(self, place: str, *conversations: Sequence[Message]) -> list[str] | None:
         """The conversations as texts; None where one is refused."""
@@ -417,6 +433,13 @@ class Template:
 
 def _not_written(part: str, place: str, fix: str) -> ValueError:
     return ValueError(f"{place}: the chat template does not write {part}; {fix}")
+
+
+def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A call of the function `name`, in its id too where that has the name of its own: "functions.f:0"."""
+    old, given = call["function"]["name"], call.get("id")
+    renamed = {**call, "function": {**call["function"], "name": name}}
+    return {**renamed, "id": given.replace(old, name)} if isinstance(given, str) and old else renamed
 
 
 def _check_calls(message: Message, place: str) -> None:
