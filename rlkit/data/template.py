@@ -15,7 +15,7 @@ from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, as_written, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned, speaker_of
+from rlkit.data.markup import REASONING, encode, markup_of, mentioned_end, opened_by, reasoned, speaker_of
 from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools, untooled
 
 if TYPE_CHECKING:
@@ -265,8 +265,9 @@ class Template:
 
     def reopened(self, messages: Sequence[Message], number: int, place: str) -> ValueError:
         """The error of an assistant's message whose text does not go on from the generation prompt."""
-        prompt, whole = self.turn(messages, number, place)
+        prompt, whole = (encode(self.tokenizer, text) for text in self.turn(messages, number, place))
         shared = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), min(len(prompt), len(whole)))
+        opened, said = (excerpt(str(self.tokenizer.decode(ids[shared:])), 60) for ids in (prompt, whole))
         fix = (
             "give the conversation up to that turn as 'prompt' and the turn, reasoning included, as 'response' (taken "
             "literally), or change the chat template"
@@ -279,8 +280,8 @@ class Template:
                     fix = f"where the answers have no reasoning, --template-args '{json.dumps(args)}'; else {fix}"
                     break
         return ValueError(
-            f"{place}: the chat template opens a turn with {prompt[shared:][:60]!r} but writes the assistant's message "
-            f"as {whole[shared:][:60]!r}, so that what is trained is not what would be sampled: {fix}"
+            f"{place}: the chat template opens a turn with {opened} but writes the assistant's message as {said}, so "
+            f"that what is trained is not what would be sampled: {fix}"
         )
 
     def _changes(self, before: Sequence[Message], message: Message, key: str, place: str) -> bool:

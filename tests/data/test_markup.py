@@ -348,6 +348,16 @@ def test_a_call_that_ends_otherwise_than_an_answer_goes_on_in_its_sequence(tmp_p
     assert completion_of(tokenizer, pieces[-1]) == "It is."
 
 
+def test_an_opening_that_is_not_written_is_named_in_whole_tokens(tmp_path):
+    tokenizer = command(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|START_THINKING|>", "<|END_THINKING|>"]})
+    opened = "<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.removesuffix("<|CHATBOT_TOKEN|>{% endif %}") + opened
+    line = "turn with '<|START_THINKING|><|END_THINKING|>' but writes the assistant's message as '<|START_RESPONSE|>4<|"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        sft_examples([{"messages": [user("hi"), assistant("4")]}], tokenizer=tokenizer, max_example_tokens=99)
+
+
 def test_results_of_tools_are_text(tmp_path):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
