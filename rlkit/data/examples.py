@@ -71,7 +71,9 @@ def sft_examples(
     up to and with the turn's end-of-turn token (the model must learn to stop), not the newline after it. A turn that
     extends the sequence of the turn before joins it in one example. Where the template rewrites history (Qwen3 drops
     the reasoning of past turns), the turn becomes a separate example, in the context that it really has.
-    The mask of a template with `{% generation %}` blocks is used unchanged, plus an end of turn right after a block.
+    The mask of a template with `{% generation %}` blocks over the whole conversation is used unchanged, plus an end of
+    turn right after a block. A past turn that it leaves out is not trained, which is logged once; where the template
+    rewrites a past turn, the mask is that of the conversation up to it.
     Where generation prompt and content would share a token, the content is tokenised separately, as in generation.
     An example ends with its last trained token. A row's `tools` go to the template unless `tools` is given. A message
     with slime's `step_loss_mask`, OpenAI's `weight`, axolotl's `train` or `training`, or ms-swift's `loss` at 0 or
@@ -423,7 +425,7 @@ def _masked(
         ended = whole[-1]  # the text brings its own
     if turn.blocks is not None:
         start = _num_shared(prompt, whole)
-        mask = [bool(on) and t >= start for t, on in enumerate(turn.blocks)]
+        mask = [bool(on) and t >= start for t, (_, on) in enumerate(turn.blocks)]
         if ended is not None:
             whole = whole[: max((t for t, on in enumerate(mask) if on), default=len(whole)) + 1]
             mask = mask[: len(whole)]

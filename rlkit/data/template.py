@@ -420,8 +420,8 @@ class Template:
         role = message["role"]
         return message if role not in _OTHER_NAMES or self._names(role) else {**message, "role": _OTHER_NAMES[role]}
 
-    def blocks(self, messages: Sequence[Message]) -> list[int] | None:
-        """The mask of `{% generation %}` blocks; None for a template without any."""
+    def blocks(self, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
+        """The tokens with the mask of `{% generation %}` blocks; None for a template without any."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return None
         apply: Any = self.tokenizer.apply_chat_template
@@ -429,7 +429,8 @@ class Template:
         how: Any = {"tools": self.tools, "template_args": self.args}
         _, messages = as_written(self.tokenizer, messages, add_generation_prompt=False, **how)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
-        return apply(messages, tools=self.tools, **options)["assistant_masks"]
+        made = apply(messages, tools=self.tools, **options)
+        return [*zip(made["input_ids"], made["assistant_masks"], strict=True)]
 
 
 def _not_written(part: str, place: str, fix: str) -> ValueError:

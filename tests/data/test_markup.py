@@ -358,6 +358,31 @@ def test_an_opening_that_is_not_written_is_named_in_whole_tokens(tmp_path):
         sft_examples([{"messages": [user("hi"), assistant("4")]}], tokenizer=tokenizer, max_example_tokens=99)
 
 
+def test_generation_blocks_of_the_whole_conversation_say_what_trains(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    template = tokenizer.chat_template
+    blocks = "{% generation %}{{ m.content }}{% endgeneration %}"
+    row = {"messages": [user("hi"), assistant("one"), user("ho"), assistant("two")]}
+    rewritten = "{{ 'past ' if m.role == 'assistant' }}{{ m.content }}"
+    for last, said, trained in (
+        ("{% if m.role == 'assistant' and loop.last %}", "{{ m.content }}", ["two<|im_end|>"]),
+        ("{% if m.role == 'assistant' and not loop.last %}", "{{ m.content }}", []),
+        ("{% if m.role == 'assistant' %}", "{{ m.content }}", ["one<|im_end|>two<|im_end|>"]),
+        ("{% if m.role == 'assistant' and loop.last %}", rewritten, ["one<|im_end|>", "two<|im_end|>"]),
+    ):
+        tokenizer.chat_template = template.replace("{{ m.content }}", f"{last}{blocks}{{% else %}}{said}{{% endif %}}")
+        caplog.clear()
+        if not trained:
+            with pytest.raises(ValueError, match="no token of an assistant turn is trained"):
+                sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)
+            continue
+        examples = sft_examples([row, row], tokenizer=tokenizer, max_example_tokens=99)[0]
+        texts = [tokenizer.decode([i for i, on in zip(e.ids, e.mask, strict=True) if on]) for e in examples]
+        assert texts == trained * 2
+        named = "blocks of the chat template leave out the assistant's turn 'one<|im_end|>\\n': such turns are not"
+        assert caplog.text.count(named) == (trained == ["two<|im_end|>"])
+
+
 def test_results_of_tools_are_text(tmp_path):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
