@@ -25,6 +25,12 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1] if ord(match[0]) < 256 else f"\\u{ord(match[0]):04x}", text)
 
 
+def excerpt(value: Any, most: int = 80) -> str:
+    """The repr of a value; of a long one the first `most` characters and an ellipsis."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def masked(value: Any) -> Any:
     """The value, in lists and dicts too, with *** for the passwords and tokens of its URLs: http://user:***@host."""
     if isinstance(value, str):

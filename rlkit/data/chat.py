@@ -112,13 +112,13 @@ def _writes(text: str, arguments: Sequence[str], messages: Sequence[Message]) ->
 
 
 def _own(message: Message, markup: Markup) -> Message:
-    """The message without control tokens; of the assistant's without stop tokens at its end (the template has one)."""
+    """The message without control tokens; of the assistant's without those around an answer, which the template has."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
     if message.get("role") != "assistant":
         return {**message, "content": markup.plain(content)}
-    return {**message, "content": markup.without_stop(content)}
+    return {**message, "content": markup.without_opener(markup.without_stop(content))}
 
 
 def opened_text(
@@ -249,6 +249,9 @@ def turn_tokens(
         closing = text(placed, opened=False).rpartition(_MARK)[2]
     except Exception:  # any error of the template: with the real turn, the conversation was rendered above
         return None
+    markup = markup_of(tokenizer)
+    if markup.closer and [*sampled_ids[-1:]] == [markup.end]:  # a turn of calls is closed by others
+        tail = tail.removeprefix(markup.closer)
     turn = _squeeze(whole[len(context) : len(whole) - len(tail)])
     opener = _squeeze(context[-_OPENER:])
     written = all(_without_overlap(_squeeze(last.get(key)), opener) in turn for key in TURN_TEXTS)
@@ -256,7 +259,6 @@ def turn_tokens(
         return None
     ids = encode_after_text(tokenizer, rewrite(tail) if rewrite else tail)
     most = min(len(encode_after_text(tokenizer, closing)), len(sampled_ids))
-    markup = markup_of(tokenizer)
     if markup.written_end is None and [*sampled_ids[-1:]] == ids[:1] and ids[0] in markup.ends:
         most = max(most, 1)  # the role of the next message ends the turn
     already = (k for k in range(most, 0, -1) if list(sampled_ids[-k:]) == ids[:k])
@@ -264,7 +266,8 @@ def turn_tokens(
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends an assistant's turn: the first special token that the template writes after its content.
+    """The token that ends an assistant's turn: the eos that the template writes after its content, else the last of the
+    special tokens that begin there (`Markup.end_ids`).
 
     Where it writes none, and without a chat template, the token of `eos_token_id` (of the tokenizer, or of the
     generation config beside it) that begins the next message, else the first of them; None where there is none.

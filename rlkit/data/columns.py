@@ -14,6 +14,7 @@ from contextlib import suppress
 from itertools import chain, product
 from typing import Any, NamedTuple
 
+from rlkit._util.text import excerpt
 from rlkit._util.untrusted import loads
 from rlkit.data.load import FromText, Row, Rows, column_error, place_of
 from rlkit.data.schema import ASKED, FOR_REWARDS, GOLD, LABELS, OF_MESSAGES, OF_TEMPLATE, PAIRED, RESPONSES
@@ -134,16 +135,16 @@ def refuse_surrogates(value: Any, place: str, name: str) -> None:
 
 def is_trained(message: Mapping[str, Any], place: str) -> bool:
     """False for a turn that its row excludes from the loss; ValueError for a turn that is to be trained in part."""
-    excerpt = repr(dict(message))[:80]
+    said = excerpt(dict(message))
     if not is_empty(message.get("train_detail")):
         fix = "split the turn or drop the key"
-        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {excerpt}")
+        raise ValueError(f"{place}: a message has 'train_detail', and rlkit trains whole turns: {fix}: {said}")
     flags = {key: truth(message[key]) for key in FLAGS if message.get(key) is not None}
     for key, flag in flags.items():
         if flag is None:
             raise ValueError(
                 f"{place}: {key!r} must be 0 or 1, false or true (a turn is trained or not), got {message[key]!r} in "
-                f"the message {excerpt}"
+                f"the message {said}"
             )
     return all(flags.values())
 

@@ -71,7 +71,9 @@ def sft_examples(
     up to and with the turn's end-of-turn token (the model must learn to stop), not the newline after it. A turn that
     extends the sequence of the turn before joins it in one example. Where the template rewrites history (Qwen3 drops
     the reasoning of past turns), the turn becomes a separate example, in the context that it really has.
-    The mask of a template with `{% generation %}` blocks is used unchanged, plus an end of turn right after a block.
+    The mask of a template with `{% generation %}` blocks over the whole conversation is used unchanged, plus an end of
+    turn right after a block. A past turn that it leaves out is not trained, which is logged once; where the template
+    rewrites a past turn, the mask is that of the conversation up to it.
     Where generation prompt and content would share a token, the content is tokenised separately, as in generation.
     An example ends with its last trained token. A row's `tools` go to the template unless `tools` is given. A message
     with slime's `step_loss_mask`, OpenAI's `weight`, axolotl's `train` or `training`, or ms-swift's `loss` at 0 or
@@ -423,7 +425,7 @@ def _masked(
         ended = whole[-1]  # the text brings its own
     if turn.blocks is not None:
         start = _num_shared(prompt, whole)
-        mask = [bool(on) and t >= start for t, on in enumerate(turn.blocks)]
+        mask = [bool(on) and t >= start for t, (_, on) in enumerate(turn.blocks)]
         if ended is not None:
             whole = whole[: max((t for t, on in enumerate(mask) if on), default=len(whole)) + 1]
             mask = mask[: len(whole)]
@@ -432,7 +434,8 @@ def _masked(
         mask = [t >= len(prompt) for t in range(len(whole))]
     if ended is not None and whole[-1:] != [ended]:
         whole, mask = [*whole, ended], [*mask, True]
-    mask = _to_end_of_turn(whole, mask, end if ended is None else ended)
+    ends = markup_of(tokenizer).end_ids if ended is None else ()
+    mask = _to_end_of_turn(whole, mask, ends or (end if ended is None else ended,))
     if not any(mask):
         raise ValueError(f"{turn.place}: no token of an assistant turn is trained: ...{turn.whole[-80:]!r}")
     return Example(whole, mask, turn.images)
@@ -447,12 +450,14 @@ def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _to_end_of_turn(ids: list[int], mask: list[bool], end: int | None) -> list[bool]:
-    """Add an end-of-turn token right after the mask; drop what follows the last end-of-turn token in the mask."""
+def _to_end_of_turn(ids: list[int], mask: list[bool], ends: Sequence[int | None]) -> list[bool]:
+    """Add the tokens that end a turn right after the mask, or the rest of them; drop what follows the last in it."""
     last = max((t for t, on in enumerate(mask) if on), default=len(ids))
-    if last + 1 < len(ids) and ids[last + 1] == end:
-        mask = [on or t == last + 1 for t, on in enumerate(mask)]
-    stop = max((t for t, on in enumerate(mask) if on and ids[t] == end), default=len(ids))
+    for more in range(len(ends), 0, -1):
+        if ids[last + 1 : last + 1 + more] == [*ends[-more:]]:
+            mask = [on or last < t <= last + more for t, on in enumerate(mask)]
+            break
+    stop = max((t for t, on in enumerate(mask) if on and ids[t] == ends[-1]), default=len(ids))
     return [on and t <= stop for t, on in enumerate(mask)]
 
 

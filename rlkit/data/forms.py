@@ -31,10 +31,10 @@ RENAME = "; a column under another name is renamed with --rename"
 class Turn(NamedTuple):
     """The text of a context up to the generation prompt (`prompt`), and the same with the assistant's turn (`whole`).
 
-    A `literal` turn still lacks its end-of-turn token, and any turn its `end`. `blocks` is the mask of the template's
-    `{% generation %}`. `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call. `begun`: the text
-    with which a prompt begins the answer. `untrained`: another assistant message of the row is context, though the row
-    does not exclude it from the loss. `unanswered`: messages follow the last one.
+    A `literal` turn still lacks its end-of-turn token, and any turn its `end`. `blocks` are the tokens with the mask of
+    the template's `{% generation %}`. `empty`: the turn (of a prompt: the prompt) has neither text nor a tool call.
+    `begun`: the text with which a prompt begins the answer. `untrained`: another assistant message of the row is
+    context, though the row does not exclude it from the loss. `unanswered`: messages follow the last one.
     """
 
     place: str
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     empty: bool = False
     label: bool | None = None
     literal: bool = True
-    blocks: list[int] | None = None
+    blocks: list[tuple[int, int]] | None = None
     untrained: bool = False
     images: tuple[Image, ...] = ()
     begun: str = ""

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,13 @@ class Markup:
     def misopened(self) -> tuple[str, str] | None:
         """The generation prompt, and what is written before an answer, where neither begins the other (without tags of
         reasoning): the role differs, or a blank."""
+        first, second = (_REASONING_UP.sub("", text) for text in self._openings)
+        return self._openings if any(a != b for a, b in zip(first, second)) else None
+
+    @cached_property
+    def _openings(self) -> tuple[str, str]:
         told = self._renders[1].rpartition(_SAID)[0] or _ASKED
-        both = self._renders[0].rpartition(_ASKED)[2], told.rpartition(_ASKED)[2]
-        first, second = (_REASONING_UP.sub("", text) for text in both)
-        return both if any(a != b for a, b in zip(first, second)) else None
+        return self._renders[0].rpartition(_ASKED)[2], told.rpartition(_ASKED)[2]
 
     @cached_property
     def _takes_first(self) -> bool:
@@ -158,13 +162,55 @@ class Markup:
 
     @cached_property
     def written_end(self) -> int | None:
-        """The token that ends an assistant's turn in the chat template; None where it writes none after an answer.
+        """The token that ends an assistant's turn in the chat template; None where it writes none after an answer."""
+        return next(reversed(self.end_ids), None)
 
-        The first special token there, else the first that was added to the vocabulary.
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens with which the chat template ends a turn of an answer, the last of them `written_end`.
+
+        Of what stands there whether or not a message follows (Phi-3 writes one more token at the end of a conversation)
+        the first token of `eos`, else the last of the first special tokens in a row. Where that has none, the first of
+        `eos`, else the first special token. Where there is no special token, those that were added to the vocabulary.
         """
         ids = encode_after_text(self.tokenizer, self.closing) if self.closing else []
-        added = {i for i, token in self._added.items() if _is_markup(token)}
-        return next((i for of in (self._special.union(self.eos), added) for i in ids if i in of), None)
+        after = encode_after_text(self.tokenizer, self._followed) if ids and self._followed else []
+        num_shared = next((k for k, (a, b) in enumerate(zip(ids, after)) if a != b), min(len(ids), len(after)))
+        special, added = self._special.union(self.eos), {i for i, token in self._added.items() if _is_markup(token)}
+        for of, num in product((special, added), (num_shared, len(ids))):
+            if found := [k for k in range(num) if ids[k] in of]:
+                row = [k for n, k in enumerate(found) if k == found[0] + n]
+                end = next((k for k in found if ids[k] in self.eos), row[-1 if num == num_shared else 0])
+                first = next(k for k, i in enumerate(ids) if i in special | added)
+                return tuple(ids[first : end + 1])
+        return ()
+
+    @cached_property
+    def _followed(self) -> str:
+        """What the template writes after an answer that a question follows; "" without a chat template."""
+        return self._renders[2].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
+
+    @cached_property
+    def closers(self) -> tuple[int, ...]:
+        """The tokens of `end_ids` before the last: Command's `<|END_RESPONSE|>`, markup as its end is."""
+        try:
+            return self.end_ids[:-1]
+        except ValueError:  # of the template, as in `ends`
+            return ()
+
+    @cached_property
+    def closer(self) -> str:
+        """The text of `closers`."""
+        return str(self.tokenizer.decode([*self.closers])) if self.closers else ""
+
+    @cached_property
+    def opener(self) -> str:
+        """The token before an answer that `closers` close, `<|START_RESPONSE|>`, no reasoning; "" for none."""
+        if not self.closers:
+            return ""
+        first, second = (_REASONING_UP.sub("", text) for text in self._openings)
+        token = second.removeprefix(first).strip()
+        return token if token in self._added.values() else ""
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
@@ -179,8 +225,7 @@ class Markup:
         """The token that ends an assistant's turn; None where neither the template, tokenizer nor folder has one."""
         if self.written_end is not None:
             return self.written_end
-        after = self._renders[2].rpartition(_SAID)[2] if getattr(self.tokenizer, "chat_template", None) else ""
-        return self.end_before(after.removeprefix(self.closing))
+        return self.end_before(self._followed.removeprefix(self.closing))
 
     @cached_property
     def end_text(self) -> str:
@@ -207,14 +252,21 @@ class Markup:
 
     @cached_property
     def _stops(self) -> str:
-        """A regular expression of the texts of `ends` that are tokens of their own; it matches nothing without any."""
+        """A regular expression of the texts of `closers`, and of `ends` that are tokens of their own; it matches
+        nothing without any."""
         ids = self.ends & self._special.union(self._added)
-        texts = sorted((str(self.tokenizer.decode([i])) for i in ids), key=len, reverse=True)
+        texts = [*(str(self.tokenizer.decode([i])) for i in ids), self.closer.strip()]
+        texts = sorted(texts, key=len, reverse=True)
         return "|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)"
 
     def without_stop(self, text: str) -> str:
-        """A text without the tokens of `ends` at its end, nor blanks after them."""
+        """A text without the tokens of `closers` and `ends` at its end, nor blanks after them."""
         return re.sub(rf"(?:(?:{self._stops})\s*)+\Z", "", text)
+
+    def without_opener(self, text: str) -> str:
+        """The text of an answer without `opener` at its start, or after its reasoning."""
+        start = rf"(\A|{REASONING.pattern})\s*{re.escape(self.opener)}"
+        return re.sub(start, r"\1", text, count=1, flags=re.IGNORECASE) if self.opener else text
 
     def stopped(self, text: str) -> str:
         """A ready-made text without blanks after a token of `ends` at its end."""
@@ -223,18 +275,20 @@ class Markup:
     def text_of(self, ids: Sequence[int], context: Sequence[int] = ()) -> str:
         """The text of a sampled turn, as rewards, environments and messages have it.
 
-        Only the tokens of `ends` at its end are dropped; other special tokens (`<think>`, `</tool_call>`) stay. What
-        the `context` has opened of it (`<think>` of the generation prompt) is its beginning.
+        Only the tokens of `ends` at its end are dropped, and those around an answer in its turn (`opener`, `closers`);
+        other special tokens (`<think>`, `</tool_call>`) stay. What the `context` has opened of it (`<think>` of the
+        generation prompt) is its beginning.
         """
         text: str = self.tokenizer.decode(self.without_end(ids), skip_special_tokens=False)
-        return self.opened_by(context) + text
+        return self.without_opener(self.opened_by(context) + text)
 
     def without_end(self, ids: Sequence[int]) -> list[int]:
         """The tokens of a turn before those that end it."""
-        end = len(ids)
+        end, num = len(ids), len(self.closers)
         while end and ids[end - 1] in self.ends:
             end -= 1
-        return [*ids[:end]]
+        closed = num and (*ids[max(0, end - num) : end],) == self.closers
+        return [*ids[: end - num if closed else end]]
 
     def opened_by(self, context: Sequence[int]) -> str:
         """`opened_by` of the text of a context."""

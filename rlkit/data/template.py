@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlkit._util.text import excerpt
 from rlkit.data import columns
 from rlkit.data.chat import TURN_TEXTS, Message, as_written, beginning, check_arguments, render_text
 from rlkit.data.images import ImageReader
 from rlkit.data.load import Row
-from rlkit.data.markup import REASONING, markup_of, mentioned_end, opened_by, reasoned, speaker_of
+from rlkit.data.markup import REASONING, encode, markup_of, mentioned_end, opened_by, reasoned, speaker_of
 from rlkit.data.messages import disordered, misfits, name_of, row_template_args, row_tools, untooled
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ class Template:
                 fix = '; write "content": "" beside \'tool_calls\''
                 if "tool_calls" not in self.source:
                     fix = "; the chat template has no tool calls: write them into 'content' as the model would"
+                elif not self._writes_calls(messages, place):
+                    fix = "; the chat template writes no calls beside a content, nor without one: write them into "
+                    fix += "'content' as the model would, or give a template that has them (--chat-template)"
             raise ValueError(f"{place}: cannot be rendered: {type(error).__name__}: {error}{fix}") from error
 
     def begun_text(self, messages: Sequence[Message], place: str) -> str:
@@ -203,11 +207,13 @@ class Template:
             for key in ("tool_calls", *TURN_TEXTS[1:]):
                 if message.get(key) and not self._changes(messages[:number], message, key, place):
                     fix = "write it into 'content' as the model would, drop it, or use a model whose template has it"
-                    raise _not_written(f"{key!r} of the message {repr(dict(message))[:80]}", place, fix)
+                    if key == "tool_calls" and (named := self._id_with_name(messages[:number], message, place)):
+                        fix = f"it writes their ids: give each call one with its function's name, {named!r}, or {fix}"
+                    raise _not_written(f"{key!r} of the message {excerpt(dict(message))}", place, fix)
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
             fix = "move it into a message that is written, drop it, or use a model whose template has it"
-            raise _not_written(f"the content of the message {repr(unwritten)[:80]}", place, fix)
+            raise _not_written(f"the content of the message {excerpt(unwritten)}", place, fix)
         if self.tools and not self.of_run and not self._writes_tools(messages, place):
             fix = "use a model whose template has tools, or drop the column, e.g. with --rename tools OTHER"
             raise _not_written("the tools of the row", place, fix)
@@ -232,7 +238,7 @@ class Template:
             fix = "ready-made prompts and responses are strings for --no-chat-template"
             raise ValueError(f"{where} begins with {first!r}, which the chat template writes itself; {fix}")
         said = text if plain else markup.without_stop(text)
-        if (stop := text[len(said) :].strip()) and stop != end:
+        if (stop := text[len(said) :].strip().removeprefix(markup.closer.strip()).strip()) and stop != end:
             place = f"at the end of an answer, which ends with {end!r} where the chat template writes it"
             self.lost["markup", stop, place] = None
         inside = [match[0] for match in markup.control.finditer(said)] if markup.control else []
@@ -260,8 +266,9 @@ class Template:
 
     def reopened(self, messages: Sequence[Message], number: int, place: str) -> ValueError:
         """The error of an assistant's message whose text does not go on from the generation prompt."""
-        prompt, whole = self.turn(messages, number, place)
+        prompt, whole = (encode(self.tokenizer, text) for text in self.turn(messages, number, place))
         shared = next((i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b), min(len(prompt), len(whole)))
+        opened, said = (excerpt(str(self.tokenizer.decode(ids[shared:])), 60) for ids in (prompt, whole))
         fix = (
             "give the conversation up to that turn as 'prompt' and the turn, reasoning included, as 'response' (taken "
             "literally), or change the chat template"
@@ -274,27 +281,38 @@ class Template:
                     fix = f"where the answers have no reasoning, --template-args '{json.dumps(args)}'; else {fix}"
                     break
         return ValueError(
-            f"{place}: the chat template opens a turn with {prompt[shared:][:60]!r} but writes the assistant's message "
-            f"as {whole[shared:][:60]!r}, so that what is trained is not what would be sampled: {fix}"
+            f"{place}: the chat template opens a turn with {opened} but writes the assistant's message as {said}, so "
+            f"that what is trained is not what would be sampled: {fix}"
         )
 
     def _changes(self, before: Sequence[Message], message: Message, key: str, place: str) -> bool:
         """Whether the text of a conversation has `message[key]`; True where the marked one is refused.
 
-        Of calls, each one must be there: their names are marked.
+        Of calls, each one must be there: their names are marked, also within their ids (Kimi K2 writes these alone).
         """
         value = message[key]
         if key == "tool_calls":
             names = [f"{call['function']['name']}_mark_{n}_" for n, call in enumerate(value)]
-            other: Any = [
-                {**call, "function": {**call["function"], "name": name}}
-                for call, name in zip(value, names, strict=True)
-            ]
+            other: Any = [_renamed(call, name) for call, name in zip(value, names, strict=True)]
         else:
             names, other = [], f"{value}x"
         told = ([*before, {**message, key: item}] for item in (value, other))
         texts = self._texts(place, *told)
         return texts is None or (texts[0] != texts[1] and all(name in texts[1] for name in names))
+
+    def _writes_calls(self, messages: Sequence[Message], place: str) -> bool:
+        """Whether the text has the calls of all messages if each has a content."""
+        told = [{**message, "content": message.get("content") or ""} for message in messages]
+        called = [number for number, message in enumerate(told) if message.get("tool_calls")]
+        return all(self._changes(told[:number], told[number], "tool_calls", place) for number in called)
+
+    def _id_with_name(self, before: Sequence[Message], message: Message, place: str) -> str:
+        """An id for the first call that has its function's name, where the text then has the calls; "" elsewhere."""
+        if not re.search(r"\bid\b", self.source):
+            return ""
+        ids = [f"functions.{call['function']['name']}:{n}" for n, call in enumerate(message["tool_calls"])]
+        calls = [{**call, "id": new} for call, new in zip(message["tool_calls"], ids, strict=True)]
+        return ids[0] if self._changes(before, {**message, "tool_calls": calls}, "tool_calls", place) else ""
 
     def _texts(self, place: str, *conversations: Sequence[Message]) -> list[str] | None:
         """The conversations as texts; None where one is refused."""
@@ -403,8 +421,8 @@ class Template:
         role = message["role"]
         return message if role not in _OTHER_NAMES or self._names(role) else {**message, "role": _OTHER_NAMES[role]}
 
-    def blocks(self, messages: Sequence[Message]) -> list[int] | None:
-        """The mask of `{% generation %}` blocks; None for a template without any."""
+    def blocks(self, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
+        """The tokens with the mask of `{% generation %}` blocks; None for a template without any."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return None
         apply: Any = self.tokenizer.apply_chat_template
@@ -412,22 +430,30 @@ class Template:
         how: Any = {"tools": self.tools, "template_args": self.args}
         _, messages = as_written(self.tokenizer, messages, add_generation_prompt=False, **how)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **(self.args or {})}
-        return apply(messages, tools=self.tools, **options)["assistant_masks"]
+        made = apply(messages, tools=self.tools, **options)
+        return [*zip(made["input_ids"], made["assistant_masks"], strict=True)]
 
 
 def _not_written(part: str, place: str, fix: str) -> ValueError:
     return ValueError(f"{place}: the chat template does not write {part}; {fix}")
 
 
+def _renamed(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A call of the function `name`, in its id too where that has the name of its own: "functions.f:0"."""
+    old, given = call["function"]["name"], call.get("id")
+    renamed = {**call, "function": {**call["function"], "name": name}}
+    return {**renamed, "id": given.replace(old, name)} if isinstance(given, str) and old else renamed
+
+
 def _check_calls(message: Message, place: str) -> None:
     """ValueError for a tool call without the name of a function."""
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"{place}: 'tool_calls' must be a list of calls like {_CALL}, got {repr(calls)[:80]}")
+        raise ValueError(f"{place}: 'tool_calls' must be a list of calls like {_CALL}, got {excerpt(calls)}")
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {repr(call)[:80]}")
+            raise ValueError(f"{place}: a call in 'tool_calls' must be like {_CALL}, got {excerpt(call)}")
 
 
 def _without_each(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:

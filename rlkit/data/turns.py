@@ -19,13 +19,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlkit._util.text import excerpt
 from rlkit.data import columns
 from rlkit.data import messages as of_row
 from rlkit.data.chat import TURN_TEXTS, Message
 from rlkit.data.forms import LABELLED_ANSWERS, RENAME, Form, LacksColumn, Turn, cell, numbered, own_name
 from rlkit.data.images import COLUMNS as IMAGE_COLUMNS
 from rlkit.data.load import Row, column_error
-from rlkit.data.markup import REASONING, markup_of, opened_by, without_opened
+from rlkit.data.markup import REASONING, encode, markup_of, opened_by, without_opened
 from rlkit.data.messages import Converted, decoded, mappings, messages_of
 from rlkit.data.schema import PROMPTS, RESPONSES
 from rlkit.data.template import ROLES, Template, role_fix
@@ -86,7 +87,7 @@ def _with_text(message: Message, place: str) -> dict[str, Any]:
     if not isinstance(content, list | tuple) or not content:
         keys = ", ".join(message) if "content" not in message and len(message) > 1 else ""
         fix = f"; its keys are {keys}: the text is to be under 'content'" if keys else ""
-        raise ValueError(f"{place}.content must be a string, got {repr(content)[:80]}{fix}")
+        raise ValueError(f"{place}.content must be a string, got {excerpt(content)}{fix}")
     return {**message, "content": columns.joined_parts(content, f"{place}.content")}
 
 
@@ -202,11 +203,12 @@ def _conversation(row: Converted, place: str, template: Template) -> list[Turn]:
 def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, template: Template) -> list[Turn]:
     """The turns of the assistant messages at `ends`, each after all messages before it."""
     template.refuse_unwritten(messages[: ends[-1] + 1], place)
-    turns = []
+    blocks, turns = template.blocks(messages[: ends[-1] + 1]) if len(ends) > 1 else None, []
     for end in ends:
         if not columns.is_trained(messages[end], place):
             continue
-        turn = _turn(messages, end, place, template)
+        if (turn := _as_in(blocks, _turn(messages, end, place, template), template)) is None:
+            continue
         if turn.blocks is None and not turn.whole.startswith(turn.prompt):
             raise template.reopened(messages, end, place)
         written = turn.whole.removeprefix(turn.prompt)
@@ -217,6 +219,26 @@ def _turns(messages: list[dict[str, Any]], ends: Sequence[int], place: str, temp
     if not turns:
         raise ValueError(f"{place}: every assistant message is excluded from the loss: drop the row")
     return turns
+
+
+def _as_in(whole: Sequence[tuple[int, int]] | None, turn: Turn, template: Template) -> Turn | None:
+    """The turn with the mask that the blocks of the whole conversation give it; None where they leave it out."""
+    if whole is None or turn.blocks is None:
+        return turn
+    num = next(
+        (t for t, (a, b) in enumerate(zip(turn.blocks, whole)) if a[0] != b[0]), min(len(turn.blocks), len(whole))
+    )
+    if any(on for _, on in turn.blocks[num:]):  # the template rewrites it
+        return turn
+    start, markup = len(encode(template.tokenizer, turn.prompt)), markup_of(template.tokenizer)
+    left_out = any(on for _, on in turn.blocks[start:]) and not any(on for _, on in whole[start:num])
+    if left_out and "blocks" not in markup.told:
+        markup.told.add("blocks")
+        _log.warning(
+            "%s: over the whole conversation, the {%% generation %%} blocks of the chat template leave out the "
+            "assistant's turn %r: such turns are not trained", turn.place, turn.whole[len(turn.prompt) :][:60],
+        )  # fmt: skip
+    return None if left_out else turn._replace(blocks=[*whole[:num], *turn.blocks[num:]])
 
 
 def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Template) -> Turn:
@@ -291,7 +313,7 @@ def _last(messages: Sequence[Message], column: str, place: str) -> Message:
     if last["role"] != "assistant" or (column == "messages" and len(messages) == 1):
         raise ValueError(
             f"{place}: {column!r} must end with an assistant message of text that answers another message, got "
-            f"{repr(last)[:80]}"
+            f"{excerpt(last)}"
         )
     if more := [key for key in (*TURN_TEXTS, "tool_calls") if key != "content" and last.get(key)]:
         raise ValueError(

@@ -56,7 +56,6 @@ class Text:
         return None
 
     def _not_sampled(self, ids: list[int]) -> list[int]:
-        others = (k for k, i in enumerate(reversed(self._ids)) if i not in self._markup.ends)
-        ends = next(others, len(self._ids))
+        ends = len(self._ids) - len(self._markup.without_end(self._ids))
         already = (k for k in range(min(ends, len(ids)), 0, -1) if self._ids[-k:] == ids[:k])
         return ids[next(already, 0) :]

@@ -175,7 +175,7 @@ def test_every_answer_trains_the_token_that_ends_it(made):
         trained["messages"] = sft_examples([{"messages": [user("hi"), assistant("yes")]}], **how)[0][0].ids
     for road, ids in trained.items():
         assert ids[-1] == end, road
-        assert tokenizer.decode(ids[:-1]).rstrip().endswith(("yes", "no")), road
+        assert tokenizer.decode(ids[:-1]).removesuffix(family.closed).rstrip().endswith(("yes", "no")), road
 
 
 REFUSED = ("deepseek-r1", "nemotron3")  # conversations: their generation prompts are not what is before an answer
@@ -230,7 +230,7 @@ def test_an_answer_with_reasoning_of_its_own_gets_no_other(tmp_path):
         assert tokenizer.decode(ids) == "<think>\nr\n</think>\n\n4<|im_end|>"
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "glm-4.5"])
+@pytest.mark.parametrize("name", ["qwen2.5", "glm-4.5", "command"])
 def test_a_response_trains_the_generation_blocks_alone(name, tmp_path):
     tokenizer = tokenizer_of(FAMILIES[name], tmp_path)
     said = "so: {% generation %}{{ m.content }}{% endgeneration %}"
@@ -239,8 +239,9 @@ def test_a_response_trains_the_generation_blocks_alone(name, tmp_path):
     for row in ({"messages": [user("hi"), assistant("one")]}, {"prompt": "hi", "response": "one"}):
         (example,) = sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)[0]
         ids = [i for i, on in zip(example.ids, example.mask, strict=True) if on]
-        assert tokenizer.decode(ids) == f"one{FAMILIES[name].end}"
-        assert tokenizer.decode(example.ids).endswith(f"so: one{FAMILIES[name].end}")
+        end = FAMILIES[name].closed + FAMILIES[name].end
+        assert tokenizer.decode(ids) == f"one{end}"
+        assert tokenizer.decode(example.ids).endswith(f"so: one{end}")
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.opened])
@@ -250,7 +251,7 @@ def test_every_turn_of_a_conversation_trains_its_end(name, tmp_path):
     row = {"messages": [user("hi"), assistant("one"), user("ho"), assistant("two")]}
     examples = sft_examples([row], tokenizer=tokenizer, max_example_tokens=999)[0]
     trained = "".join(tokenizer.decode([i for i, on in zip(e.ids, e.mask) if on]) for e in examples)
-    ends = ["<|end|>", "<|return|>"] if name == "gpt-oss" else [family.end] * 2
+    ends = ["<|end|>", "<|return|>"] if name == "gpt-oss" else [family.closed + family.end] * 2
     one, two = (trained.find(text) for text in ("one", "two"))
     assert 0 <= one < two
     assert trained[one + 3 :].lstrip().startswith(ends[0]) or name == "gpt-oss"
@@ -282,6 +283,104 @@ def test_generation_blocks_without_an_end_train_the_next_role(tmp_path):
     (example,) = sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)[0]
     ids = [i for i, on in zip(example.ids, example.mask, strict=True) if on]
     assert tokenizer.decode(ids) == "one<|user|>two<|user|>"
+
+
+@pytest.mark.parametrize(
+    ("eos", "file"), [("<|endoftext|>", []), ("<|endoftext|>", ["<|endoftext|>"]), ("<|end|>", [])]
+)
+@pytest.mark.parametrize("after", ["\n", ""])
+def test_a_token_at_the_end_of_a_conversation_ends_no_turn(eos, file, after, tmp_path):
+    family = FAMILIES["phi3"]
+    last = "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+    template = family.template.replace("<|end|>\n", f"<|end|>{after}") + last
+    tokenizer = tokenizer_of(family._replace(template=template, eos=eos, folder_eos=file), tmp_path)
+    for road, ids, mask in answered_roads(tokenizer, "yes"):
+        assert tokenizer.decode(ids[mask.index(True) :]) == "yes<|end|>", road
+
+
+def command(folder, *, special=True):
+    """Command's tokenizer, in which the tokens around an answer are special or not."""
+    family, around = FAMILIES["command"], ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    others = tuple(token for token in family.special if token not in around)
+    return tokenizer_of(family if special else family._replace(special=others, added=family.added + around), folder)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("eos", ["<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"])
+def test_markup_around_an_answer_is_trained_and_is_not_its_text(special, eos, tmp_path):
+    tokenizer = command(tmp_path, special=special)
+    tokenizer.eos_token = eos
+    markup, end = markup_of(tokenizer), tokenizer.convert_tokens_to_ids("<|END_OF_TURN_TOKEN|>")
+    assert (markup.end, markup.ends) == (end, {end, tokenizer.eos_token_id})
+    whole = "<|START_RESPONSE|>4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    for said in ("4", "<|START_RESPONSE|>4", whole, whole.replace("<|END_OF_TURN_TOKEN|>", "")):
+        for road, ids, mask in answered_roads(tokenizer, said):
+            assert tokenizer.decode(ids[mask.index(True) :]) == whole, (road, said)
+    thought = "<|START_THINKING|>r<|END_THINKING|>"
+    for said, text in ((whole, "4"), (f"{thought}{whole}", f"{thought}4"), (whole[:-21], "4"), ("4", "4")):
+        ids = tokenizer.encode(said, add_special_tokens=False)
+        assert completion_of(tokenizer, Trajectory([1], ids, [True] * len(ids), [0.0] * len(ids), ids)) == text
+    contexts = contexts_of("chat", tokenizer, ["hi", "ho"], said="<|START_RESPONSE|>a<|END_RESPONSE|>")
+    first, second = map(tokenizer.decode, contexts)
+    answer = "<|START_RESPONSE|>a<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    asked = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>ho<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    assert second == first + answer + asked
+    assert tokenizer.decode(contexts_of("agent", tokenizer, ["hi", "ho"], said=answer[:-21])[1]) == second
+
+
+def test_a_call_that_ends_otherwise_than_an_answer_goes_on_in_its_sequence(tmp_path):
+    tokenizer = command(tmp_path)
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+
+    def read() -> str:
+        """Read."""
+        return "sunny"
+
+    call = '<|START_ACTION|>[{"tool_name": "read", "parameters": {}}]<|END_ACTION|><|END_OF_TURN_TOKEN|>'
+    said = "<|START_RESPONSE|>It is.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+    sample, contexts = sampler(tokenizer, call, said)
+    prompt = rl_prompts([{"prompt": "hi"}], tokenizer=tokenizer, max_prompt_tokens=999, tools=[read])[0][0]
+    pieces = asyncio.run(tool_env([read], tokenizer=tokenizer)(prompt, sample))
+    first, second = map(tokenizer.decode, contexts)
+    asked = "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>sunny<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    assert second == first + call + asked
+    assert len(pieces) == 1
+    assert completion_of(tokenizer, pieces[-1]) == "It is."
+
+
+def test_an_opening_that_is_not_written_is_named_in_whole_tokens(tmp_path):
+    tokenizer = command(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|START_THINKING|>", "<|END_THINKING|>"]})
+    opened = "<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.removesuffix("<|CHATBOT_TOKEN|>{% endif %}") + opened
+    line = "turn with '<|START_THINKING|><|END_THINKING|>' but writes the assistant's message as '<|START_RESPONSE|>4<|"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        sft_examples([{"messages": [user("hi"), assistant("4")]}], tokenizer=tokenizer, max_example_tokens=99)
+
+
+def test_generation_blocks_of_the_whole_conversation_say_what_trains(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    template = tokenizer.chat_template
+    blocks = "{% generation %}{{ m.content }}{% endgeneration %}"
+    row = {"messages": [user("hi"), assistant("one"), user("ho"), assistant("two")]}
+    rewritten = "{{ 'past ' if m.role == 'assistant' }}{{ m.content }}"
+    for last, said, trained in (
+        ("{% if m.role == 'assistant' and loop.last %}", "{{ m.content }}", ["two<|im_end|>"]),
+        ("{% if m.role == 'assistant' and not loop.last %}", "{{ m.content }}", []),
+        ("{% if m.role == 'assistant' %}", "{{ m.content }}", ["one<|im_end|>two<|im_end|>"]),
+        ("{% if m.role == 'assistant' and loop.last %}", rewritten, ["one<|im_end|>", "two<|im_end|>"]),
+    ):
+        tokenizer.chat_template = template.replace("{{ m.content }}", f"{last}{blocks}{{% else %}}{said}{{% endif %}}")
+        caplog.clear()
+        if not trained:
+            with pytest.raises(ValueError, match="no token of an assistant turn is trained"):
+                sft_examples([row], tokenizer=tokenizer, max_example_tokens=99)
+            continue
+        examples = sft_examples([row, row], tokenizer=tokenizer, max_example_tokens=99)[0]
+        texts = [tokenizer.decode([i for i, on in zip(e.ids, e.mask, strict=True) if on]) for e in examples]
+        assert texts == trained * 2
+        named = "blocks of the chat template leave out the assistant's turn 'one<|im_end|>\\n': such turns are not"
+        assert caplog.text.count(named) == (trained == ["two<|im_end|>"])
 
 
 def test_results_of_tools_are_text(tmp_path):

@@ -204,6 +204,10 @@ def test_an_empty_conversation_is_named_as_its_column_is():
     [
         ("", "no tool calls: write them into 'content'"),
         ("{{ m.tool_calls }}", 'write "content": "" beside \'tool_calls\''),
+        (
+            "{% if m.content is none %}{{ m.tool_calls }}{% endif %}",
+            r"writes no calls beside a content, nor without one: write them into 'content' .* \(--chat-template\)",
+        ),
     ],
 )
 def test_a_call_without_content_has_a_fix_where_the_template_needs_one(call, fix):

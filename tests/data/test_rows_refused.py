@@ -20,7 +20,7 @@ UNWRITTEN = (
     "use a model whose template has it"
 )
 PLAIN_CALL = UNWRITTEN.format(
-    "tool_calls", "{'role': 'assistant', 'tool_calls': [{'id': 'c1', 'type': 'function', 'function'"
+    "tool_calls", "{'role': 'assistant', 'tool_calls': [{'id': 'c1', 'type': 'function', 'function'..."
 )
 REFUSED = {  # script, row, the message after the file and the place
     "names of columns as answers": ("dpo", {"prompt": "hi", "a": "yo", "b": "no", "chosen": "a", "rejected": "b"},
@@ -53,7 +53,7 @@ REFUSED = {  # script, row, the message after the file and the place
         "sft", {"messages": [user("hi"), answer("yo", train_detail=[{"begin_offset": 0, "end_offset": 1,
                                                                      "train": False}])]},
         ": a message has 'train_detail', and rlkit trains whole turns: split the turn or drop the key: {'role': "
-        "'assistant', 'content': 'yo', 'train_detail': [{'begin_offset': 0, 'end",
+        "'assistant', 'content': 'yo', 'train_detail': [{'begin_offset': 0, 'end...",
     ),
     "a weight of a half": ("sft", {"messages": [user("hi"), answer("yo", weight=0.5)]},
                            ": 'weight' must be 0 or 1, false or true (a turn is trained or not), got 0.5 in the "

@@ -59,7 +59,8 @@ DROPPED = (
         ("sft", {"messages": [user("hi"), answer("Let us see", tool_calls=[call("f", {})]), user("a"), answer("b")]},
          "the chat template does not write the content of the message {'role': 'assistant', 'content': 'Let us see', "),
         ("sft", {"messages": [user("hi"), answer("", tool_calls=[call("f", {}), call("g", {})])]},
-         "the chat template does not write 'tool_calls' of the message {'role': 'assistant', 'content': '', "),
+         "the chat template does not write 'tool_calls' of the message {'role': 'assistant', 'content': '', "
+         "'tool_calls': [{'id': 'c1', 'type': 'functi...; write it into 'content'"),
     ],
 )  # fmt: skip
 def test_each_message_of_each_row_must_be_written(tmp_path, script, row, message):

@@ -8,6 +8,7 @@ from scripted import Script, check_exact, prompt_of
 
 from rlkit.agents.endpoint import agent_env
 from rlkit.data.chat import render_text
+from rlkit.data.examples import sft_examples
 from rlkit.data.tiny import tiny_tokenizer
 from rlkit.rollout import calling
 from rlkit.rollout.envs.call_format import call_parser
@@ -432,6 +433,33 @@ async def test_an_episode_runs_the_calls_that_its_template_writes(form):
     (answer,) = [m for m in pieces[-1].info["messages"] if m["role"] == "tool"]
     assert (answer["name"], answer["content"]) == ("look_up", look_up(**ODD))
     assert answer.get("tool_call_id") == ("functions.look_up:0" if form == "Kimi K2" else None)
+
+
+KIMI_ROW = {
+    "messages": [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "id": f"functions.look_up:{n}", "function": {"name": "look_up", "arguments": {"n": n}}}
+            for n in range(2)
+        ]},
+        {"role": "tool", "content": "7", "tool_call_id": "functions.look_up:0"},
+        {"role": "tool", "content": "8", "tool_call_id": "functions.look_up:1"},
+        {"role": "assistant", "content": "It is 7."},
+    ]
+}  # fmt: skip
+
+
+def test_calls_whose_names_stand_in_their_ids_are_written():
+    tokenizer = tokenizer_of("Kimi K2")
+    (example,), _ = sft_examples([KIMI_ROW], tokenizer=tokenizer, max_example_tokens=999)
+    text = tokenizer.decode([i for i, on in zip(example.ids, example.mask, strict=True) if on])
+    assert '<|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>{"n": 1}' in text
+    user, said, *rest = KIMI_ROW["messages"]
+    calls = [{**call, "id": f"call_{n}"} for n, call in enumerate(said["tool_calls"])]
+    row = {"messages": [user, {**said, "tool_calls": calls}, *rest]}
+    fix = "it writes their ids: give each call one with its function's name, 'functions.look_up:0', or write it into"
+    with pytest.raises(ValueError, match=f"does not write 'tool_calls' of the message .*; {fix}"):
+        sft_examples([row], tokenizer=tokenizer, max_example_tokens=999)
 
 
 HARMONY = (

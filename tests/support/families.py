@@ -11,7 +11,7 @@ class Family(NamedTuple):
     """`special` tokens, further `added` ones, the chat template, and what is true of them.
 
     `adds_bos`: the tokenizer puts bos before a text. `folder_eos`: of generation_config.json. `end` ends a turn, and
-    `opened` is what the generation prompt opens.
+    `opened` is what the generation prompt opens, `closed` what stands between an answer and its end.
     """
 
     special: tuple[str, ...]
@@ -23,6 +23,7 @@ class Family(NamedTuple):
     added: tuple[str, ...] = ()
     folder_eos: tuple[str, ...] = ()
     opened: str = ""
+    closed: str = ""
     writes_end: bool = True
 
 
@@ -55,6 +56,14 @@ _GPT_OSS = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
     "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+_COMMAND = (
+    "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'assistant' %}<|CHATBOT_TOKEN|>"
+    '{% if m.tool_calls %}<|START_ACTION|>[{% for c in m.tool_calls %}{"tool_name": "{{ c.function.name }}", '
+    '"parameters": {{ c.function.arguments | tojson }}}{% endfor %}]<|END_ACTION|>'
+    "{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"
+    "{% else %}<|{{ 'USER' if m.role == 'user' else 'SYSTEM' }}_TOKEN|>{{ m.content }}{% endif %}"
+    "<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
 )
 _GLM_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GEMMA = _turns(
@@ -114,6 +123,12 @@ FAMILIES = {
         ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>",
          "<|call|>"),
         _GPT_OSS, "<|return|>", "<|return|>", folder_eos=("<|return|>", "<|endoftext|>", "<|call|>"),
+    ),
+    "command": Family(
+        ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+         "<|SYSTEM_TOKEN|>", "<|END_RESPONSE|>", "<|START_RESPONSE|>"),
+        _COMMAND, "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", bos="<BOS_TOKEN>", adds_bos=True,
+        added=("<|START_ACTION|>", "<|END_ACTION|>"), closed="<|END_RESPONSE|>",
     ),
     "nemotron3": Family(
         (*_IM, "<think>", "</think>"),

@@ -104,8 +104,10 @@ class Chat:
         """Print what `ids` add to the answer, except an incomplete character; at the end print everything."""
         from rlkit.data.markup import markup_of
 
-        body = markup_of(self.tokenizer).without_end(ids)
+        markup = markup_of(self.tokenizer)
+        body = markup.without_end(ids)
         text = self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = markup.without_opener(text)
         if end or (self.live and not text.endswith("\ufffd")):
             write(text[len(self.printed) :] + "\n" * end)
             self.printed = text
