@@ -71,7 +71,7 @@ def test_what_trains_is_counted_once(tmp_path, capsys):
     size = sum(x.numel() for name, x in model.state_dict().items() if name != "lm_head.weight")
     report_model(load_policy(tmp_path, ParallelArgs()), dtype="fp32")
     assert capsys.readouterr().out == (f"model: {size:,} parameters on cpu, fp32; trains all weights\n")
-    model.config.attention_dropout = 0.5
+    model.config.update({"attention_dropout": 0.5})
     model.save_pretrained(tmp_path / "drops")
     report_model(load_policy(tmp_path / "drops", ParallelArgs()), dtype="fp32")
     assert capsys.readouterr().out.endswith("; trains all weights; the dropout of its config is off\n")
