@@ -161,7 +161,10 @@ def kill_a_server(package: str, folder: Path, checkpoint: Path, python: str, *fl
 
 def server_of(trainer: int) -> int:
     """The process of the server that the trainer started: the child of its guard."""
-    parents = {int(x): int(Path(f"/proc/{x}/stat").read_text().rpartition(")")[2].split()[1]) for x in _processes()}
+    parents = {}
+    for x in _processes():
+        with suppress(OSError):  # of one that has ended since
+            parents[int(x)] = int(Path(f"/proc/{x}/stat").read_text().rpartition(")")[2].split()[1])
     guards = [x for x, parent in parents.items() if parent == trainer and "guard.py" in _command(x)]
     (server,) = [x for x, parent in parents.items() if parent in guards]
     return server
