@@ -671,7 +671,10 @@ def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
 def test_rlkit_data_does_not_take_the_row_of_a_function_for_its_flag(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, ROWS)
-    for parameter, said in (("tokenizer", "columns of the data are row['NAME']"), ("answer=''", "read row['answer']")):
+    for parameter, said in (
+        ("tokenizer", "columns of the data are row['NAME']"),
+        ("answer=None", "read row['answer']"),
+    ):
         spec_of(tmp_path, f"def f(completion, row, {parameter}):\n    return 1.0\n")
         with pytest.raises(SystemExit):
             cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])

@@ -295,7 +295,8 @@ def test_an_environment_that_fails_in_its_first_step_is_refused_before_sampling(
     first, later = (" ".join(text.split()) for text in FAILS[given])
     line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "urlopen" in text)
     assert ended.value.code == 2
-    assert said.startswith(f"error: --env env.py:{given}: environment {first}"), said
+    named = f"error: --env env.py:{given}: environment env.py:{given} failed on rows.jsonl, line 1: "
+    assert said.startswith(named + first), said
     assert later.format(line=line) in said
     assert "--no-trial skips this step" in said
 
