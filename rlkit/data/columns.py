@@ -31,12 +31,12 @@ _IDENTITY = re.compile(
 )  # say where a row is from
 SCORES = ("score", "rating", "reward", "avg_rating")
 GOOD, BAD = "chosen|preferred|accepted|better|good|winner", "rejected|dispreferred|worse|bad|loser"
-_VERDICT = re.compile(rf"{GOOD}|{BAD}", re.IGNORECASE)
-_NO = re.compile(BAD, re.IGNORECASE)
+_NO = re.compile(rf"{BAD}|incorrect|wrong|fail(ed)?|reject|unsafe", re.IGNORECASE)
+_VERDICT = re.compile(rf"{GOOD}|correct|right|pass(ed)?|accept|safe|{_NO.pattern}", re.IGNORECASE)
 _YES = re.compile(rf"(is_)?({GOOD}|correct|valid|verified|passed|approved)", re.IGNORECASE)  # a key that is to be true
 _PAIRS = product(("{}_{}", "{}-{}", "{1}_{0}"), SCORES)
 OF_PAIRS = [tuple(form.format(side, score) for side in PAIRED) for form, score in _PAIRS]
-_SCORED = {*SCORES, *chain(*OF_PAIRS)}
+_SCORED = {*SCORES, "stars", "grade", "quality", "toxicity", *chain(*OF_PAIRS)}
 _SUBJECT = re.compile(r"source|(source_|page_)?url|hash|index|timestamp")  # or what a task is about
 _SENTENCE = 6  # words: no name of a source is that long
 _FEW = 3  # words: a name may have two
@@ -289,7 +289,12 @@ class Unused:
                 source = f"{_short(of)}: " if of != [""] else ""
                 flag = advised(getattr(self._rows[0], "own", self._rows[0]), names) if noun == "column" else ""
                 more = f"; to include: {flag}" * bool(flag) + "".join(map(self._verdict, names)) * (noun == "column")
-                _log.warning("%s%s %s%s", source, _listed(noun, names), fact, more)
+                _log.warning("%s%s %s%s", source, _listed(noun, self._first(names)), fact, more)
+
+    def _first(self, names: Sequence[str]) -> list[str]:
+        """The names with those first that a model is told, or that differ as verdicts: a line has six."""
+        matter = {*_TOLD, *(name for name, found in self._verdicts.items() if len(found) > 1)}
+        return sorted(names, key=lambda name: matter.isdisjoint((name, name.rpartition(".")[2])))
 
     def _verdict(self, name: str) -> str:
         """That rows differ in a column of yes and no, or of a few labels, and train alike."""

@@ -297,8 +297,8 @@ MISTAKES = {
         "try:\n    return -abs(float(completion) - float(row['answer']))\nexcept ValueError:\n    return -1.0", NUMBERS,
         "~a wrong answer costs far more than a right one wins"),
     "longer is better": (
-        "return float(completion.strip() == row['answer']) + 0.002 * len(completion)", NUMBERS,
-        "~gives 2 to 'word word ...', 1000 characters, and 1.006 to the gold answer: is the sign"),
+        "return float(completion.strip() == row['answer']) + len(completion) / 1000", NUMBERS,
+        "~gives 8 to 'word word ...', 8000 characters, and 1.003 to the gold answer: is the sign"),
     "a text that is always true": (
         "return 0.2 * bool('<answer>' and '</answer>' in completion) + float(completion.strip() == row['answer'])", ROWS,
         "~has '<answer>' alone as an operand of `and` or `or`, where it is always true"),

@@ -28,6 +28,7 @@ from rlkit.rewards.trial._case import (
 )
 
 _SAME = 10  # rows: fewer may have one gold answer by chance
+_LONG = 8000  # characters of a completion of 2,000 tokens
 _RIVALS = 20  # gold answers of other rows
 _SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
 _END = "raise SystemExit"  # as exit(), which closes the standard input, too
@@ -251,8 +252,8 @@ async def _broken(case: Case, form: str) -> str:
 async def _longer(case: Case) -> str:
     """The line about a function that gives more to a long text than to the gold answer; else empty."""
     best = max(await case.numbers(answers(case.gold or "")), default=math.nan)
-    (long,) = await case.numbers(["word " * (LONGEST // 5)])
-    given = f"{case.name} gives {long:g} to 'word word ...', {LONGEST} characters, and {best:g} to the gold answer"
+    (long,) = await case.numbers(["word " * (_LONG // 5)])
+    given = f"{case.name} gives {long:g} to 'word word ...', {_LONG} characters, and {best:g} to the gold answer"
     return f"{given}: is the sign of a length in it meant?" if long > best else ""
 
 
