@@ -27,9 +27,15 @@ def titled(markdown: str, folder: Path) -> str:
     return "".join(parts)
 
 
+def with_bars(markdown: str) -> str:
+    """Code in a table, where code hosts ask for a bar as `\\|`, has the bar alone, as Python-Markdown reads it."""
+    in_code = lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])  # noqa: E731
+    return re.sub(r"^\|.*", in_code, markdown, flags=re.MULTILINE)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The first page's code has the width of the menu; a recipe's page ends with its files, as in a folder."""
-    markdown = titled(markdown, Path(page.file.abs_src_path).parent)
+    markdown = titled(with_bars(markdown), Path(page.file.abs_src_path).parent)
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     if page.file.src_uri.startswith("recipes/"):
