@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from functools import partial
 
 import pytest
@@ -38,6 +39,9 @@ def test_the_only_server_is_killed_and_the_run_goes_on(tmp_path, checkpoints, vl
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's fp8 cache needs AVX-512 on a CPU"
+)
 def test_a_quantised_cache_shows_as_mismatch(tmp_path, checkpoints, vllm_python):
     """Features of the server pass through; weights are pushed as ever, and truncated importance sampling is on."""
     done = train(tmp_path, checkpoints[0], vllm_python, "--engine-args=--kv-cache-dtype fp8_e5m2")
