@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 
 import pytest
 from served import check_trained, kill_a_server
