@@ -62,10 +62,10 @@ def name_two_golds(
 def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]]) -> None:
     """Log labels of which a column of scores says the reverse throughout."""
     numbers: dict[bool | None, list[tuple[int, float]]] = {True: [], False: [], None: []}
-    for index, (form, row) in enumerate(read):
+    for index, row in ((index, row) for index, (form, row) in enumerate(read) if form is LABELLED):
         scores = (of.get(name) for of in columns.objects_in(row.own) for name in columns.SCORES)
         score = next((x for x in scores if type(x) in (int, float)), None)
-        if form is LABELLED and score is not None:
+        if score is not None:
             numbers[columns.truth(row.get("label"))].append((index, score))
     good, bad = numbers[True], numbers[False]
     if good and bad and max(x for _, x in good) < min(x for _, x in bad):

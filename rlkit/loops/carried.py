@@ -1,11 +1,13 @@
 """State that `rl` carries from step to step and saves: one value, `Carried`, and the rules that move it.
 
-given = rules(penalties, rollouts, steps=schedule.steps)
-now = start(given, penalties, saved=checkpoint)
-for step in ...:
-    update(batch, Step(step, **of_step(now), check=...))
-    now = after(given, now, finalize(metrics), groups)
-save(to_save(given, now))
+    given = rules(penalties, rollouts, steps=schedule.steps)
+    now = start(given, penalties, saved=checkpoint)
+    for step in ...:
+        update(batch, Step(step, **of_step(now), check=...))
+        now = after(given, now, finalize(metrics), groups)
+    save(to_save(given, now))
+
+A checkpoint that lacks a key of `to_save` starts that part anew.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _MESSAGES = (
     b"stopping after this step, then saving (Ctrl-C again: without saving)\n",
     b"aborting, nothing more is saved (Ctrl-C again: without waiting for what computes)\n",
 )
-_handling: list[Handler] = []  # of the `_handled_by` blocks that this process is in
+_handling: list[Handler] = []  # of the `handled_by` blocks that this process is in
 _forwarded: ContextVar[list[Handler] | None] = ContextVar("forwarded", default=None)  # see `forward_signals`
 
 
@@ -84,7 +84,7 @@ def stop_on_interrupt() -> Iterator[Stop]:
 
     in_main = threading.current_thread() is threading.main_thread()
     try:
-        with _handled_by(on_signal) if in_main else _forwarded_to(on_signal):
+        with handled_by(on_signal) if in_main else _forwarded_to(on_signal):
             yield stop
     except asyncio.CancelledError:
         if count < 2:
@@ -139,14 +139,14 @@ def forward_signals(interrupt: Callable[[], object]) -> Iterator[None]:
 
     token = _forwarded.set(handlers)
     try:
-        with _handled_by(on_signal):
+        with handled_by(on_signal):
             yield
     finally:
         _forwarded.reset(token)
 
 
 @contextmanager
-def _handled_by(handler: Handler) -> Iterator[None]:
+def handled_by(handler: Handler) -> Iterator[None]:
     """Handle SIGINT and SIGTERM by `handler` inside the block."""
     old = _handlers_now()
     for number in old:

@@ -38,7 +38,7 @@ from rlkit.compat.flags import answer
 from rlkit.run.console import say, with_command
 from rlkit.run.folder import read_metrics
 from rlkit.run.report.meanings import sign_of
-from rlkit.run.signals import resume_command
+from rlkit.run.signals import handled_by, resume_command
 from rlkit.scripts.cli import fail, parsed, run, with_config
 from rlkit.scripts.flags import list_flags, wrong_words
 from rlkit.settings import ASCENDING, Count, Range, Seed, check, refuse_if
@@ -100,7 +100,7 @@ class Args:
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM while a trial trains."""
 
-    def __init__(self, number: int = signal.SIGINT) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number  # `rlkit.scripts.cli.on_ranks` ends by it, and prints nothing
 
@@ -317,7 +317,7 @@ def script_of(words: Sequence[str]) -> str | None:
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
     """The metric's last value, and whether the run was ended early because others were better."""
     seen: dict[int, float] = {}
-    with _term_as_interrupt(), subprocess.Popen(command) as process:
+    with handled_by(_interrupt), subprocess.Popen(command) as process:
         try:
             while True:
                 ended = process.poll() is not None
@@ -331,10 +331,9 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
                 if seen and trial.should_prune():
                     return list(seen.values())[-1], True
                 time.sleep(0.2)
-        except KeyboardInterrupt as stopped:
-            number = getattr(stopped, "number", signal.SIGINT)
-            _wait_for_stop(process, number)
-            raise Interrupted(number) from None
+        except Interrupted as stopped:
+            _wait_for_stop(process, stopped.number)
+            raise
         finally:
             process.terminate()
     if process.returncode:
@@ -347,18 +346,9 @@ def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tupl
     return list(seen.values())[-1], False
 
 
-@contextmanager
-def _term_as_interrupt() -> Iterator[None]:
-    """Inside the block SIGTERM raises `Interrupted`; by default it would leave the trial's run behind."""
-
-    def on_signal(number: int, _frame: Any) -> None:
-        raise Interrupted(number)
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(number: int, _frame: Any) -> None:
+    """Handle Ctrl-C, and SIGTERM, which by default would leave the trial's run behind."""
+    raise Interrupted(number)
 
 
 def _wait_for_stop(process: subprocess.Popen[bytes], number: int) -> None:
@@ -374,8 +364,8 @@ def _wait_for_stop(process: subprocess.Popen[bytes], number: int) -> None:
             process.send_signal(number)
         try:
             process.wait()
-        except KeyboardInterrupt as again:
-            number = getattr(again, "number", signal.SIGINT)
+        except Interrupted as again:
+            number = again.number
 
 
 if __name__ == "__main__":
