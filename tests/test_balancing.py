@@ -144,6 +144,7 @@ def test_ranks_wait_at_most_five_per_cent(ranks, sequences, seed):
     assert plan.makespan == max(loads_of(whole, plan.bins)) <= 2048
 
 
+@pytest.mark.slow_cases("64-2048")
 @pytest.mark.parametrize(("ranks", "sequences"), SIZES)
 def test_against_karmarkar_karp(ranks, sequences):
     """Of single sequences as even as it, to 1%; of groups far less work, since it computes a prompt on many ranks."""

@@ -47,6 +47,7 @@ def test_names_of_nobody_are_missing_as_ever(package: str) -> None:
     assert refused(package, "nobody_has_this").startswith(f"cannot import name 'nobody_has_this' from '{package}'")
 
 
+@pytest.mark.slow
 def test_submodules_are_imported_though_a_function_has_their_name() -> None:
     """In a new process, where none of them is loaded before its own line."""
     code = """

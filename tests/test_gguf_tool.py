@@ -40,6 +40,7 @@ def index(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_terms_of_use_are_shown_before_the_weights_are_fetched(index, tmp_path):
     end = run(index, NAME, tmp_path / "gemma")  # the index has no weights
     assert end.returncode != 0

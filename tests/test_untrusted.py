@@ -403,6 +403,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.slow_cases("loop")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "power")) for x in TEMPLATES])
 def test_templates(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RLKIT_LIMITS", "template_s=1 template_memory_mib=256")

@@ -93,6 +93,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     assert {"rlkit/py.typed", "rlkit/rewards/sandbox/_worker/sandboxd.py"} < names
 
 
+@pytest.mark.slow
 def test_the_sdist_has_the_tests_docs_and_tools_too(tmp_path):
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     if listed.returncode:
@@ -149,6 +150,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_sandboxed_program_and_a_math_reward_run_from_the_wheel(install, tmp_path):
     python = install("math")
     out = run(python, "-c", USE, cwd=tmp_path)
@@ -186,6 +188,7 @@ USED = {  # what the use of each optional package says without it
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_extras_everything_runs_or_names_its_extra_in_one_line(install, tmp_path):
     python = install()

@@ -96,6 +96,7 @@ def test_max_rl_weights_rare_successes_most(data):
     close(A.max_rl(r, group_ids=ids), by_group(r, ids, definition))
 
 
+@pytest.mark.slow_cases("5")
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_max_rl_is_the_likelihood_gradient_up_to_order_n_minus_1(n):
     """Over all draws of n samples from a categorical: E[mean A_i grad log p_i], against the series of grad log p."""
@@ -195,6 +196,7 @@ def test_an_empty_batch(name):
 COMPILED = [n if n in ("group_zscore", "max_at_k") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 
 
+@pytest.mark.slow_cases("group_zscore")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles(name):
     torch._dynamo.reset()

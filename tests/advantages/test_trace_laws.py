@@ -175,6 +175,7 @@ def test_gradients(name):
 COMPILED = [n if n in ("n_step", "vtrace") else pytest.param(n, marks=pytest.mark.slow) for n in TRACES]
 
 
+@pytest.mark.slow_cases("vtrace")
 @pytest.mark.parametrize("name", COMPILED, indirect=True)
 def test_compiles(name):
     torch._dynamo.reset()

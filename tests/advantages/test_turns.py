@@ -126,6 +126,7 @@ RETURNS = Game({s: LOGITS[s] for s in "ab"}, {
 })  # fmt: skip
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("n", [2, 3])
 def test_where_all_episodes_have_two_turns_the_gradient_is_exact(n):
     exact = TWO_TURNS.exact()

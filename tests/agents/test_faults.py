@@ -139,6 +139,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("asks_at_once", "never_ends")
 @pytest.mark.parametrize("kind", FUNCTIONS)
 async def test_fifty_functions_of_each_fault(kind, nothing_left):
     """Programs in this process, all at once."""

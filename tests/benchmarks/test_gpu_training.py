@@ -31,6 +31,7 @@ def tiny(training: Any) -> Any:
     return training.Size(32, 2, 4, 2, 8, 64, True)  # what `build` makes without a device
 
 
+@pytest.mark.slow
 def test_flops_are_those_that_torch_counts(training: Any) -> None:
     """torch counts the whole square of keys, and the head at every token."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -59,6 +60,7 @@ class Still(torch.optim.SGD):
     def zero_grad(self, *_: Any) -> None: ...
 
 
+@pytest.mark.slow_cases("sft")
 @pytest.mark.parametrize("task", ["sft", "grpo"])
 def test_all_sides_have_the_same_gradient(training: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal weights and tokens, advantages of 1 and no correction for the engine."""
@@ -89,6 +91,7 @@ def test_all_sides_have_the_same_gradient(training: Any, task: str, monkeypatch:
         assert 0.99 < grad.norm() / bare.norm() < 1.01
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_is_tried_smaller_and_leaves_no_model(
     training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +182,7 @@ def test_every_row(tmp_path: Path) -> None:
     assert [point[0] for point in rows["curve"]["curve"]] == [0, 2]
 
 
+@pytest.mark.slow
 def test_the_wrapper_benchmark_runs_without_torchrun_in_bf16(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/fsdp_overhead.py"), "--dtype", "bf16", "--repeats", "1"]
     command += ["--num-tokens", "32", "--hidden", "64", "--layers", "1", "--vocab", "100", "--out", str(tmp_path)]

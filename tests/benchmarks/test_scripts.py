@@ -221,6 +221,7 @@ def test_the_agent_without_a_server_is_one_line():
     assert "question" in done.stderr
 
 
+@pytest.mark.slow
 def test_tuning_without_the_interpreter_is_refused(tmp_path):
     pytest.importorskip("triton")
     done = start("benchmarks/gpu_tune.py", "--rehearse", "--out", str(tmp_path), TRITON_INTERPRET="0")

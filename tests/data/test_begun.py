@@ -194,6 +194,10 @@ def task(make_task):
     return make_task(begun=[{"messages": conversation(number=i)} for i in range(4)], reward=REWARD)
 
 
+@pytest.mark.slow_cases(
+    "grpo --model model --data begun.jsonl --reward reward.py:score --group-size 2",
+    "ppo --model model --data begun.jsonl --reward reward.py:score",
+)
 @pytest.mark.parametrize(
     "command",
     [

@@ -800,6 +800,26 @@ def test_a_template_without_a_generation_prompt_is_named_once(tmp_path, caplog):
 ORDINARY_ENDS = [("config.json", [35, 36]), ("generation_config.json", [2]), ("generation_config.json", 46)]
 
 
+@pytest.mark.slow_cases(
+    "alpaca-config.json-more17",
+    "chatml of no special tokens-config.json-more15",
+    "chatml without end-config.json-more16",
+    "command-config.json-more13",
+    "deepseek-r1-config.json-more10",
+    "glm-4.5-config.json-more11",
+    "llama2-config.json-more3",
+    "llama3-config.json-more19",
+    "llama3-config.json-more4",
+    "llama3-generation_config.json-46",
+    "llama3-generation_config.json-more20",
+    "nemotron3-config.json-more14",
+    "phi3-config.json-more7",
+    "qwen2.5-config.json-more0",
+    "qwen3-config.json-more1",
+    "qwen3.5-config.json-more2",
+    "special tags-config.json-more18",
+    "zephyr-config.json-more9",
+)
 @pytest.mark.parametrize(
     ("name", "file", "more"),
     [*((name, "config.json", []) for name in FAMILIES), *(("llama3", *case) for case in ORDINARY_ENDS)],

@@ -105,6 +105,7 @@ def test_too_long_prompts_are_dropped_counted_and_logged_once(caplog):
         rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=9)
 
 
+@pytest.mark.slow
 def test_many_rows_keep_their_order():
     rows = [{"prompt": str(i)} for i in range(2500)]
     prompts, _ = rl_prompts(rows, tokenizer=TOKENIZER, max_prompt_tokens=99)

@@ -78,7 +78,7 @@ def test_so_do_the_commands_that_do_not_train(argv, folder, capfd):
     assert "line 4: token '<plan>' has id 263" in said
 
 
-@pytest.mark.slow_cases("grpo")
+@pytest.mark.slow_cases("grpo", "dpo")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, "grpo", "sft", "dpo"))
 def test_new_rows_are_the_mean_of_the_others_and_are_exported(command, folder, capfd):

@@ -114,7 +114,7 @@ CASES = [pytest.param(w, READERS[w], id=f"{w}-some") for w in READERS if "tp" no
 CASES += [pytest.param(w, ALL_READERS, id=f"{w}-all", marks=pytest.mark.slow) for w in WRITERS]
 
 
-@pytest.mark.slow_cases("replicate x shard, offloaded-some")
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "readers"), CASES)
 def test_resume_is_bitwise_on_the_same_layout_and_close_on_others(pool, tmp_path, writer, readers):
     sizes, options, background = WRITERS[writer]
@@ -175,6 +175,7 @@ def fail_while_saving(folder, model):
         raise KeyError("mine")
 
 
+@pytest.mark.slow
 def test_errors_of_the_background_surface(ranks, tmp_path):
     ranks.run(saver_on_rank, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
@@ -239,6 +240,7 @@ KILLS = [  # ranks, whether the save is in the background, and victims with thei
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "background", "kills"), KILLS)
 def test_kill_of_any_rank_at_any_moment_of_a_save(pool, tmp_path, world, background, kills):
     """Rank 0 has the most to do: folder, metadata, side files, manifest, rename, deleting the old one."""

@@ -111,6 +111,7 @@ def kept_on_rank(rank, world, sizes, options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -220,7 +221,13 @@ def traffic_on_rank(rank, world, make, sizes, options):
 CKPT, KEPT = {"activation_checkpointing": True}, {"reshard_after_forward": False}
 
 
-@pytest.mark.slow_cases("4-mixture-sizes6-options6", "4-model-sizes3-options3")
+@pytest.mark.slow_cases(
+    "4-mixture-sizes6-options6",
+    "4-model-sizes3-options3",
+    "2-tied-sizes1-options1",
+    "4-model-sizes2-options2",
+    "4-model-sizes4-options4",
+)
 @pytest.mark.parametrize(
     ("world", "make", "sizes", "options"),
     [

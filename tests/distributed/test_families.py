@@ -115,6 +115,7 @@ def sharded_on_rank(rank, world, folder):
     return max(error(found[n], one[n]) for n in one if one[n].abs().max() > 1e-6), found.keys() == one.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", nightly.only(["qwen3_5_text", "bloom"], "bloom"))
 def test_other_types_train_sharded(ranks, tmp_path, model_type):
     """Recurrent layers in a pack, and a model that runs unpacked."""
@@ -151,7 +152,7 @@ def error(a, b):
     return float((a - b).abs().max() / b.abs().max())
 
 
-@pytest.mark.slow_cases("Gemma2", "Gemma3", "Qwen3")
+@pytest.mark.slow_cases("Gemma2", "Gemma3", "Qwen3", "Llama", "Mistral", "Qwen2")
 @pytest.mark.parametrize(("family", "layouts"), CASES)
 def test_every_layout_equals_one_process(ranks, family, layouts):
     for errors in ranks.run(on_rank, family, layouts):

@@ -135,6 +135,7 @@ def heads_on_rank(rank, world, folder, sizes, options):
     return [values(x, pack(groups())).detach() for x in (model, binned)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -179,6 +180,7 @@ def read_on_rank(rank, world, folder, sizes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"shard": 4}, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_shards_of_a_critic_and_a_judge(ranks, folder, sizes):
     for found in ranks.run(read_on_rank, folder, sizes):
@@ -203,6 +205,7 @@ def frozen_on_rank(rank, world, folder, sizes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"cp": 4}, marks=pytest.mark.slow)])
 def test_a_frozen_model_in_bf16_computes_the_same_bits(ranks, folder, sizes):
     torch.manual_seed(7)

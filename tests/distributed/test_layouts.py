@@ -218,6 +218,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     "pp2 x replicate2 checkpointing",
     "pp2 x tp2 tied accumulate",
     "tp2 x replicate2 offload checkpointing accumulate late",
+    "replicate x shard offload tied accumulate",
 )
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in CI)) for x in CASES])
 def test_layout_equals_one_process(ranks, truth, name):

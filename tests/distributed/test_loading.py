@@ -48,7 +48,7 @@ CASES = [(sizes, i % 2 == 0) for i, sizes in enumerate(LAYOUTS)]
 CASES += [pytest.param(sizes, not tied, marks=pytest.mark.slow) for sizes, tied in CASES]
 
 
-@pytest.mark.slow_cases("sizes0-True")
+@pytest.mark.slow_cases("sizes0-True", "sizes3-False", "sizes4-True")
 @pytest.mark.parametrize(("sizes", "tied"), CASES)
 def test_each_rank_reads_its_shards(ranks, tmp_path, tied, sizes):
     save(tmp_path, tied=tied, max_shard_size="20KB")
@@ -56,6 +56,7 @@ def test_each_rank_reads_its_shards(ranks, tmp_path, tied, sizes):
     assert max(ranks.run(load_on_rank, tmp_path, sizes, {})) < 1e-5
 
 
+@pytest.mark.slow
 def test_bf16_files_become_fp32_masters_and_offloaded_ones(ranks, tmp_path):
     save(tmp_path, tied=True, dtype=torch.bfloat16)
     assert max(ranks.run(load_on_rank, tmp_path, {"tp": 2}, {"offload": True})) < 1e-5

@@ -141,6 +141,7 @@ LAYOUTS += [
 LAYOUTS += [pytest.param("dpo", {"pp": 2, "tp": 2}, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), LAYOUTS)
 def test_a_run_on_stages_logs_what_one_process_logs(ranks, path, tmp_path, name, sizes):
     alone = lambda model: model

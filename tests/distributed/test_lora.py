@@ -133,6 +133,7 @@ def test_saved_adapter_loads_with_peft(trained, tmp_path):
     torch.testing.assert_close(logp(prepare_model(loaded)), logp(trained), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("moe")
 @pytest.mark.parametrize("kind", [base, moe])
 def test_the_embedded_engine_samples_from_the_adapted_model(trained, kind):
     trained = trained if kind is base else trained_on_one(kind)
@@ -159,6 +160,7 @@ def lora_on_rank(rank, world, kind, sizes, options, folder):
     return weights, logp(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"),
     [
@@ -251,7 +253,7 @@ def quantized_on_rank(rank, world, folder, sizes, lora):
     return weights, held
 
 
-@pytest.mark.slow_cases("base-nf4-2-sizes0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bits", "world", "sizes"),
     [
@@ -305,6 +307,7 @@ def adapter_on_rank(rank, world, folder, sizes):
     return start, *both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"shard": 2, "pp": 2}, pytest.param({"shard": 4, "reshard_after_forward": False}, marks=pytest.mark.slow)]
 )
@@ -327,6 +330,7 @@ def merged_on_rank(rank, world, folder, sizes):
     return *weights, len(adapters(policy)), len(adapters(critic))
 
 
+@pytest.mark.slow
 def test_ranks_merge_an_adapter_and_cut_what_it_makes(ranks, tmp_path):
     base().save_pretrained(tmp_path / "model")
     trained = trained_on_one(lambda: load_model(tmp_path / "model"))

@@ -141,7 +141,9 @@ def moe_on_rank(rank, world, sizes, options, max_tokens, late):
     return train(made, mesh, max_tokens=max_tokens, late=late)[0]
 
 
-@pytest.mark.slow_cases("ep2 x cp2, checkpointing, accumulated", "tp2 x cp2 x ep4, ulysses")
+@pytest.mark.slow_cases(
+    "ep2 x cp2, checkpointing, accumulated", "tp2 x cp2 x ep4, ulysses", "ep4, offload, one expert each"
+)
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in CI)) for x in CASES])
 def test_layout_equals_one_process(ranks, truth, case):
     for found in ranks.run(moe_on_rank, *CASES[case]):

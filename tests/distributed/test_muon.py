@@ -59,6 +59,7 @@ def on_rank(rank, world, sizes, options, folder):
     return weights_of(other), len(multiplied)
 
 
+@pytest.mark.slow_cases("4-sizes1-options1")
 @pytest.mark.parametrize(
     ("world", "sizes", "options"),
     [
@@ -102,6 +103,7 @@ def trained_on_rank(rank, world):
     return train(parallelize(prepare_model(model()), mesh), mesh)
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does(pool):
     """Gradients are summed in another order, and the products of matrices in bf16 enlarge such rounding."""
     before, truth = weights_of(prepare_model(model())), train(prepare_model(model()))

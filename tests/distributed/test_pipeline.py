@@ -116,7 +116,7 @@ def ran(ranks):
     return cache(lambda delayed, tied: ranks.run(stage_on_rank, delayed, tied))
 
 
-@pytest.mark.slow_cases("True-False")
+@pytest.mark.slow_cases("True-False", "False-False")
 @pytest.mark.parametrize(("delayed", "tied"), [(True, False), (False, False), (True, True)])
 def test_four_stages_equal_one_process(ran, truth, delayed, tied):
     names, truth, stages = [], truth[tied], deepcopy(ran(delayed, tied))
@@ -206,6 +206,7 @@ def values_on_rank(rank, world):
     return summed(found.detach() / mesh.dp, mesh=mesh), grads
 
 
+@pytest.mark.slow
 def test_a_critic_in_stages(ranks):
     one = prepare_critic()
     batch, w = data()

@@ -96,7 +96,7 @@ def truth():
     return found
 
 
-@pytest.mark.slow_cases("sizes1-False-long", "sizes1-False-turns")
+@pytest.mark.slow_cases("sizes1-False-long", "sizes1-False-turns", "sizes1-True-long", "sizes1-True-turns")
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(
@@ -147,6 +147,7 @@ def copied_on_rank(rank, world, sizes):
     return found
 
 
+@pytest.mark.slow_cases("sizes0-0", "sizes2-647")
 @pytest.mark.parametrize(
     ("sizes", "most"),
     [

@@ -90,6 +90,7 @@ def share_on_rank(rank, world, samplers, num, steps, options):
     return *asyncio.run(taken_on_rank(rank, samplers, num, range(steps), note, **options)), written
 
 
+@pytest.mark.slow_cases("2-samplers0")
 @pytest.mark.parametrize("samplers", [(0,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("num", [2, 6])
 def test_samplers_take_together_what_one_process_takes(ranks, samplers, num):
@@ -121,6 +122,7 @@ def resume_on_rank(rank, world, samplers, num, state, first):
     return asyncio.run(taken_on_rank(rank, samplers, num, [first], silent, version=first, state=state))[0][0]
 
 
+@pytest.mark.slow_cases("after0-before0", "after1-before0", "after1-before1", "after2-before1")
 @pytest.mark.parametrize("before", [(0,), (0, 2)])
 @pytest.mark.parametrize("after", [(0,), (0, 2), (0, 1, 3)])
 def test_a_run_goes_on_with_another_number_of_samplers(ranks, before, after):
@@ -291,6 +293,7 @@ def adapter_on_rank(rank, world, folder, sizes, fakes):
     return asyncio.run(run())
 
 
+@pytest.mark.slow_cases("adapter-sizes1", "base-sizes1")
 @pytest.mark.parametrize("sizes", nightly.only([{"shard": 4}, {"pp": 2}], {"pp": 2}))
 @pytest.mark.parametrize("form", AGREED)
 def test_samplers_send_a_lora_model_in_the_form_that_all_their_servers_take(ranks, tmp_path, form, sizes):

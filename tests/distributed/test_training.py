@@ -51,6 +51,7 @@ def nan_on_rank(rank, world, sizes):
     return [m["skipped_step"] for m in out], out[1]["grad_norm"]
 
 
+@pytest.mark.slow_cases("sizes1")
 @pytest.mark.parametrize(
     "sizes", [{"replicate": 4, "shard": 1}, {"tp": 2}, pytest.param({"shard": 4}, marks=pytest.mark.slow)]
 )
@@ -201,6 +202,7 @@ def bf16_on_rank(rank, world, sizes):
     return out.logp.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp": 2, "cp": 2}])
 def test_bf16_compute_over_fp32_masters(ranks, sizes):
     with torch.no_grad():

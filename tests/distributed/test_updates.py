@@ -84,6 +84,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)])
 def test_recorded_tokens_give_every_rank_the_log_probs_of_one_process(pool, sizes):
     alone = logged(None, support=True)
@@ -94,7 +95,7 @@ def test_recorded_tokens_give_every_rank_the_log_probs_of_one_process(pool, size
         assert found == pytest.approx(alone, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.slow_cases("2-sizes0-options0", "4-sizes2-options2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "sizes", "options"), LAYOUTS)
 def test_the_update_logs_what_one_process_logs(pool, alone, world, sizes, options):
     assert {"grad_norm", "entropy", "kl/ref", "mismatch/k3", "mismatch/abs_max"} <= alone.keys()

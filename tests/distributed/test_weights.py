@@ -92,6 +92,7 @@ STREAMS = {  # tied, layouts, ways
 }
 
 
+@pytest.mark.slow_cases("untied")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * ("other" in x)) for x in STREAMS])
 def test_stream_is_exact_under_every_layout(ranks, name):
     ranks.run(stream_on_rank, *STREAMS[name])
@@ -168,6 +169,7 @@ def compiled_on_rank(rank, world, folder, tied):
     on_rank0(partial(check_export, path, dense(tie_word_embeddings=tied), True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "tied"), [(1, False), pytest.param(4, True, marks=pytest.mark.slow)], ids=["one rank", "four ranks"]
 )
@@ -217,6 +219,7 @@ def peak_mib():
     return float(line.split()[1]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to reset the peak")
 def test_stream_holds_a_bucket_not_the_model(ranks):
     for growth in ranks.run(memory_on_rank):

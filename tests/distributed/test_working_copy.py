@@ -61,6 +61,7 @@ def beside_fsdp(rank, world):
         assert not torch.equal(weights["model.embed_tokens.weight"], new_model().model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 def test_it_trains_bit_for_bit_like_fsdp2(pool):
     pool(1).run(beside_fsdp)
 

@@ -23,6 +23,7 @@ async def share_of_small_bytes(prompt, group):
     return [replace(t, reward=sum(i < 128 for i in t.ids) / len(t.ids)) for t in group]
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_the_engine_of_the_page_trains(tmp_path, overlap):

@@ -77,6 +77,7 @@ def call(command: list[str], *more: str, **replaced: str) -> None:
         cli.run(module.main, module.Args, None, argv=[*words, *more])
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_order(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,6 +132,7 @@ async def numbers_of_rewards() -> set[str]:
     return {f"reward/{name}" for reward in found for name in reward.metrics}
 
 
+@pytest.mark.slow
 async def test_the_page_has_the_keys_that_runs_log_and_no_others(keys):
     page = tables(PAGE.read_text().partition("\n## Samples")[0])
     logged = {re.sub(r"@\d+", "@K", key) for key in set().union(*keys.values(), await numbers_of_rewards())}

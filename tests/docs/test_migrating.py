@@ -194,6 +194,7 @@ HUB = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("0-grpo", "10-grpo", "4-reward_model", "6-grpo")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("script", "flags"), nightly.only(COMMANDS, *COMMANDS[::2]), ids=[f"{i}-{c[0]}" for i, c in enumerate(COMMANDS)]

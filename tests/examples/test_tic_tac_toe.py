@@ -28,6 +28,7 @@ def worst(board: str, *, mine: bool) -> int:
     return min((worst(game.after(board, move), mine=not mine) for move in options), default=0)
 
 
+@pytest.mark.slow
 def test_the_rules_and_the_perfect_player():
     """5478 positions can be reached, 958 of them ends (626 won by X, 316 by O, 16 drawn); nobody can win by force."""
     boards = reachable(game.EMPTY, set())

@@ -1,6 +1,7 @@
 """Compiles every shipped kernel configuration for NVIDIA GPUs without having one, and checks what came out.
 
     python tests/kernels/compile_kernels.py 90          # a table; the exit status is the number of failures
+    python tests/kernels/compile_kernels.py 90 --first  # the first configuration of each kernel alone
 
 A configuration fails if registers spill (a stack frame, or local memory), if it needs more shared memory than a block
 can have, if products are fused with sums where that is switched off, if anywhere the difference that an exp2 takes is
@@ -234,9 +235,10 @@ def loop(binary: Any) -> tuple[int, int]:
 
 
 def main() -> None:
-    failures = 0
-    for arch in (int(x) for x in sys.argv[1:]):
-        for name, kernel, types, constants, options in configurations():
+    failures, first, rows = 0, "--first" in sys.argv, configurations()
+    rows = list({row[1].__name__: row for row in reversed(rows)}.values())[::-1] if first else rows
+    for arch in (int(x) for x in sys.argv[1:] if x != "--first"):
+        for name, kernel, types, constants, options in rows:
             binary = compiled(kernel, types, constants, options, arch, name=name)
             wrong, resources = faults(binary, arch, few_rows=name.startswith("attend"))
             vector = r"ld\.global\S*\.v4" if name.startswith("stats") else r"st\.global\.v4\.b32"

@@ -180,6 +180,7 @@ def test_inplace_backward_reuses_the_logits() -> None:
         logits_logp(leaf, targets, inplace_backward=True)
 
 
+@pytest.mark.slow_cases("one block")
 def test_operators_and_compilation() -> None:
     logits, targets = problem(6, 11)
     mask = torch.arange(6) != 2

@@ -63,6 +63,7 @@ def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
+@pytest.mark.slow_cases("compiles-losses.gspo", "exports-losses.gspo", "func_grad-losses.gspo")
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("law", [law for law in TRANSFORMS if law.name not in FAST], ids=lambda law: law.name)
 def test_torch_transforms_it(law: laws.Law, name: str) -> None:

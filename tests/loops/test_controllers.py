@@ -123,7 +123,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.slow_cases("exponential-ppo", "fixed-ppo")
+@pytest.mark.slow_cases("exponential-ppo", "fixed-ppo", "decay-grpo1", "pid-grpo1")
 @pytest.mark.parametrize(("rule", "loop"), LOOPS)
 def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, rule, loop):
     """In two parts: so what a rule remembers (a sum, a count, a gate) is there again, or its equation breaks."""
@@ -147,6 +147,7 @@ def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path,
         assert len({*column(lines, "kl/coef")}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [pytest.param(grpo, marks=pytest.mark.slow), ppo])
 def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
     args = {"kl_coef": COEF, **RULES["pid"], **LIMITS}

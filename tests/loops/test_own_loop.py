@@ -49,6 +49,7 @@ def bits(run: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", nightly.only(LOOPS, "two functions"))
 def test_it_learns_and_a_killed_run_repeats_its_bits(tmp_path, name):
     whole = start(tmp_path / "whole", name)

@@ -44,6 +44,7 @@ def test_overlap_bounds_the_age_and_corrects_for_it(tmp_path):
     assert (tmp_path / "run/critic/model.safetensors").exists()
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("drop", [False, True])
 def test_partial_rollout_with_and_without_old_tokens(tmp_path, drop):
     async def unequal(prompt, sample):

@@ -70,6 +70,7 @@ def test_a_folder_without_a_run_is_not_resumed(task, tmp_path, script):
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("script", nightly.only(FLAGS, "grpo"))
 def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):

@@ -78,7 +78,7 @@ def test_kept_mass_is_what_the_sampler_kept(limits):
     assert with_kept_mass(Policy(model), batch, params=SamplingParams(max_new_tokens=4), max_tokens=5) is batch
 
 
-@pytest.mark.slow_cases("limits2-0.5")
+@pytest.mark.slow_cases("limits2-0.5", "limits0-0.5")
 @pytest.mark.parametrize("kl_coef", nightly.only([0.0, 0.5], 0.5))
 @pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.2}])
 def test_the_expected_gradient_under_truncated_sampling_is_that_of_the_whole_distribution(limits, kl_coef):

@@ -125,6 +125,7 @@ def page():
     return module
 
 
+@pytest.mark.slow_cases("qwen3_next")
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bloom"])
 def test_a_model_with_one_label_is_its_own_forward_too(model_type, tmp_path):
     """`load_value_model` and `load_reward_model` compare their numbers with the model's own, or raise."""

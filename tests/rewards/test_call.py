@@ -321,6 +321,7 @@ def reward(completion, row):
 }
 
 
+@pytest.mark.slow_cases("source7")
 @pytest.mark.parametrize("source", ALARMED)
 def test_an_alarm_is_named_before_the_run(source, tmp_path, caplog):
     imports = (

@@ -257,6 +257,7 @@ async def test_idle_workers_that_are_killed_are_replaced():
     assert not before & workers()
 
 
+@pytest.mark.slow
 async def test_memory_is_limited(monkeypatch, new_pool):
     monkeypatch.setattr(math, "_MEMORY_BYTES", 300 << 20)
     new_pool()
@@ -303,6 +304,7 @@ async def test_a_process_with_many_open_files_can_ask(new_math_pool):
     assert await equal("1/3", "2/6", timeout_s=60) == (True, True, "")
 
 
+@pytest.mark.slow
 async def test_off_the_main_thread_and_many_at_once(monkeypatch, new_pool):
     monkeypatch.setattr(math, "_NUM_WORKERS", 2)
     new_pool()
@@ -337,6 +339,7 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("killed", [False, True])
 def test_workers_do_not_run_the_script_or_load_torch_and_end_with_it(tmp_path, killed):
     script = tmp_path / "script.py"  # without `if __name__ == "__main__"`
@@ -359,6 +362,7 @@ def test_workers_do_not_run_the_script_or_load_torch_and_end_with_it(tmp_path, k
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_workers_of_its_own():
     assert asyncio.run(equal("1/3", "2/6", timeout_s=60)).equal
     read, write = os.pipe()

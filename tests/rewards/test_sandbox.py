@@ -377,6 +377,7 @@ async def test_one_run_leaves_nothing_to_the_next():
     assert again.stdout.split()[3] == (await run("print(hash('a'))")).stdout.strip()
 
 
+@pytest.mark.slow
 async def test_many_at_once_each_get_their_own_input_and_no_file_stays_open():
     await run("")
     before = len(os.listdir("/proc/self/fd"))

@@ -493,7 +493,10 @@ OF_SHIPPED = [  # the column, the gold answers, and what is said
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases("math:boxed-The answer is {0}.-the row's whole gold answer, and too little to '10' alone")
+@pytest.mark.slow_cases(
+    "math:boxed-The answer is {0}.-the row's whole gold answer, and too little to '10' alone",
+    "math:boxed-C. bag {0}-the row's whole gold answer, and too little to 'C' alone",
+)
 @pytest.mark.parametrize(("name", "gold", "said"), OF_SHIPPED)
 def test_gold_answers_that_a_reward_of_this_package_seldom_matches_are_named(name, gold, said, tmp_path, caplog):
     rows = [{"prompt": f"bag {i}", "answer": gold.format(i)} for i in (10, 11, 12)]

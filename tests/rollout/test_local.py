@@ -456,6 +456,7 @@ def test_a_short_prompt_that_comes_late_leaves_a_long_completion_its_cache(model
     assert out.logp == pytest.approx(truth.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_importing_the_engine_does_not_import_transformers():
     code = "import sys, rlkit.rollout.engines.local; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -326,6 +326,7 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         run.log(1, {})
 
 
+@pytest.mark.slow
 def test_args_are_not_written_into_a_run_that_another_process_has_open(tmp_path, capsys):
     """From `keep_args` on, while the model is still being loaded, the folder is held."""
     other = """

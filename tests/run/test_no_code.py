@@ -126,6 +126,7 @@ def test_runs_of_the_first_format_go_on_and_answer(folder):
         assert [json.loads(line)["step"] for line in lines][-3:] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", nightly.only(["whole", "planner", "property", "place", "key", "getattr"], "getattr"))
 def test_the_table_of_tensors_runs_nothing(folder, where):
     def make(path):
@@ -138,6 +139,7 @@ def test_the_table_of_tensors_runs_nothing(folder, where):
         refused(folder, command, "step_00000002/.metadata", f"it asks for {asked}, and rlkit runs no code of a file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", nightly.only(["tensor", "bytes"], "tensor"))
 def test_the_tensors_run_nothing(folder, kind):
     """torch reads what its table calls bytes with weights_only=False."""
@@ -260,6 +262,7 @@ def test_code_beside_a_model_that_transformers_has_is_named_and_not_run(folder):
     assert not (folder / "mark").exists()
 
 
+@pytest.mark.slow
 def test_a_kernel_of_the_hub_and_an_adapter_are_refused(folder):
     """With the package `kernels`, transformers would download the first and run it."""
     change(folder / "model/config.json", attn_implementation="someone/kernel")

@@ -154,6 +154,7 @@ def test_the_front_is_drawn_and_its_shaded_area_is_the_hypervolume(tmp_path, fig
     assert area == pytest.approx(logged["pareto/hypervolume"]) == pytest.approx(2 * 1 + 1 * 3 - 1)
 
 
+@pytest.mark.slow
 def test_fronts_of_three_objectives_and_of_several_runs_are_drawn_by_pairs(tmp_path, figures):
     with_front(tmp_path / "a", ["x", "y", "z"], [(0, 0, 0), (1, 2, 3), (2, 1, 3)])
     with_front(tmp_path / "b", ["x", "y"], [(5.0, 5.0)])

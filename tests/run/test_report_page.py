@@ -112,6 +112,7 @@ def test_the_head_and_the_curves_say_what_the_run_was(page):
     assert page.js("return document.querySelectorAll('#panels canvas').length") == 5
 
 
+@pytest.mark.slow
 def test_the_curves_zoom_together_and_show_values_on_hover(page):
     x, y, width, height = page.js(
         "const over = document.querySelector('.u-over'); over.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -143,6 +144,7 @@ def test_the_curves_zoom_together_and_show_values_on_hover(page):
     assert page.js("return document.querySelectorAll('#panels canvas').length") == 5
 
 
+@pytest.mark.slow
 def test_the_controls_choose_and_order_the_groups(page):
     assert page.text("#count") == "24 prompts, 48 samples"
     assert rows(page)[:4] == ["0", "1", "2", "3"], "without what all prompts share"
@@ -215,6 +217,7 @@ def test_tokens_have_colours_and_numbers(page):
     assert page.js("return document.getElementById('tip').hidden")
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("dark", [False, True])
 def test_themes_narrow_windows_and_paper(chrome, run, dark):
     chrome.open(write_report(run), width=390, height=800, dark=dark)
@@ -274,6 +277,7 @@ def test_text_of_a_model_is_shown_and_runs_nothing(chrome, tmp_path):
     assert chrome.errors() == []
 
 
+@pytest.mark.slow
 def test_ten_thousand_samples_are_drawn_when_they_are_seen(chrome, tmp_path):
     folder = tmp_path / "long"
     lines(folder / "metrics.jsonl", metrics(10))
@@ -344,6 +348,7 @@ def test_a_resumed_run_shows_what_changed_and_answers_before_and_after(chrome, t
     assert chrome.errors() == []
 
 
+@pytest.mark.slow
 def test_many_different_arguments_are_folded_above_the_curves(chrome, tmp_path):
     args = [{f"flag{i}": i + run for i in range(40)} for run in (0, 1)]
     runs = [write_run(tmp_path / name, steps=2, **own) for name, own in zip("ab", args, strict=True)]

@@ -134,6 +134,7 @@ def test_errors_of_threads_and_callbacks_have_no_control_characters_and_no_passw
     assert "SECRET" not in out + err
 
 
+@pytest.mark.slow_cases("terminal")
 @pytest.mark.parametrize("where", ["terminal", "pipe"])
 def test_a_traceback_has_no_control_characters_and_no_passwords(where):
     code, out, err = screens.run([sys.executable, "-c", RAISES], where)

@@ -278,6 +278,7 @@ def test_a_tracker_that_fails_is_named_with_its_error(task, tmp_path, capfd):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_nobody_logged_in_is_said_before_a_model_is_loaded(task, tmp_path, monkeypatch):
     need("wandb")
     monkeypatch.delenv("WANDB_MODE")

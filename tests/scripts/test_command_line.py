@@ -80,6 +80,7 @@ def steps_of(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", nightly.only(DATA, "ppo"))
 def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     command = [sys.executable, "-m", f"rlkit.scripts.{script}"]
@@ -189,6 +190,7 @@ def test_a_row_of_a_csv_file_is_named_by_the_line_where_it_begins(task, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_wrong_flags_and_files_end_in_one_line(task, tmp_path, capsys):
     cut = tmp_path / "cut"
     shutil.copytree(task / "chat", cut)

@@ -277,6 +277,7 @@ def test_a_group_of_flags_without_a_docstring_is_called_flags():
     assert titles == ["Flags"]
 
 
+@pytest.mark.slow_cases("140", "40")
 @pytest.mark.parametrize("columns", ["40", "80", "140"])
 def test_help_has_examples_then_the_flags_that_matter_then_groups_and_fits_the_screen(capsys, columns):
     for command in COMMANDS:
@@ -370,6 +371,9 @@ run(print, Args, None, argv=["--colour", "green"])
 """
 
 
+@pytest.mark.slow_cases(
+    "ascii", "dumb", "latin-1", "latin-1 terminal", "narrow", "no colour", "pipe", "stderr in a file", "terminal"
+)
 @pytest.mark.parametrize("where", screens.PLACES)
 def test_a_type_that_only_tyro_reads_has_a_message_too(where):
     code, out, err = screens.run([sys.executable, "-c", OTHER_TYPES], where)
@@ -550,6 +554,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow_cases("terminal")
 @pytest.mark.parametrize("where", nightly.only(screens.PLACES, "terminal", "pipe"))
 def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
     wrong = WRONG if where in screens.EVERYWHERE else WRONG[::4]
@@ -558,6 +563,7 @@ def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
         assert line.startswith(f"error: {message}"), flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param("grpo", marks=pytest.mark.slow), "dpo"])
 def test_a_copied_script_has_the_same_flags(tmp_path, script, capsys):
     cli.main(["copy", script, str(tmp_path / "mine.py")])
@@ -618,6 +624,7 @@ run(main, Args, None)
 """
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("debug", [False, True])
 def test_ctrl_c_before_training_shows_no_traceback(debug):
     command = [sys.executable, "-c", INTERRUPTED, *["--debug"] * debug]

@@ -143,6 +143,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.slow_cases("hangs", "none", "text")
 @pytest.mark.parametrize("kind", REWARDS)
 def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind):
     body, cause = REWARDS[kind]

@@ -67,6 +67,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
 def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path, where):
     (task / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')

@@ -74,6 +74,7 @@ SGLANG = "--enable-lora --max-lora-rank 9 --lora-target-modules q_proj v_proj --
 VLLM = "--enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 1 --max-model-len 128"
 
 
+@pytest.mark.slow_cases("sglang-expected0")
 @pytest.mark.parametrize(
     ("engine", "expected"), [("sglang", (f"{SGLANG} --lora-strict-loading", None)), ("vllm", (VLLM, "1"))]
 )
@@ -93,6 +94,7 @@ async def test_a_layer_that_sglang_s_flag_does_not_name_takes_all(python: Path, 
     assert "--lora-target-modules all " in started(python)[0][0]
 
 
+@pytest.mark.slow_cases("sglang")
 @pytest.mark.parametrize("engine", SERVERS)
 async def test_servers_that_do_not_start_with_adapters_start_without_and_one_line_says_so(
     engine: str, python: Path, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -22,6 +22,7 @@ def train(task, folder, *flags):
     run(grpo.main, grpo.Args, None, argv=[*given, "--reward", f"{task / 'reward.py'}:score", *FLAGS.split(), *flags])
 
 
+@pytest.mark.slow_cases("async ")
 @pytest.mark.parametrize("how", ["", "async "])
 def test_the_engine_of_the_docs_trains(task, tmp_path, no_pictures, how):
     code = CODE.replace("def make(path):", f"{how}def make(path, max_len):\n    assert max_len == 36")

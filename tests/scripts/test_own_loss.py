@@ -35,6 +35,7 @@ def train(task, output, *flags):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+@pytest.mark.slow_cases("ppo_clip-clip-flags0")
 @pytest.mark.parametrize(("name", "function", "flags"), [
     ("ppo_clip", "clip", ()), ("gspo", "sequences", ("--aggregate", "episode")),
 ])  # fmt: skip
@@ -53,7 +54,7 @@ def kl(logp, ref_logp):
 """
 
 
-@pytest.mark.slow_cases("loss")
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_a_kl_estimator_in_a_file_trains_like_the_same_one_by_name(task, tmp_path, place):
     (tmp_path / "own.py").write_text(KL)
@@ -111,6 +112,10 @@ def test_a_wrong_loss_is_one_error_before_a_model_or_a_folder(task, tmp_path, na
         assert "--loss-unchecked takes it as it is" in said or name == "broken"
 
 
+@pytest.mark.slow_cases(
+    "nothing-must return a loss for each element, a tensor of shape [*] like its first argument, and all of it is",
+    "number-must return a loss for each element, a tensor of shape [*] like its first argument, got int 3",
+)
 @pytest.mark.parametrize(("name", "message"), [
     ("broken", "failed: AttributeError: 'Tensor' object has no attribute 'advantages' (own.py, line 12)"),
     ("number", "must return a loss for each element, a tensor of shape [*] like its first argument, got int 3"),

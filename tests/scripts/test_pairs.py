@@ -59,7 +59,7 @@ def without_ties(lines):
     return [{k: v for k, v in line.items() if line["step"] > 1 or not k.endswith("accuracy")} for line in lines]
 
 
-@pytest.mark.slow_cases("dpo-flags0")
+@pytest.mark.slow_cases("dpo-flags0", "kto-flags4")
 @pytest.mark.parametrize(
     ("script", "flags"),
     [

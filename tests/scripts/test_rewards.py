@@ -309,6 +309,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
 def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task, where):
     wrong = WRONG if where == "pipe" else WRONG[::4]

@@ -205,6 +205,7 @@ def test_what_is_no_environment_is_refused(files, code, message):
         env_of(args_of(files, env=f"{files / 'game.py'}:env"))(tiny_tokenizer())
 
 
+@pytest.mark.slow
 def test_a_wrong_environment_is_refused_before_torch_is_loaded(files):
     (files / "game.py").write_text("class Interaction: pass\n")
     flags = ["--model", "none", "--data", files / "data.jsonl", "--env", f"{files / 'game.py'}:Interaction"]
@@ -218,6 +219,7 @@ def test_a_wrong_environment_is_refused_before_torch_is_loaded(files):
     assert re.fullmatch(r"error: --env .*game.py:Interaction: the class Interaction has no reset .*\n", done.stderr)
 
 
+@pytest.mark.slow_cases("row0-flags0-1")
 @pytest.mark.parametrize(
     ("row", "flags", "num"),
     [

@@ -32,6 +32,7 @@ def command(task, monkeypatch):
     return lambda *more: cli.main([*RUN.split(), *more])
 
 
+@pytest.mark.slow
 def test_the_hint_of_a_column_moves_the_model_and_the_average_starts_as_it(command, task):
     hint = ["--teacher", "self", "--teacher-prompt", r"{prompt}\n\nHint: {answer}"]
     command(*hint, "--output", "live", "--eval-data", "prompts.jsonl", "--eval-steps", "1")

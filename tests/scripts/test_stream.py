@@ -28,6 +28,7 @@ def run(task, output, command, *data, steps=4, flags=()):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "data",
@@ -41,6 +42,7 @@ def test_a_run_that_streams_takes_the_same_steps(task, tmp_path, data):
     assert run(task, tmp_path / "disk", "sft", *data, flags=["--stream", *constant, "--resume"]) == held
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_pairs_stream_too(task, tmp_path, command):
@@ -48,6 +50,10 @@ def test_pairs_stream_too(task, tmp_path, command):
     assert run(task, tmp_path / "disk", command, "pairs.jsonl", steps=2, flags=["--stream"]) == held
 
 
+@pytest.mark.slow_cases(
+    "sft-a.csv-flags3-{task}/a.csv: only files of JSONL and Parquet that are not",
+    "sft-bad.jsonl-flags4-{task}/bad.jsonl, line 12: malformed JSON at column 1",
+)
 @pytest.mark.parametrize(
     ("command", "data", "flags", "message"),
     [
@@ -75,6 +81,7 @@ def test_what_does_not_stream_is_one_line(task, tmp_path, monkeypatch, command, 
     assert message.format(task=task) in said
 
 
+@pytest.mark.slow_cases("30")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("head", [3, 30])
 def test_what_is_odd_in_the_head_is_reported_and_that_the_rest_is_not_looked_at(

@@ -51,6 +51,7 @@ def trials_of(folder):
 SPACE = ["--range", "x", "0", "10", "--choice", "kind", "a,b"]
 
 
+@pytest.mark.slow
 def test_the_best_values_are_found_and_a_second_call_continues(tmp_path, capsys):
     sweep(tmp_path, *SPACE, "--startup-trials", "20", trials=3)
     sweep(tmp_path, *SPACE, "--startup-trials", "4", trials=2)  # the first one at random, too
@@ -127,6 +128,7 @@ def test_a_study_of_something_else_is_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worse_run_is_ended_early(tmp_path, capsys):
     train = ["--kind", "a", "--bad", "hangs"]
     sweep(tmp_path, "--range", "x", "3", "3", "--startup-trials", "1", train=train)
@@ -210,6 +212,7 @@ def test_sigterm_ends_the_trial_with_the_sweep(tmp_path):
     assert "trial 0 was stopped; the sweep goes on with:" in rest
 
 
+@pytest.mark.slow
 def test_two_sweeps_that_start_at_once_draw_other_values(tmp_path):
     args = Args(("train",), tmp_path, metric="score", range={"x": (0.0, 10.0)})
     studies = [open_study(optuna, args, "score", False) for _ in range(2)]

@@ -63,6 +63,7 @@ def changed(task: Path, output: Path) -> set[str]:
     return {"tower" if ".visual." in name else "text" for name, x in before.items() if not torch.equal(x, after[name])}
 
 
+@pytest.mark.slow
 def test_grpo_samples_trains_resumes_and_exports(task, tmp_path):
     lines = train(task, "grpo", tmp_path / "run")
     assert all(line["mismatch/abs_max"] < 1e-4 for line in lines)
@@ -80,11 +81,13 @@ def reproducible(line: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in line.items() if not name.startswith("time/")}
 
 
+@pytest.mark.slow
 def test_the_tower_trains_where_it_is_asked_to(task, tmp_path):
     train(task, "sft", tmp_path / "run", "--train-vision")
     assert changed(task, tmp_path / "run") == {"text", "tower"}
 
 
+@pytest.mark.slow_cases("kto")
 @pytest.mark.parametrize("script", ["dpo", "kto"])
 def test_pairs_and_labels(task, tmp_path, script):
     lines = train(task, script, tmp_path / script)

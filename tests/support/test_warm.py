@@ -40,6 +40,22 @@ def ended(run, command, folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr.rstrip().rpartition("\n")[2]
 
 
+@pytest.mark.slow_cases(
+    "SIGINT raises--c",
+    "SIGPIPE and SIGCHLD--c",
+    "a session--c",
+    "a signal--c",
+    "a status that is text--c",
+    "a status--c",
+    "an error--c",
+    "an interrupt--c",
+    "arguments and folder--c",
+    "arguments and folder-file",
+    "exit functions--c",
+    "stdin--c",
+    "the command as typed--c",
+    "the command as typed-file",
+)
 @pytest.mark.parametrize(("name", "how"), HOW)
 def test_a_command_ends_as_in_an_interpreter_of_its_own(tmp_path, name, how):
     (tmp_path / "program.py").write_text(CODE[name])
@@ -76,6 +92,7 @@ for target, given in ((sys.exit, 3), (print, "second"), (eval, "1 / 0")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_a_command_spawns_is_its_child_and_ends_as_spawned_ones_do(tmp_path):
     command = [sys.executable, "-c", SPAWNS]

@@ -167,6 +167,7 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 """
 
 
+@pytest.mark.slow_cases("await grpo-twice")
 @pytest.mark.parametrize(("form", "again"), [
     pytest.param("grpo_sync", False, id="grpo_sync-once"),
     pytest.param("await grpo", True, id="await grpo-twice"),
@@ -192,6 +193,7 @@ def test_one_interrupt_of_a_cell_saves_and_a_second_aborts(tmp_path, monkeypatch
     assert printed(cells[2]) == "the kernel lives\n"
 
 
+@pytest.mark.slow
 def test_a_stopped_run_stops_the_notebook(tmp_path, monkeypatch):
     """The cells after it would train on from a model that is not done."""
     stop = "from rlkit._util.ranks import Stopped\nraise Stopped(2)"

@@ -64,6 +64,7 @@ def logged(folder: Path) -> list[int]:
     return [row["step"] for row in read_metrics(folder)]
 
 
+@pytest.mark.slow_cases("grpo-120", "grpo-60", "sft-120", "sft-80")
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_each_step_stays_on_one_line_and_the_bar_goes(tmp_path, script, kind, columns):
@@ -79,7 +80,7 @@ def test_each_step_stays_on_one_line_and_the_bar_goes(tmp_path, script, kind, co
     assert ("reward" in titles) == (kind == "grpo")
 
 
-@pytest.mark.slow_cases("120")
+@pytest.mark.slow_cases("120", "100")
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_bar_stays_readable_while_sampling(tmp_path, script, columns):
     terminal = Terminal([sys.executable, script, "grpo", tmp_path / "run", 200, "wait"], columns=columns)
@@ -183,7 +184,18 @@ else:
 """
 
 
-@pytest.mark.slow_cases("ascii terminal", "dumb", "latin-1 terminal", "narrow", "stderr in a file", "terminal", "wide")
+@pytest.mark.slow_cases(
+    "ascii terminal",
+    "dumb",
+    "latin-1 terminal",
+    "narrow",
+    "stderr in a file",
+    "terminal",
+    "wide",
+    "ascii",
+    "no colour",
+    "pipe",
+)
 @pytest.mark.parametrize("where", screens.PLACES)
 def test_text_that_the_encoding_lacks_is_escaped_and_warnings_fit(tmp_path, where):
     """A terminal that cuts a word fails in `screens.run`."""
@@ -203,7 +215,7 @@ def test_text_that_the_encoding_lacks_is_escaped_and_warnings_fit(tmp_path, wher
     assert code == 0, out + err
 
 
-@pytest.mark.slow_cases("{} | head -3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shell", nightly.only(["{} | head -3", "{} | true", "{} >&-", "{} >&- 2>&-"], "{} | head -3", "{} >&- 2>&-")
 )
@@ -228,6 +240,7 @@ def test_a_run_outlives_its_terminal(tmp_path, script):
     assert logged(tmp_path / "run") == list(range(101))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_tee_and_not_the_run(tmp_path, script):
     """The terminal sends it to both, and what the run prints then is read by nobody."""
     command = shlex.join([sys.executable, str(script), "grpo", str(tmp_path / "run"), "200", "wait"])

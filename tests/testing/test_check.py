@@ -80,6 +80,7 @@ def test_a_target_with_a_gradient_is_found_by_default() -> None:
     assert not failures(check_loss(losses.value_mse, out=quiet(), max_examples=10))
 
 
+@pytest.mark.slow
 def test_the_scale_of_a_normalised_baseline_is_found_by_default() -> None:
     def wrong(rewards: Float[Tensor, "N"], *, group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
         return 0.5 * advantages.group_zscore(rewards, group_ids=group_ids)
@@ -168,6 +169,7 @@ def test_a_loss_that_raises_fails_with_its_error() -> None:
     assert "raised RuntimeError: no" in result.note
 
 
+@pytest.mark.slow
 def test_the_clip_and_the_coefficient_are_checked_where_they_are_given() -> None:
     report = check_loss(
         losses.ppo_clip,
@@ -209,6 +211,7 @@ def test_compile_is_one_more_law() -> None:
     assert outcomes(report)["compiles"] == "holds"
 
 
+@pytest.mark.slow
 def test_weights_must_be_detached_and_depend_on_every_token() -> None:
     def mine(log_ratio, mask, cu_seqlens, *, attached: bool = False, forgets: bool = False):
         x = torch.where(mask, log_ratio.float() if log_ratio.dtype.itemsize == 2 else log_ratio, 0)

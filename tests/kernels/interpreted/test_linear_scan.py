@@ -127,6 +127,7 @@ def test_closed_forms() -> None:
     assert linear_scan(b[:0], b[:0], impl="triton").shape == (0,)
 
 
+@pytest.mark.slow
 def test_halves_and_operators() -> None:
     a, b, x_end = problem([6, 0, 9], 4)
     cu = cumulative([6, 0, 9])
