@@ -31,8 +31,8 @@ _IDENTITY = re.compile(
 )  # say where a row is from
 SCORES = ("score", "rating", "reward", "avg_rating")
 GOOD, BAD = "chosen|preferred|accepted|better|good|winner", "rejected|dispreferred|worse|bad|loser"
-_NO = re.compile(rf"{BAD}|incorrect|wrong|fail(ed)?|reject|unsafe", re.IGNORECASE)
-_VERDICT = re.compile(rf"{GOOD}|correct|right|pass(ed)?|accept|safe|{_NO.pattern}", re.IGNORECASE)
+_NO = re.compile(rf"{BAD}|incorrect|wrong|fail(ed)?|reject|unsafe|invalid|disapproved", re.IGNORECASE)
+_VERDICT = re.compile(rf"{GOOD}|correct|right|pass(ed)?|accept|safe|valid|approved|{_NO.pattern}", re.IGNORECASE)
 _YES = re.compile(rf"(is_)?({GOOD}|correct|valid|verified|passed|approved)", re.IGNORECASE)  # a key that is to be true
 _PAIRS = product(("{}_{}", "{}-{}", "{1}_{0}"), SCORES)
 OF_PAIRS = [tuple(form.format(side, score) for side in PAIRED) for form, score in _PAIRS]
@@ -213,7 +213,7 @@ class Unused:
         prompt = "" if bad or row.get("images") else "\n".join(asked)
         said = answers or [str(gold) for gold in map(raw.get, GOLD) if not is_empty(gold)][:1]
         for name, value in raw.items():
-            if type(value) is bool or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
+            if _is_verdict(value) or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
                 self._verdicts.setdefault(name, Counter())[str(value).lower()] += 1
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
@@ -244,9 +244,8 @@ class Unused:
 
     def _note(self, file: str, path: str, value: Any, prompt: str, answers: Sequence[str]) -> None:
         """Note a value of a column that says where a row is from, or of a key in it (`path`: "metadata.accepted")."""
-        key = path.rpartition(".")[2] if "." in path else ""
-        verdict = key and (type(value) is bool or (isinstance(value, str) and _VERDICT.fullmatch(value)))
-        if verdict:
+        key, verdict = path.rpartition(".")[2] if "." in path else "", _is_verdict(value)
+        if verdict and key:  # `add` counts those of a column
             self._verdicts.setdefault(path, Counter())[str(value).lower()] += 1
         if _matters(path, value):
             self._found[file, "column"]["column", path] = None
@@ -312,6 +311,10 @@ def advised(row: Row, lost: Iterable[str]) -> str:
         return ""
     text = "".join(f"{{{name}}}\\n\\n" for name in before) + f"{{{question}}}" + "".join(f"\\n{{{x}}}" for x in after)
     return f"--prompt '{text}'"
+
+
+def _is_verdict(value: Any) -> bool:
+    return type(value) is bool or (isinstance(value, str) and _VERDICT.fullmatch(value) is not None)
 
 
 def _is_content(value: Any) -> bool:

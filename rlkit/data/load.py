@@ -24,6 +24,7 @@ ROLES = {*_SHAREGPT_ROLES, *_SHAREGPT_ROLES.values(), "system", "developer", "fu
 _JSON_TURNS = re.compile(r"\s*(\[\s*)?\{")
 _PYTHON_TURNS = re.compile(r"\s*(\[\s*)?\{\s*'(role|content|from|value)'\s*:")
 _NAMED = 4  # values in a line
+_OF_SPLITS = ("split", "partition", "fold", "subset")
 _PROGRESS = 1000  # rows between two log lines
 _log = logging.getLogger("rlkit.data")
 _progress = logging.getLogger("rlkit.data.progress")
@@ -217,11 +218,18 @@ def mixed_types(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def name_splits(rows: Sequence[Row]) -> None:
-    """Log each column that says which split a row is of, where it names several, or one that is held out."""
+    """Log each column, or key of one, that says which split a row is of, where it names several, or a held-out one."""
     source = f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
-    for name in ("split", "partition", "fold", "subset"):
-        held = dict.fromkeys(str(row[name]) for row in rows if row.get(name) not in (None, ""))
-        if HELD_OUT & {*map(str.lower, held)} or (len(held) > 1 and name in ("split", "fold")):
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        inner = {
+            f"{of}.{key}": x for of, value in row.items() if isinstance(value, Mapping) for key, x in value.items()
+        }
+        for name, value in {**row, **inner}.items():
+            if name.rpartition(".")[2] in _OF_SPLITS and value not in (None, ""):
+                found.setdefault(name, {})[str(value)] = None
+    for name, held in found.items():
+        if HELD_OUT & {*map(str.lower, held)} or (len(held) > 1 and name.endswith(("split", "fold"))):
             more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
             names = ", ".join([*held][:_NAMED])
             _log.warning("%scolumn %r holds %s%s: all rows are used", source, name, names, more)

@@ -57,6 +57,7 @@ _NAMES = "(?:### ?)?(?:Assistant|ASSISTANT)|### ?Response|AI|Bot|BOT|Chatbot"
 _STARTS = re.compile(rf"\s*((?:{_NAMES}):)")
 _ENDS = re.compile(rf"\n\s*((?:{_NAMES}|A):|###)\Z")  # the last is of OpenAI's older completions
 _DIALOGUE = re.compile(r"(?:\A|\n)\W*(?:Human|User|USER|Customer|You|Q)\W*:")
+_CLOCK = re.compile(r"strftime_now\([^)]*%-?[HIMSTXcrfs][^)]*\)")
 _WHOLE = ("\n\n### ", "\n\nBelow is an instruction")
 _tried: dict[str, str] = {}  # what each chat template exceeds, "" for nothing
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -391,6 +392,7 @@ class Markup:
             return
         self._report_ordinary_eos()
         self._report_turns(source)
+        self._report_clock(source)
         if self.end is None:
             _log.warning(
                 "%s: no special token of this tokenizer ends an answer (%r is written there), and there is no "
@@ -429,6 +431,12 @@ class Markup:
         if said and asked.rpartition(_ASKED)[2] == after:
             line = "%s: turns of the user and the assistant are written alike, with %r between them: add their roles"
             _log.warning(line, source, after)
+
+    def _report_clock(self, source: str) -> None:
+        """Name the time of day in prompts; a date, as Llama 3.2's, is the same for a day."""
+        if clock := _CLOCK.search(str(self.tokenizer.chat_template)):
+            line = "%s: writes the time of day (%s), so that a prompt is another one each time: write a date alone"
+            _log.warning(line, source, clock[0])
 
     def _report_ordinary_eos(self) -> None:
         """Name an `eos_token_id` of the folder that is a token of ordinary text: answers end where they write it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from fractions import Fraction
 from itertools import pairwise, permutations
 from string import ascii_uppercase, punctuation
 
+from rlkit.data import columns
 from rlkit.data.load import Row
 from rlkit.data.messages import Converted, json_of, mappings, null_arguments
 from rlkit.data.prompt_columns import is_texts
@@ -38,8 +40,18 @@ _PLACE = re.compile(  # not \boxed{answer}, x_{ij}, nor a first token of markup
 )
 _PLACES = {  # what a template calls a text that is asked, and one that is answered
     "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
-    "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio",
+    "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio", "name", "user_name",
+    "username", "first_name", "last_name", "customer_name", "company", "company_name", "topic", "date", "city",
 }  # fmt: skip
+# where {name} is a variable
+_CODE = re.compile(r"```|\b[rR]?[fF][\"']|\.format\(|`[^`\n]*\$\{|(?m:^\s*(def|return|const|import) )")
+_SLOT = re.compile(  # a text in brackets that is to be replaced, as its words say, and no link or speaker
+    r"\[(?:(?:Your|Insert|Enter|Company|Customer|Client|Recipient(?:'s)?|User|First|Last|Full)(?: [A-Z][\w']*){1,3}|"
+    r"(?:YOUR|INSERT|ENTER)[ _][A-Z][A-Z_ ]*|(?i:insert|your|enter) [\w' ]{2,40} here)\](?![(:])|"
+    r"<(?:INSERT|YOUR|ENTER)[ _][\w '-]{1,60}>|\{\{ ?[A-Z]\w*(?: [\w']+){1,3} ?\}\}"
+)
+_ABOUT_SLOTS = re.compile(rf"(?i:template|placeholder|bracket|\bfill)|{_SLOT.pattern}")  # in a prompt
+_ASKS_FOR = re.compile(r"template|format|answer|respon[ds]|reply|output|\bfill", re.IGNORECASE)  # [YOUR ANSWER]
 # a gold answer's end
 _FINAL = re.compile(r"(?:.*(?:####|\\boxed\{))?\s*(-?\d[\d,]*|\b[A-J])(?:\.0)?\}?[\s.$]*", re.DOTALL)
 _BOXED = re.compile(r".*\\boxed\{(.+)\}[\s.$]*", re.DOTALL)  # the last box, at the end
@@ -111,10 +123,11 @@ def _mostly(notes: Sequence[str], least: float = 0.5) -> Sequence[str]:
     return notes if num == len(notes) or num >= max(FEW, least * len(notes)) else []
 
 
-def _of_all(notes: Sequence[str]) -> Sequence[str]:
-    """What the notes of all rows, of which there are several, have in common."""
-    same = set.intersection(*({*note.split(", ")} for note in notes))
-    return [", ".join(sorted(same))] * len(notes) if len(notes) > 1 else []
+def _of_most(notes: Sequence[str]) -> Sequence[str]:
+    """What the notes of all rows, of which there are several, or of half of many, have in common."""
+    num = Counter(part for note in notes for part in note.split(", "))
+    least = min(len(notes), max(FEW, len(notes) / 2)) if len(notes) > 1 else math.inf
+    return [", ".join(part for part in note.split(", ") if num[part] >= least) for note in notes]
 
 
 def _cut(texts: Sequence[str]) -> Sequence[str]:
@@ -188,8 +201,8 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     bodies = [path for x in said if (path := _in_response(x)) and not any(map(_OF_ERRORS.search, asked))]
     every = (
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
-        *(values, escapes, entities, null_arguments(row), sorted(places), unended, loops, given, plain),
-        *(differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
+        *(values, escapes, entities, null_arguments(row), sorted(places), _slots(asked, said)),
+        *(unended, loops, given, plain, differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
         *([repr(x) for x in broken], _parts(_REASONING.match, said)[:1]),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
@@ -202,8 +215,13 @@ def _parts(find: Callable[[str], re.Match[str] | None], texts: Iterable[str]) ->
 
 def golds_of(row: Converted, *names: str) -> list[str]:
     """The gold answers of a row that are texts or numbers, as texts, in the order of their columns."""
-    cells = [x.get("ground_truth") if isinstance(x, Mapping) else x for x in map(row.own.get, names or GOLD)]
-    return [text for cell in cells if isinstance(cell, str | int | float) and (text := str(cell).strip())]
+    return _as_texts(map(row.own.get, names or GOLD))
+
+
+def _as_texts(cells: Iterable[object]) -> list[str]:
+    """The texts of those cells that are texts or numbers, or hold one as a `ground_truth`."""
+    inner = [x.get("ground_truth") if isinstance(x, Mapping) else x for x in cells]
+    return [text for cell in inner if isinstance(cell, str | int | float) and (text := str(cell).strip())]
 
 
 def _two_golds(row: Converted) -> list[str]:
@@ -229,10 +247,10 @@ def _two_values(row: Converted) -> Iterable[str]:
 
 
 def _golds_beside(row: Converted) -> list[tuple[str, str]]:
-    """The gold answers of a row with their columns, without labels; a whole number as such may be a place."""
-    cells = {name: row.own.get(name) for name in GOLD if name not in LABELS}
-    names = [x for x, cell in cells.items() if not (isinstance(cell, int | float) and float(cell).is_integer())]
-    return [(name, text) for name in names for text in golds_of(row, name)]
+    """The gold answers of a row and its objects with their names, without labels; a whole number may be a place."""
+    cells = [(name, of.get(name)) for of in columns.objects_in(row.own) for name in GOLD if name not in LABELS]
+    cells = [(name, x) for name, x in cells if not (isinstance(x, int | float) and float(x).is_integer())]
+    return [(name, text) for name, cell in cells for text in _as_texts([cell])]
 
 
 def _value(text: str) -> Fraction | None:
@@ -322,9 +340,16 @@ def _entity(text: str) -> re.Match[str] | None:
 
 def _places(text: str, names: set[str]) -> Iterable[str]:
     """The placeholders of these names, as they stand in a text."""
-    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<", "%(")) else ():
+    for match in _PLACE.finditer(text) if any(x in text for x in ("{", "<", "%(")) and not _CODE.search(text) else ():
         if {*map(str.lower, filter(None, match.groups()))} <= names:
             yield match[0]
+
+
+def _slots(asked: Sequence[str], said: Sequence[str]) -> Iterable[str]:
+    """What is to be replaced in texts that ask for no such form, and in answers to those that have none."""
+    asks_for, about = (any(map(of.search, asked)) for of in (_ASKS_FOR, _ABOUT_SLOTS))
+    texts = [*([] if asks_for else asked), *([] if about else said)]
+    return [match[0] for text in texts if (match := _SLOT.search(text))]
 
 
 def _is_value(text: str) -> bool:
@@ -370,12 +395,13 @@ OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("hold the text of escapes and no line break: the text was escaped twice, e.g. by two json.dumps", _mostly),
     ("hold a text that is escaped for HTML, and train on its entities: apply html.unescape", _mostly),
     ("hold calls in JSON text with arguments that are null, as a table fills them: drop those", _mostly),
-    ("hold the same placeholder, which nothing has filled", _of_all),
+    ("hold the same placeholder, which nothing has filled", _of_most),
+    ("hold a text that is to be replaced, as its brackets say", _mostly),
     ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
     ("have an answer that repeats one sentence", _mostly),
     ("have a prompt that ends with its own answer", _given_away),
     ("have a gold answer that stands for a missing value", _missing_golds),
-    (f"have gold answers that differ, of which rewards read the first ({', '.join(GOLD)})", list),
+    (f"have gold answers that differ, also in objects, of which rewards read the first ({', '.join(GOLD)})", list),
     ("have a gold answer that is none of the letters of the choices in the prompt", list),
     ("have the whole response of an API for an answer, which is a part of it", list),
     ("have what a web page shows round an answer in the answer, and train on it", list),

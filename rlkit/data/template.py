@@ -210,6 +210,9 @@ class Template:
                     if key == "tool_calls" and (named := self._id_with_name(messages[:number], message, place)):
                         fix = f"it writes their ids: give each call one with its function's name, {named!r}, or {fix}"
                     raise _not_written(f"{key!r} of the message {excerpt(dict(message))}", place, fix)
+            if lost := self._lost_argument(messages[:number], message, place):
+                fix = "write the call into 'content' as the model would, or use a template that writes all arguments"
+                raise _not_written(f"the argument {lost} of a call", place, fix)
         unwritten = self._unwritten(messages, place)
         if unwritten is not None:
             fix = "move it into a message that is written, drop it, or use a model whose template has it"
@@ -300,6 +303,21 @@ class Template:
         texts = self._texts(place, *told)
         return texts is None or (texts[0] != texts[1] and all(name in texts[1] for name in names))
 
+    def _lost_argument(self, before: Sequence[Message], message: Message, place: str) -> str:
+        """The first argument of the calls that the text does not have, as "name(key)"; "" for none.
+
+        Each is marked in its place. Empty ones do not count: a template may leave them out.
+        """
+        calls, marks = [], dict[str, str]()
+        for call in (*(message.get("tool_calls") or ()),):
+            function, given = call["function"], call["function"].get("arguments")
+            of = {key: x for key, x in given.items() if not columns.is_empty(x)} if isinstance(given, Mapping) else {}
+            named = {key: f"mark_{len(marks) + n}_" for n, key in enumerate(of)}
+            marks |= {mark: f"{function['name']}({key})" for key, mark in named.items()}
+            calls.append({**call, "function": {**function, "arguments": {**given, **named} if of else given}})
+        (text,) = (marks and self._texts(place, [*before, {**message, "tool_calls": calls}])) or [""]
+        return next((name for mark, name in marks.items() if text and mark not in text), "")
+
     def _writes_calls(self, messages: Sequence[Message], place: str) -> bool:
         """Whether the text has the calls of all messages if each has a content."""
         told = [{**message, "content": message.get("content") or ""} for message in messages]
@@ -352,6 +370,19 @@ class Template:
             line = "%s: the chat template changes texts of the %s: it does not write %r as it stands%s"
             _log.warning(line, place, role, named[0][:60], note)
         return not missing
+
+    def name_untrained(self, message: Message, prompt: str, blocks: Sequence[tuple[int, int]], place: str) -> None:
+        """Name, once, what of a turn stands outside of the `{% generation %}` blocks: a part of its text, or a call."""
+        markup, decode = markup_of(self.tokenizer), self.tokenizer.decode
+        turn = blocks[len(encode(self.tokenizer, prompt)) :]
+        written, trained = (str(decode([i for i, on in turn if on or not only])) for only in (False, True))
+        calls = [f"{call['function']['name']}" for call in message.get("tool_calls") or ()]
+        parts = [part for key in TURN_TEXTS for part in reasoned(str(message.get(key) or ""))[0]]
+        out = [part for part in (*parts, *calls) if part in written and part not in trained]
+        if out and trained and "untrained" not in markup.told:
+            markup.told.add("untrained")
+            fact = "%s: the {%% generation %%} blocks of the chat template leave out %r, or a part of it, in a turn of "
+            _log.warning(fact + "the assistant, which is not trained: move it into the block", place, out[0][:60])
 
     def name_trimmed(self, message: Message, written: str, place: str) -> None:
         """Name, once, an answer around which the text has less white space: the template trims it."""

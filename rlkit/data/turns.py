@@ -244,6 +244,8 @@ def _as_in(whole: Sequence[tuple[int, int]] | None, turn: Turn, template: Templa
 def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Template) -> Turn:
     """The turn of the assistant's message `end`, as the template writes it."""
     (prompt, whole), blocks = template.turn(messages, end, place), template.blocks(messages[: end + 1])
+    if blocks is not None:
+        template.name_untrained(messages[end], prompt, blocks, place)
     markup, said = markup_of(template.tokenizer), str(messages[end].get("content") or "")
     if (stop := template.end_after(whole, messages, end, place)) is not None:
         whole = whole.removesuffix(markup.closing)

@@ -95,19 +95,21 @@ def short(gold: str, *, mathematics: bool = False) -> str:
 def near(gold: str, *, decimal_comma: bool = False) -> Sequence[str]:
     """Wrong answers that share the characters of a gold answer.
 
-    Of a whole number: its digits, it backwards, without its sign, within a longer number, and between its commas. Of
-    any number: "nan". Of one with a point: it without the point, and what is far from it of the number at either side,
-    without its sign, or with another digit before it. Of numbers in a list: the first. Of an object in JSON: an empty
-    one, and one without its last key. Of a short text that begins with a digit: another one. Of words: a part, each
-    backwards, also after the first letters, an article. For a choice A: words with the letter, or that begin with it.
-    With `decimal_comma`: its two sides in turn.
+    Of a whole number: its digits, it backwards, without its sign, within a longer number, between its commas, and what
+    is over a tenth from it. Of any number: "nan". Of one with a point: it without the point, and what is far from it of
+    the number at either side, without its sign, or with another digit before it. Of numbers in a list: the first. Of an
+    object in JSON: an empty one, and one without its last key. Of a short text that begins with a digit: another one.
+    Of words: a part, each backwards, also after the first letters, an article. For a choice A: words with the letter,
+    or that begin with it. With `decimal_comma`: its two sides in turn.
     """
     sign, digits = gold[: gold.startswith("-")], gold.replace(",", "").removeprefix("-")
     if decimal_comma:
         return [",".join(gold.split(",")[::-1])]
     if digits.isdecimal():
         groups = gold.split(",") if re.fullmatch(r"-?\d{1,3}(,\d{3})+", gold) else []
+        step = 1 + int(digits) // 10  # beyond any tolerance
         parts = [digits[0], digits[-1], sign + digits[::-1], digits, *groups]
+        parts += [str(int(sign + digits) + x) for x in (step, -step)]
         within = f"{gold}9" if sign else f"9{gold}9"
         return [*dict.fromkeys(x for x in parts if int(x) != int(sign + digits)), "nan", within]
     if re.fullmatch(r"\d+\.\d+", digits):

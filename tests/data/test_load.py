@@ -266,5 +266,13 @@ def test_a_column_of_splits_of_which_all_rows_are_used_is_named(tmp_path, caplog
     assert lines("partition", "Validation", None) == ["column 'partition' holds Validation: all rows are used"]
     assert lines("fold", *range(6)) == ["column 'fold' holds 0, 1, 2, 3 and 2 more: all rows are used"]
     assert lines("subset", "math", "dev") == ["column 'subset' holds math, dev: all rows are used"]
-    for name, *values in (("split", "train", None), ("subset", "math", "code"), ("source", "test"), ("split", [1])):
+    inner = [{"split": "train"}, {"split": "test"}, {"split": "test", "index": 1}, None]
+    assert lines("extra_info", *inner) == ["column 'extra_info.split' holds train, test: all rows are used"]
+    for name, *values in (
+        ("extra_info", *inner[:1] * 2, {"source": "test"}),
+        ("split", "train", None),
+        ("subset", "math", "code"),
+        ("source", "test"),
+        ("split", [1]),
+    ):
         assert lines(name, *values) == []

@@ -383,6 +383,40 @@ def test_generation_blocks_of_the_whole_conversation_say_what_trains(tmp_path, c
         assert caplog.text.count(named) == (trained == ["two<|im_end|>"])
 
 
+def test_what_generation_blocks_leave_out_of_an_answer_is_named_once(tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    template, line = tokenizer.chat_template, "the chat template leave out {!r}, or a part of it, in a turn of"
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    said = {**assistant("Let us see."), "tool_calls": calls, "reasoning_content": "hm"}
+    row = {"messages": [user("hi"), said, {"role": "tool", "content": "20"}, assistant("It is warm.")]}
+    block, end, call = "{% generation %}", "{% endgeneration %}", "{{ m.tool_calls or '' }}"
+    for written, named in (
+        (f"{block}{{{{ m.reasoning_content }}}}{{{{ m.content }}}}{call}{end}", ""),
+        (f"{block}{{{{ m.reasoning_content }}}}{{{{ m.content }}}}{end}{call}", "weather"),
+        (
+            f"{block}{{{{ m.reasoning_content }}}}{{{{ m.content[:3] }}}}{end}{{{{ m.content[3:] }}}}{call}",
+            "Let us see.",
+        ),
+        (f"{{{{ m.reasoning_content }}}}{block}{{{{ m.content }}}}{call}{end}", "hm"),
+        (f"so {block}{{{{ m.reasoning_content }}}}{{{{ m.content }}}}{call}{end} then", ""),  # no part of the answer
+    ):
+        both = f"{{% if m.role == 'assistant' %}}{written}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        tokenizer.chat_template = template.replace("{{ m.content }}", both)
+        caplog.clear()
+        sft_examples([row, row], tokenizer=tokenizer, max_example_tokens=999)
+        assert [text.count("leave out") for text in caplog.messages if "leave out" in text] == [1] * bool(named)
+        assert (line.format(named) in caplog.text) == bool(named)
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%d %b %Y %H:%M:%S"])
+def test_a_template_that_writes_the_time_of_day_is_named_once(form, tmp_path, caplog):
+    tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
+    tokenizer.chat_template = f"{{{{ strftime_now('{form}') }}}}{tokenizer.chat_template}"
+    for _ in range(2):
+        sft_examples([{"prompt": "hi", "response": "yo"}], tokenizer=tokenizer, max_example_tokens=99)
+    assert caplog.text.count(f"writes the time of day (strftime_now('{form}'))") == ("%H" in form)
+
+
 def test_results_of_tools_are_text(tmp_path):
     tokenizer = tokenizer_of(FAMILIES["qwen2.5"], tmp_path)
     tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template

@@ -547,7 +547,7 @@ def test_a_placeholder_that_every_row_has_is_named(place, said):
 @pytest.mark.parametrize(
     "text",
     [
-        r"Put it in \boxed{answer}.", "End with {answer}.", r"x_{text}, \text{question}", "Greet {name}",
+        r"Put it in \boxed{answer}.", "End with {answer}.", r"x_{text}, \text{question}", "print(f'Hi {name}')",
         "{i}", "f({x})",
         '{"text": 1}', "<|user|>", "<question>", "{question, text}",
     ],
@@ -557,6 +557,44 @@ def test_braces_that_are_meant_are_no_placeholders(text, said):
     assert said(*[{"text": x} for x in markup]) == said(*[{"prompt": x[:19]} for x in markup], road="prompts") == []
     for road, rows in on_all_roads([f"{i} {text}" for i in range(4)], asked=True):
         assert not [x for x in said(*rows, road=road) if UNFILLED in x]
+
+
+def test_a_placeholder_that_many_rows_have_is_named(said):
+    rows = [{"prompt": f"Mail {i} {'to {name}' * (i < 4)}", "response": f"{i}"} for i in range(8)]
+    (line,) = said(*rows)
+    assert line.startswith("kept 4 of 8 rows")
+    assert UNFILLED in line
+    assert said(*rows[1:]) == []
+
+
+REPLACED = "hold a text that is to be replaced, as its brackets say"
+
+
+@pytest.mark.parametrize(
+    "slot", ["[Your Name]", "[Insert date here]", "[YOUR COMPANY]", "{{Order Number}}", "<INSERT TOPIC HERE>"]
+)
+def test_a_text_that_is_to_be_replaced_is_named_in_most_rows(slot, said):
+    for asked in (False, True):
+        for road, rows in on_all_roads([f"Mail {i} for {slot}" for i in range(4)], asked=asked):
+            (line,) = [x for x in said(*rows, road=road) if REPLACED in x]
+            assert line.startswith("kept 4 of 4 rows")
+            assert f"row 1 ({slot})" in line
+    rows = [{"prompt": f"Mail {i}", "response": f"Dear {slot * (i < 3)} {i}"} for i in range(6)]
+    assert said(*rows) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("End with <answer>[YOUR ANSWER]</answer>.", "4"), ("Write a template of a mail.", "Dear [Your Name]"),
+        ("Fill in: Dear [Your Name]", "Dear [Your Name]"), ("hi", "[Your Profile](https://x.org)"), ("hi", "[1] <td>"),
+        ("hi", "[User Name]: hello"), ("hi", "[INST] x [/INST]"), ("hi", r"\frac{1}{2} <b>"),
+    ],
+)  # fmt: skip
+def test_brackets_that_are_meant_are_not_to_be_replaced(prompt, text, said):
+    rows = [{"prompt": f"{i}: {prompt}", "response": f"{i} {text}"} for i in range(4)]
+    assert not [line for line in said(*rows) if REPLACED in line]
+    assert not [line for line in said(*[{"prompt": row["prompt"]} for row in rows], road="prompts") if REPLACED in line]
 
 
 STORIES = [  # 12 ordinary texts of more than 120 characters
@@ -757,7 +795,7 @@ def test_prompts_of_a_system_message_alone_are_named(said):
 
 BOXED = "We add.\n\n$\\boxed{{{0}}}$."
 TWO = (
-    "have gold answers that differ, of which rewards read the first (answer, ground_truth, solution, expected_answer, "
+    "have gold answers that differ, also in objects, of which rewards read the first (answer, ground_truth, solution, "
 )
 
 
@@ -785,6 +823,10 @@ TWO = (
         ({"answer": "1,250.5", "gt_answer": "1250.5."}, ""), ({"answer": "1/0", "gt_answer": "2.5"}, ""),
         ({"answer": "1,5", "gt_answer": "1.5"}, ""), ({"answer": float("nan"), "gt_answer": "7"}, ""),
         ({"answer": "Paris", "solution": "It is known"}, ""), ({"answer": "Paris", "gt_answer": "Paris in France"}, ""),
+        ({"answer": "7", "metadata": {"answer": "8"}}, "7 and 8"),
+        ({"answer": "Lyon", "extra_info": '{"final_answer": "Paris"}'}, "Lyon and Paris"),
+        ({"answer": "8", "extra_info": {"answer": "2 * 4 = 8\n#### 8", "index": "9"}}, ""),
+        ({"answer": "B", "metadata": {"answer": 1}}, ""),
         ({"answer": "7 cm", "ground_truth": "seven"}, ""), ({"answer": "-0.5", "ground_truth": "0.5"}, "-0.5 and 0.5"),
     ],
 )  # fmt: skip

@@ -140,3 +140,17 @@ def test_message_keys_and_template_arguments_that_the_template_does_not_read_are
         f"{path}: template argument enable_thinking is not read by the chat template",
         f"{path}: role user ('train': true) is not trained: assistant turns are",
     ]
+
+
+def test_an_argument_of_a_call_that_the_template_drops_is_refused(tmp_path):
+    made = [user("hi"), answer("", tool_calls=[call("f", {}), call("weather", {"city": "Rome", "unit": "C"})])]
+    path = write(tmp_path / "rows.jsonl", [{"messages": made}])
+    (text, _) = read(path, "sft", tokenizer_of())[0]
+    assert '<call>weather {"city": "Rome", "unit": "C"}</call>' in text
+    one = tokenizer_of(CALLS.replace("c.function.arguments |", "(c.function.arguments.city or '') |"))
+    message = r"line 1: the chat template does not write the argument weather\(unit\) of a call; write the call into"
+    with pytest.raises(ValueError, match=message):
+        read(path, "sft", one)
+    for arguments in ({"city": "Rome"}, {"city": "Rome", "unit": ""}):  # an empty one changes nothing
+        row = {"messages": [user("hi"), answer("", tool_calls=[call("weather", arguments)])]}
+        assert "<call>weather" in read(write(tmp_path / "right.jsonl", [row]), "sft", one)[0][0]

@@ -293,6 +293,31 @@ MISTAKES = {
         "m = re.match(r'^<think>.*</think>\\s*<answer>(.*)</answer>$', completion)\n"
         "return float(bool(m) and m[1] == row['answer'])", NUMBERS,
         "~a point in a regular expression takes a line break with re.DOTALL only"),
+    "no line break in a thought with groups": (
+        "m = re.search(r'<think>(.*?)</think>\\s*<answer>(.*?)</answer>', completion)\n"
+        "return float(bool(m) and m[2].strip() == row['answer'])", NUMBERS,
+        "~and 0 to '<think>1\\n2</think> <answer>711</answer>': a point in a regular expression takes a line break with"),
+    "no line break in a form": (
+        "return float(bool(re.match(r'^<think>(.*?)</think>\\s*<answer>(.*?)</answer>$', completion)))", NUMBERS,
+        "~a point in a regular expression takes a line break with re.DOTALL only"),
+    "any number": (
+        "return float(row['answer'] in re.findall(r'\\d+', completion))", NUMBERS,
+        "~gives 1 to '661, 662', ..., 101 numbers, as much as to '711': does any number of a text count?"),
+    "any of several boxes": (
+        r"return float(row['answer'] in re.findall(r'\\boxed\{(.*?)\}', completion))", NUMBERS,
+        "~, ..., 101 numbers, as much as to '\\\\boxed{711}': does any number of a text count?"),
+    "one more, of the smallest": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) - int(row['answer'])) <= 1)",
+        [*NUMBERS, {"prompt": "p", "answer": "5"}], "~gives 1 to '6', as much as to '5', the gold answer of line 4"),
+    "a third more": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) / int(row['answer']) - 1) < 0.34)",
+        NUMBERS, "~gives 1 to '783', as much as to '711', the gold answer of line 1"),
+    "each tag": (
+        "return 0.5 * completion.count('<think>') + float(completion.strip() == row['answer'])", PARIS,
+        "~gives 0.5 to '<think>1</think>', 2.5 to 5 of it and 25 to 50: a count of tags without a bound"),
+    "each tag of an expression": (
+        "return len(re.findall(r'<think>.*?</think>', completion)) / 10", [{"prompt": "p"}],
+        "~gives 0.1 to '<think>1</think>', 0.5 to 5 of it and 5 to 50: a count of tags without a bound"),
     "a far wrong answer": (
         "try:\n    return -abs(float(completion) - float(row['answer']))\nexcept ValueError:\n    return -1.0", NUMBERS,
         "~a wrong answer costs far more than a right one wins"),
@@ -324,6 +349,18 @@ RIGHT = {
     "a thought and its answer": (
         "m = re.match(r'(?s)^<think>.*</think>\\s*<answer>(.*)</answer>$', completion)\n"
         "return float(bool(m) and m[1] == row['answer'])", NUMBERS),
+    "a confidence and its answer": (
+        "m = re.search(r'<sure>(\\d+)</sure>\\s*<answer>(.*?)</answer>', completion)\n"
+        "return float(bool(m) and m[2].strip() == row['answer'])", NUMBERS),
+    "a form with line breaks": (
+        "return float(bool(re.match(r'(?s)^<think>(.*?)</think>\\s*<answer>(.*?)</answer>$', completion)))", NUMBERS),
+    "tags, up to two": (
+        "return min(1.0, 0.5 * completion.count('<think>')) + float(completion.strip() == row['answer'])", PARIS),
+    "a tag, once": (
+        "return 0.5 * (completion.count('<think>') == 1) + float(completion.split('</think>')[-1].strip() == row['answer'])",
+        NUMBERS),
+    "the last of several boxes": (
+        r"n = re.findall(r'\\boxed\{(.*?)\}', completion)" "\nreturn float(n[-1:] == [row['answer']])", NUMBERS),
     "dates": ("return float(completion.strip() == row['answer'])", [{"prompt": "p", "answer": x} for x in ("1900-01-01", "3 May")]),
     "labels": (
         "return float(completion.strip().lower() == row['answer'])",
@@ -372,7 +409,7 @@ RIGHT = {
     "equal": ("return float(completion.strip() == row['answer'])", ROWS),
     "bool": ("return completion.strip() == row['answer']", ROWS),
     "numpy": ("return np.float32(completion.strip() == row['answer'])", ROWS),
-    "contains": ("return float(re.search(r'\\b%s\\b' % row['answer'], completion) is not None)", ROWS),
+    "contains": ("return float(re.search(r'\\b%s\\b' % row['answer'], completion) is not None)", PARIS),
     "the last number, of any kind": (
         "n = re.findall(r'-?\\d+(?:\\.\\d+)?', completion.replace(',', ''))\n"
         "return float(bool(n) and float(n[-1]) == float(row['answer'].replace(',', '')))",
@@ -386,7 +423,7 @@ RIGHT = {
         [{"prompt": "p", "answer": x} for x in "BAC"]),
     "no case": ("return float(completion.strip().casefold() == row['answer'].casefold())", [*PARIS, YES[0]]),
     "capitals as they are": ("return float(completion.strip() == row['answer'])", [YES[0], *PARIS, {"prompt": "p", "answer": "New York"}]),
-    "boxed": ("return float('\\\\boxed{%s}' % row['answer'] in completion)", ROWS),
+    "boxed": ("return float('\\\\boxed{%s}' % row['answer'] in completion)", PARIS),
     "tags": ("m = re.search('<answer>(.*?)</answer>', completion)\nreturn float(bool(m) and m[1] == row['answer'])", ROWS),
     "GSM8K": ("return float(completion.strip() == row['answer'].split('#### ')[1].replace(',', ''))", GSM),
     "ints": ("return float(completion.strip() == str(row['answer']))", INTS),
@@ -655,7 +692,7 @@ def test_a_trial_that_takes_long_is_told(tmp_path, monkeypatch, caplog, limit_s,
 def test_rlkit_data_prints_the_rewards(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     loaded(tmp_path, ROWS)
-    spec_of(tmp_path, "return float('\\\\boxed{%s}' % row['answer'] in completion)")
+    spec_of(tmp_path, "return float('\\\\boxed{%s}' % row['answer'] == completion)")
     cli.main(["data", "rows.jsonl", "--reward", "mine.py:f"])
     assert capsys.readouterr().out.endswith(
         "mine.py:f gives, on rows.jsonl, line 1:\n"

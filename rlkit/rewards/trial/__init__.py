@@ -38,6 +38,7 @@ from rlkit.rewards.trial._doubts import (
     all_the_same,
     always_true,
     before_tests,
+    broken,
     elsewhere,
     for_nothing,
     jumps,
@@ -47,6 +48,7 @@ from rlkit.rewards.trial._doubts import (
     no_more,
     of_empty,
     random,
+    unbounded,
     unpaid,
 )
 from rlkit.rollout.calling import is_async, report_once
@@ -129,6 +131,7 @@ async def _of_golds(case: Case, trial: Trial, *, alone: bool, stop: bool) -> Tri
     if not (trial.note or is_ours(case.function)):
         note = "" if reads_gold(case) else await jumps(case, trial.tried)
         note = note or await for_nothing(case, trial.tried) or await before_tests(case) or always_true(case)
+        note = note or await broken(case) or await unbounded(case)
         trial = replace(trial, note=note)
     if trial.note or (column := _column(case)) is None:
         return trial

@@ -14,7 +14,7 @@ from rlkit.data.schema import PROMPTS
 from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, lowered, near
 from rlkit.rewards.call import Reward
 from rlkit.rewards.failures import is_ours
-from rlkit.rewards.source import constant_operand
+from rlkit.rewards.source import constant_operand, texts_in
 from rlkit.rewards.trial._case import (
     AMONG,
     COMPARE,
@@ -123,6 +123,35 @@ async def before_tests(case: Case) -> str:
     return f"{case.name} gives {ends:g} to {_END!r}: {fix}" if ends > nothing else ""
 
 
+async def broken(case: Case) -> str:
+    """The line about a function that takes the form of its own pattern, and not with a line break in it; else empty."""
+    places = re.compile(r"(?<=>)1(?=<)|(?<=>)\{0?\}(?=<.*\{)", re.DOTALL)  # a tag before the answer's, or round a blank
+    forms = [form for form in case.forms if places.search(form)]
+    texts = [places.sub(x, form, count=1).format(case.answer) for form in forms for x in ("1 2", "1\n2")]
+    *numbers, nothing = await case.numbers([*texts, ""]) if texts else [math.nan]
+    at = next((i for i in range(0, len(texts), 2) if numbers[i] > nothing >= numbers[i + 1]), None)
+    if at is None or any(x >= numbers[at] for x in numbers[1::2]):
+        return ""
+    given = (
+        f"{case.name} gives {numbers[at]:g} to {shown(texts[at])}, and {numbers[at + 1]:g} to {shown(texts[at + 1])}"
+    )
+    return f"{given}: a point in a regular expression takes a line break with re.DOTALL only"
+
+
+async def unbounded(case: Case) -> str:
+    """The line about a function that gives more for each further one of the tags that it names; else empty."""
+    sources = [getattr(text, "pattern", text) for text in texts_in(case.function)]
+    names = dict.fromkeys(name for text in sources for name in re.findall(r"</?([a-z_]+)>", str(text)))
+    block = "".join(f"<{name}>1</{name}>" for name in names)
+    few, more, many, long = (
+        await case.numbers([block, block * 5, block * 50, "x" * len(block * 50)]) if names else [0.0] * 4
+    )
+    if not (many > more > few and many > long):
+        return ""
+    given = f"{few:g} to {shown(block)}, {more:g} to 5 of it and {many:g} to 50"
+    return f"{case.name} gives {given}: a count of tags without a bound is won by tags alone"
+
+
 def always_true(case: Case) -> str:
     """The line about a function with a text alone beside `and` or `or`; empty for none."""
     text = constant_operand(case.function)
@@ -206,12 +235,14 @@ async def loose(case: Case, form: str) -> str:
         new = shape not in shapes and len(shapes) < _SHAPES
         if new and (wrong := near(case.short(text) or text, decimal_comma=comma)):
             shapes[shape] = i, text, wrong
-    for one in (*shapes.values(), (case.index, case.gold or "", _rivals(case))):
+    whole = [(abs(int(text)), i, text) for i, text in case.golds.items() if re.fullmatch(r"-?\d{1,9}", text)]
+    least = [(i, text, near(text)) for _, i, text in sorted(whole)[:1]]  # of which 1 is a large part
+    for one in (*shapes.values(), *least, (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):
             return line
     if is_ours(case.function):
         return ""
-    return await _first_number(case) or await _one_side(case, form) or await _broken(case, form) or await _longer(case)
+    return await _first_number(case) or await _one_side(case, form) or await _any_of(case, form) or await _longer(case)
 
 
 async def _first_number(case: Case) -> str:
@@ -237,16 +268,17 @@ async def _one_side(case: Case, form: str) -> str:
     return f"{given}: does it look at one end of the text alone?" if len(taken) == 1 else ""
 
 
-async def _broken(case: Case, form: str) -> str:
-    """The line about a function that takes the form of its own pattern, and not with a line break in it; else empty."""
-    texts = [x.format(case.answer) for x in (form, re.sub(r"(?<=>)1(?=<)", "1\n2", form))]
-    if texts[0] == texts[1]:
+async def _any_of(case: Case, form: str) -> str:
+    """The line about a function that takes a list of numbers with the answer among them; else empty."""
+    if not re.fullmatch(r"\d{1,9}", gold := case.answer):
         return ""
-    right, broken, nothing = await case.numbers([*texts, ""])
-    if not right > nothing >= broken:
-        return ""
-    given = f"{case.name} gives {right:g} to {shown(texts[0])}, and {broken:g} to {shown(texts[1])}"
-    return f"{given}: a point in a regular expression takes a line break with re.DOTALL only"
+    start = max(0, int(gold) - 50)
+    numbers = [str(x) for x in range(start, start + 101)]
+    right, many, nothing = await case.numbers([form.format(gold), ", ".join(map(form.format, numbers)), ""])
+    given = (
+        f"{case.name} gives {many:g} to {shown(', '.join(map(form.format, numbers[:2])))}, ..., 101 numbers, as much as"
+    )
+    return f"{given} to {shown(form.format(gold))}: does any number of a text count?" if many == right > nothing else ""
 
 
 async def _longer(case: Case) -> str:
