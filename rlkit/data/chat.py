@@ -92,7 +92,8 @@ def as_written(
     refuse_unnamed(tokenizer, tools)
     check_arguments(template_args, "`template_args`")
     options: dict[str, Any] = {"opened": add_generation_prompt, "tools": tools, "template_args": template_args}
-    messages = [_own(message, markup_of(tokenizer)) for message in messages]
+    markup = markup_of(tokenizer)
+    messages = [_own(message, markup) for message in messages]
     arguments = [str(call["function"]["arguments"]) for call in _objects(messages)]
     try:
         text = apply_template(tokenizer, messages, **options)

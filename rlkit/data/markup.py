@@ -66,12 +66,12 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 def markup_of(tokenizer: Any) -> Markup:
     """The markup of a tokenizer with the chat template that it has now."""
     settings = [getattr(tokenizer, name, None) for name in ("chat_template", "eos_token", "bos_token", "name_or_path")]
-    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-    return _markup_of(tokenizer, repr(settings), size)
+    known = tuple(x if isinstance(x, str) else repr(x) for x in settings)  # a text keeps its hash
+    return _markup_of(tokenizer, known, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
 
 
 @lru_cache(maxsize=16)
-def _markup_of(tokenizer: Any, _known: str, _size: int) -> Markup:
+def _markup_of(tokenizer: Any, _known: tuple[str, ...], _size: int) -> Markup:
     return Markup(tokenizer)
 
 

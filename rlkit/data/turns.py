@@ -241,9 +241,10 @@ def _as_in(whole: Sequence[tuple[int, int]] | None, turn: Turn, template: Templa
     return None if left_out else turn._replace(blocks=[*whole[:num], *turn.blocks[num:]])
 
 
-def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Template) -> Turn:
-    """The turn of the assistant's message `end`, as the template writes it."""
-    (prompt, whole), blocks = template.turn(messages, end, place), template.blocks(messages[: end + 1])
+def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Template, prompt: str | None = None) -> Turn:
+    """The turn of message `end` as the template writes it; `prompt` is the text before it, where it is known."""
+    prompt = template.text(messages[:end], place, opened=True) if prompt is None else prompt
+    whole, blocks = template.text(messages[: end + 1], place, opened=False), template.blocks(messages[: end + 1])
     if blocks is not None:
         template.name_untrained(messages[end], prompt, blocks, place)
     markup, said = markup_of(template.tokenizer), str(messages[end].get("content") or "")
@@ -253,15 +254,17 @@ def _turn(messages: list[dict[str, Any]], end: int, place: str, template: Templa
     return Turn(place, prompt, whole, empty, literal=False, blocks=blocks, end=stop)
 
 
-def _answered(messages: list[dict[str, Any]], response: str, place: str, template: Template) -> Turn | None:
-    """The turn of a response as the template writes it in a conversation.
+def _answered(
+    messages: list[dict[str, Any]], response: str, place: str, template: Template, prompt: str
+) -> Turn | None:
+    """The turn of a response as the template writes it after the `messages`, whose text is `prompt`.
 
     None, for a literal turn, where the template does not go on from its generation prompt, changes the text, or adds
     reasoning to that of the response.
     """
     message = {"role": "assistant", "content": response}
     try:
-        turn = _turn([*messages, message], len(messages), place, template)
+        turn = _turn([*messages, message], len(messages), place, template, prompt)
     except ValueError:
         return None
     written = turn.whole.removeprefix(turn.prompt)
@@ -300,7 +303,7 @@ def _response(row: Converted, place: str, template: Template, *, names: Sequence
     template.lost.update({("message key", path, "response"): None for _, path in unknown})
     prompt, asked = _context(Converted(row, {"messages": row["messages"][:-1]}), place, template)
     template.refuse_markup(response, f"{place}: a response")
-    turn = None if begins_answer(asked) else _answered(asked, response, place, template)
+    turn = None if begins_answer(asked) else _answered(asked, response, place, template, prompt)
     markup = markup_of(template.tokenizer)
     turn = turn or Turn(place, prompt, prompt + markup.stopped(response))
     empty = not markup.without_stop(response).strip()
