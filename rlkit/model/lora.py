@@ -29,7 +29,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -146,6 +146,29 @@ def load_adapter(
     options = {"r": file.rank, "lora_alpha": file.alpha, "use_rslora": file.rslora, "lora_dropout": dropout}
     _inject(model, layers, experts, options | file.patterns, base)
     return fill_adapter(model, folder) if fill else model
+
+
+def with_adapters(
+    model: Any,
+    *,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_base: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    fill: bool = True,
+) -> Any:
+    """`model` as the flags of a script want it, in place: with new adapters, with those of the folder `adapter` (see
+    `load_adapter` for `fill`), with these merged where `lora_rank` is 0, or as it is."""
+    if adapter is not None and lora_rank == 0:
+        return merge_adapter(model, adapter)
+    if adapter is not None:
+        return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base, fill=fill)
+    if not lora_rank:
+        return model
+    options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
+    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options)
 
 
 def _warn_of_others(model: Any, file: AdapterFile, layers: set[str]) -> None:
