@@ -39,6 +39,33 @@ _NOT_RUN = "{!r} has a {} in Python (auto_map), which is not run: transformers' 
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
 
 
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Inside the block transformers shows no progress bar."""
+    from transformers.utils import logging as theirs
+
+    had_bar = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            theirs.enable_progress_bar()
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Inside the block transformers logs only errors."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
+
+
 @cache
 def _warn_once(text: str) -> None:
     """Warn, once in a process: a script reads a config several times."""
