@@ -31,7 +31,7 @@ from rlkit.model.positions import check_positions
 from rlkit.model.pretrained import NO_CODE, building, explained, load_config, no_progress_bar
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.routing import check_experts
-from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
+from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of, whole_of
 from rlkit.model.source import check_names, check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
@@ -417,7 +417,7 @@ def logits_of(model: Any, *, temperature: float, dtype: torch.dtype) -> Callable
         return lambda x: x.float() / temperature
     empty = torch.empty(0, device=model.device)
     _, weight, options = head_inputs(model, empty, temperature=temperature, dtype=dtype)
-    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight, options["bias"]))
+    weight, bias = map(whole_of, (weight, options["bias"]))
     softcap, scale = options["softcap"], options["temperature"]
 
     def logits(hidden: Tensor) -> Tensor:
