@@ -359,7 +359,7 @@ def alpaca(row: Row) -> Row:
     names = [name for name in ("instruction", "input", "context") if not is_empty(row.get(name))]
     for name in names:
         if not isinstance(row[name], str):
-            raise ValueError(f"column {name!r} must be a string, got {repr(row[name])[:80]}")
+            raise ValueError(f"column {name!r} must be a string, got {row[name]!r:.80}")
     prompt = "\n".join(row[name] for name in names)
     history = _history(row.get("history"))
     turns = [*_system(row), *history, _message("user", prompt)]
@@ -429,7 +429,7 @@ def _history(value: Any) -> list[dict[str, Any]]:
             return [_message(role, text) for pair in value for role, text in zip(_ROLES, pair, strict=True)]
     raise ValueError(
         "column 'history' must be a list of messages or of pairs [instruction, response], or its JSON text, got "
-        f"{repr(value)[:80]}"
+        f"{value!r:.80}"
     )
 
 

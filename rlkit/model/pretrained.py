@@ -286,7 +286,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
         for prefix, part in (("", content), ("text_config.", text)):
             for key, value in part.items():
                 if (fault := _wrong(key, value)) is not None:
-                    fault = f"{prefix}{key} {fault}, got {repr(value)[:80]}"
+                    fault = f"{prefix}{key} {fault}, got {value!r:.80}"
                     raise untrusted.BadFile(f"{file}: {fault}: copy or download it again")
         rows = text.get("vocab_size") or content.get("vocab_size") or rows
         ends: Any = (name != "config.json" and content.get("eos_token_id")) or []
@@ -301,7 +301,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
             raise untrusted.BadFile(f"{index} has no weight_map: copy or download it again")
         for tensor, name in names.items():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                fault = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
+                fault = f"weight_map: {tensor} is in {name!r:.80}, which is no file of safetensors beside it"
                 raise untrusted.BadFile(f"{index}: {fault}")
             if (file := Path(path) / name).exists():  # a missing one is named where it is read
                 untrusted.check_file(file)
