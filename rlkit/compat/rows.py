@@ -70,7 +70,7 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True, pr
     found, place, plain = list[Row](), partial(place_of, rows), not apply_chat_template
     convert = partial(_converted, plain=plain) if prompt is None else _of_columns(rows, prompt)
     asked = prompt is not None and PROMPT in forms  # whatever else the columns are
-    source = source_of(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) and not asked else None
+    source = foreign_form(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) and not asked else None
 
     def each() -> Iterator[Row]:
         for index, row in enumerate(rows):
@@ -96,18 +96,18 @@ def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
     return found
 
 
-def source_of(row: Row, place: str) -> Foreign | None:
+def foreign_form(row: Row, place: str) -> Foreign | None:
     """The form of another system that a row is in; None for a row with a prompt in rlkit's columns.
 
     Raises ValueError, with `place`, for a row in two forms of different content, and for Python's text of messages.
     """
     try:
-        return _source_of(row, place)
+        return _foreign_form(row, place)
     except PythonText as error:
         raise column_error(place, f"cannot be read: {error}", row) from None
 
 
-def _source_of(row: Row, place: str) -> Foreign | None:
+def _foreign_form(row: Row, place: str) -> Foreign | None:
     there = {name: value for name, value in row.items() if value is not None}
     fits = [known for known in FOREIGN if not known.form.missing(there) and known.fits(there)]
     if there.keys() & {*PROMPTS}:
@@ -228,7 +228,7 @@ def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
 def _asked_elsewhere(row: Row, place: str) -> Row:
     """The row without its `messages`, with the prompt of its other columns."""
     others = {name: value for name, value in row.items() if name != "messages"}
-    return _with_prompt(others, source_of(others, place), place)
+    return _with_prompt(others, foreign_form(others, place), place)
 
 
 def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:

@@ -276,9 +276,9 @@ def _launched(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[Any
 
 def server_kind(engines: Engines) -> ServerKind:
     """The kind of server of the flags."""
-    from rlkit.rollout.engines.servers.kinds import kind_of
+    from rlkit.rollout.engines.servers.kinds import kind_named
 
-    return kind_of(engines.engine)
+    return kind_named(engines.engine)
 
 
 @asynccontextmanager
