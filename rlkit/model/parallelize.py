@@ -34,7 +34,7 @@ from rlkit.model.flops import attention_share
 from rlkit.model.forward import forward, load_model
 from rlkit.model.fp8 import blocks_of
 from rlkit.model.lora import adapters, clean_of_peft, fill_adapter, reset_adapters, with_adapters
-from rlkit.model.pretrained import NO_CODE, building, explained, load_config
+from rlkit.model.pretrained import HUB_FILES, NO_CODE, building, explained, load_config
 from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
@@ -369,11 +369,10 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     check_causal_lm(load_config(path))  # before gigabytes are downloaded
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     if not local_rank():
-        snapshot_download(str(path), allow_patterns=wanted)
+        snapshot_download(str(path), allow_patterns=HUB_FILES)
     dist.barrier()
-    return Path(snapshot_download(str(path), allow_patterns=wanted))
+    return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
 
 
 def _layers(model: Any) -> Any:

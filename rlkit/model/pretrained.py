@@ -25,6 +25,7 @@ from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapt
 log = logging.getLogger("rlkit.model")
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # for every call of transformers that takes it
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # those of a model that are taken from the hub
 _OF_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # that classes read into `rope_parameters`
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _SIZES = {  # bounds of keys of config.json, far from any model
