@@ -229,12 +229,8 @@ class ServerEngine:
         self, call: _Call, context: list[int], params: SamplingParams, limits: ServerLimits
     ) -> Completion:
         """What a server samples after the context, until it ends or is aborted."""
-
-        def request() -> dict[str, Any]:
-            # built again for every attempt: an update in between may have changed the key of the prefix cache
-            body = self._api.body(context, params, limits, self._salt)
-            return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
-
+        # built again for every attempt: an update in between may have changed the key of the prefix cache
+        request = partial(self._body, context, params, limits)
         try:
             attempts = partial(self._attempts, call, request, limits)
             return await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
@@ -242,6 +238,11 @@ class ServerEngine:
             call.done = True
 
     @property
+    def _body(self, context: list[int], params: SamplingParams, limits: ServerLimits) -> dict[str, Any]:
+        """The request, to the adapter where the servers have one."""
+        body = self._api.body(context, params, limits, self._salt)
+        return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
+
     def progress(self) -> Progress:
         """Requests running and waiting, and tokens of the calls that have ended.
 
@@ -593,8 +594,7 @@ class ServerEngine:
     async def _sample(self, server: Replica, probe: Probe) -> Completion:
         greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
         limits = self._servers.limits or await self._servers.learn()
-        request = self._api.body(probe.prompt_ids, greedy, limits, self._salt)
-        request = request if self._servers.adapter is None else self._api.adapted(request, self._servers.adapter)
+        request = self._body(probe.prompt_ids, greedy, limits)
         reply = await server.post(self._api.generate, request)
         return self._api.completion(reply, request, limits, url=server.url, version=self.version)
 
