@@ -23,6 +23,7 @@ from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
+from rlkit.rollout.groups import cancel_all
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
@@ -237,12 +238,12 @@ class ServerEngine:
         finally:
             call.done = True
 
-    @property
     def _body(self, context: list[int], params: SamplingParams, limits: ServerLimits) -> dict[str, Any]:
         """The request, to the adapter where the servers have one."""
         body = self._api.body(context, params, limits, self._salt)
         return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
 
+    @property
     def progress(self) -> Progress:
         """Requests running and waiting, and tokens of the calls that have ended.
 
@@ -382,9 +383,7 @@ class ServerEngine:
         await self.abort()
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_all(self._background)
         try:
             await self._transport.close()
         finally:
