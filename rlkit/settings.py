@@ -702,6 +702,11 @@ class Engines:
         )
 
     @property
+    def is_local(self) -> bool:
+        """Whether rlkit's own engine samples."""
+        return self.engine == "local"
+
+    @property
     def serves(self) -> bool:
         """Whether servers sample."""
         return self.engine in SERVERS

@@ -68,11 +68,11 @@ def request_ids(prompt_ids: Any, params: Any) -> list[int]:
     """
     ids = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
     if not isinstance(ids, Sequence) or not all(issubclass(kind, Integral) for kind in {*map(type, ids)}):
-        got, fix = repr(prompt_ids)[:80], "encode a text with the tokenizer, and call generate once for each prompt"
+        got, fix = f"{prompt_ids!r:.80}", "encode a text with the tokenizer, and call generate once for each prompt"
         raise TypeError(f"prompt_ids must be the token ids of one prompt, [1, 2, 3], got {got}: {fix}")
     if not isinstance(params, SamplingParams):
         fix = "give SamplingParams(max_new_tokens=64)"
-        raise TypeError(f"params must be SamplingParams, got {repr(params)[:80]}: {fix}")
+        raise TypeError(f"params must be SamplingParams, got {params!r:.80}: {fix}")
     return [*map(int, ids)]
 
 

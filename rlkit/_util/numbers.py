@@ -45,6 +45,11 @@ def is_number(value: Any) -> bool:
     return True
 
 
+def as_number(value: Any) -> Any:
+    """The value as a float, or unchanged where it is no number, for a later check to report with its place."""
+    return to_number(value) if is_number(value) else value
+
+
 def show(value: Any) -> str:
     """Type and truncated repr of any value, in one line.
 

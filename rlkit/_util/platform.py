@@ -1,7 +1,8 @@
-"""Errors for unsupported platforms."""
+"""What the system of this process has."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -11,3 +12,8 @@ def refuse_windows(feature: str) -> None:
         raise ImportError(
             f"{feature} does not run on Windows itself: run it in WSL (https://learn.microsoft.com/windows/wsl)"
         )
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none

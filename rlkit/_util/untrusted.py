@@ -106,9 +106,9 @@ def read(path: str | os.PathLike[str], name: str) -> bytes:
     return data
 
 
-def read_json(path: str | os.PathLike[str], name: str = "json_mib") -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """What a JSON file holds. ValueError, with the file, for one that is damaged or beyond the limits."""
-    return parsed(path, read(path, name))
+    return parsed(path, read(path, "json_mib"))
 
 
 def parsed(place: object, data: bytes) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlkit._util.numbers import is_number, show, to_number
+from rlkit._util.numbers import as_number, is_number, show
 
 ENDS = ("info", "reward", "score", "truncated", "turn_rewards")  # keywords of `Branches.end`
 
@@ -29,7 +29,7 @@ def end_of(returned: Any) -> dict[str, Any]:
     ({'reward': 1.0}, {'reward': 0.5}, {})
     """
     if isinstance(returned, float) or is_number(returned):  # NaN is reported with the row, as that of any episode
-        return {"reward": to_number(returned) if is_number(returned) else returned}
+        return {"reward": as_number(returned)}
     if not (returned is None or (isinstance(returned, Mapping) and {*returned} <= {*ENDS})):
         form = f"return its reward, a number, or a dict with some of {', '.join(ENDS)}"
         raise TypeError(f"the program returned {show(returned)}: {form}")

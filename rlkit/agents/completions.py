@@ -36,7 +36,7 @@ def write(request: Request, answers: Sequence[Answer]) -> dict[str, Any]:
     """The body of the answer."""
     told = [{"content": shared.log_probs(answer), "refusal": None} if request.logprobs else None for answer in answers]
     choices = [
-        {"index": i, "message": _said(answer), "finish_reason": answer.reason, "logprobs": told[i]}
+        {"index": i, "message": answer.written(), "finish_reason": answer.reason, "logprobs": told[i]}
         for i, answer in enumerate(answers)
     ]
     return {
@@ -70,12 +70,6 @@ def failure(message: str, code: str, status: int) -> dict[str, Any]:
     field = re.match(r"`(\w+)`|(\w+)\[", message)
     kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": field and (field[1] or field[2]), "code": code}}
-
-
-def _said(answer: Answer) -> dict[str, Any]:
-    functions = [{"name": c.name, "arguments": c.arguments} for c in answer.calls]
-    calls = [{"id": c.id, "type": "function", "function": f} for c, f in zip(answer.calls, functions, strict=True)]
-    return {"role": "assistant", "content": answer.text, **({"tool_calls": calls} if calls else {})}
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, Any]:

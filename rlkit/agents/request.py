@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
@@ -89,7 +89,11 @@ class Answer(NamedTuple):
     @property
     def message(self) -> dict[str, Any]:
         """The turn as a message of chat templates."""
-        functions = [{"name": c.name, "arguments": json.loads(c.arguments)} for c in self.calls]
+        return self.written(json.loads)
+
+    def written(self, arguments: Callable[[str], Any] = str) -> dict[str, Any]:
+        """The turn as a message, with what `arguments` makes of the JSON of each call."""
+        functions = [{"name": c.name, "arguments": arguments(c.arguments)} for c in self.calls]
         made = [{"id": c.id, "type": "function", "function": f} for c, f in zip(self.calls, functions, strict=True)]
         return {"role": "assistant", "content": self.text, **({"tool_calls": made} if made else {})}
 

@@ -203,7 +203,7 @@ def check_named(spec: str) -> None:
     raise ValueError(f"it is neither {known}: {fix}")
 
 
-def source_of(spec: str, *, held_out: bool = False) -> str | Source:
+def env_rows(spec: str, *, held_out: bool = False) -> str | Source:
     """The rows that an environment brings, for `load_rows`; a text that names none as it is."""
     if not is_place(spec) and spec.partition(":")[0] not in LIBRARIES:
         return spec

@@ -70,7 +70,7 @@ def read(rows: Sequence[Row], *forms: Form, apply_chat_template: bool = True, pr
     found, place, plain = list[Row](), partial(place_of, rows), not apply_chat_template
     convert = partial(_converted, plain=plain) if prompt is None else _of_columns(rows, prompt)
     asked = prompt is not None and PROMPT in forms  # whatever else the columns are
-    source = source_of(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) and not asked else None
+    source = foreign_form(_without_null_columns(rows[0], rows), place_of(rows, 0)) if len(rows) and not asked else None
 
     def each() -> Iterator[Row]:
         for index, row in enumerate(rows):
@@ -96,18 +96,18 @@ def _without_null_columns(row: Row, rows: Sequence[Row]) -> Row:
     return found
 
 
-def source_of(row: Row, place: str) -> Foreign | None:
+def foreign_form(row: Row, place: str) -> Foreign | None:
     """The form of another system that a row is in; None for a row with a prompt in rlkit's columns.
 
     Raises ValueError, with `place`, for a row in two forms of different content, and for Python's text of messages.
     """
     try:
-        return _source_of(row, place)
+        return _foreign_form(row, place)
     except PythonText as error:
         raise column_error(place, f"cannot be read: {error}", row) from None
 
 
-def _source_of(row: Row, place: str) -> Foreign | None:
+def _foreign_form(row: Row, place: str) -> Foreign | None:
     there = {name: value for name, value in row.items() if value is not None}
     fits = [known for known in FOREIGN if not known.form.missing(there) and known.fits(there)]
     if there.keys() & {*PROMPTS}:
@@ -228,7 +228,7 @@ def _without_answer(row: Row, source: Foreign | None, place: str) -> Row:
 def _asked_elsewhere(row: Row, place: str) -> Row:
     """The row without its `messages`, with the prompt of its other columns."""
     others = {name: value for name, value in row.items() if name != "messages"}
-    return _with_prompt(others, source_of(others, place), place)
+    return _with_prompt(others, foreign_form(others, place), place)
 
 
 def _refuse_two_prompts(row: Row, new: Row, place: str) -> None:
@@ -359,7 +359,7 @@ def alpaca(row: Row) -> Row:
     names = [name for name in ("instruction", "input", "context") if not is_empty(row.get(name))]
     for name in names:
         if not isinstance(row[name], str):
-            raise ValueError(f"column {name!r} must be a string, got {repr(row[name])[:80]}")
+            raise ValueError(f"column {name!r} must be a string, got {row[name]!r:.80}")
     prompt = "\n".join(row[name] for name in names)
     history = _history(row.get("history"))
     turns = [*_system(row), *history, _message("user", prompt)]
@@ -429,7 +429,7 @@ def _history(value: Any) -> list[dict[str, Any]]:
             return [_message(role, text) for pair in value for role, text in zip(_ROLES, pair, strict=True)]
     raise ValueError(
         "column 'history' must be a list of messages or of pairs [instruction, response], or its JSON text, got "
-        f"{repr(value)[:80]}"
+        f"{value!r:.80}"
     )
 
 

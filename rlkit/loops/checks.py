@@ -50,7 +50,7 @@ def check_rewarded(task: Task) -> None:
         raise ValueError(f"task.score is None, so every reward is 0 and nothing would train: {fix}")
 
 
-def check_engine(engine: Engine) -> None:
+def _check_methods(engine: Engine) -> None:
     """Refuse an engine that lacks `generate`, `abort` or `update_weights`: TypeError on every rank, naming them."""
 
     def check() -> None:
@@ -90,7 +90,7 @@ def check_rl(
 ) -> None:
     """All that `rlkit.loops.rl.rl` refuses, see there."""
     check_settings(task=task, rollouts=rollouts, schedule=schedule, penalties=penalties)
-    check_engine(engine)
+    _check_methods(engine)
     check_support(engine, rollouts)
     check_temperatures(rollouts, policy=policy, reference=reference)
     check_state(state, penalties)

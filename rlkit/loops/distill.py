@@ -27,11 +27,10 @@ from rlkit.metrics import Metrics, mean
 from rlkit.model.families import runs_packed
 from rlkit.model.forward import make_policy, reference_policy, with_kept_mass, with_old_logp, with_ref_logp
 from rlkit.model.optim import learning_rate, make_optimizer
-from rlkit.model.teachers import Divergence, LocalTeacher, as_teachers_read, with_divergence
-from rlkit.packing import pack, select, with_streams, without_support
+from rlkit.model.teachers import Divergence, LocalTeacher, sequences_of, with_divergence
+from rlkit.packing import pack, with_streams, without_support
 from rlkit.rollout.groups import Group, Prompt, mix
 from rlkit.run.sync import blocking
-from rlkit.segments import broadcast_to_tokens
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Batch, Engine, Teacher, Trajectory
 
@@ -261,8 +260,7 @@ def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Disti
     k = distillation.top_k or 1
     ids, logp = torch.zeros(batch.num_tokens, k, dtype=torch.long), torch.zeros(batch.num_tokens, k)
     for i, teacher in enumerate(teachers):
-        mine = batch.teachers == i
-        part = as_teachers_read(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
+        part, tokens = sequences_of(i, batch)
         if distillation.divergence is None:
             outputs = part.targets[:, None], teacher.logp(part)[:, None]
         else:
@@ -272,7 +270,6 @@ def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Disti
                 raise ValueError(
                     f"the teacher gave {name} of shape {[*x.shape]} for {part.num_tokens} tokens and k = {k}"
                 )
-        tokens = broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
         ids[tokens], logp[tokens] = outputs[0].to(ids), outputs[1].to(logp)
     batch = replace(batch, teacher_ids=ids, teacher_logp=logp)
     if distillation.divergence is not None:

@@ -80,7 +80,7 @@ def read_adapter(path: str | os.PathLike[str]) -> AdapterFile:
     for name, pattern in patterns.items():
         fine = isinstance(pattern, dict) and all(isinstance(x, int | float) and x > 0 for x in pattern.values())
         if not fine or (name == "rank_pattern" and not all(x <= _MAX_RANK for x in pattern.values())):
-            raise ValueError(f"{folder / ADAPTER} is damaged: {name} is {repr(pattern)[:80]}")
+            raise ValueError(f"{folder / ADAPTER} is damaged: {name} is {pattern!r:.80}")
     targets, rslora = _targets(folder, config), bool(config.get("use_rslora"))
     named = None if any(config.get(key) for key in _LEAVES_OUT) else config.get("target_modules")
     return AdapterFile(folder, rank, float(alpha), targets, rslora, patterns, dropout, named)

@@ -56,7 +56,7 @@ from rlkit._util.ranks import (
     world_size,
 )
 from rlkit.model.lora import adapters
-from rlkit.model.sharding import mesh_of
+from rlkit.model.sharding import mesh_of, own_part, whole_of
 from rlkit.model.weights import clean_name, model_tensors
 from rlkit.parallel.data import each_stage
 
@@ -130,7 +130,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor]:
 def sums_of(base: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
     """The sum of each base weight, of all stages: enough to tell whether the model's folder holds other weights now."""
     sums = {name: p.detach().sum(dtype=torch.float64) for name, p in base.items()}
-    here = {name: float(x.full_tensor() if hasattr(x, "full_tensor") else x) for name, x in sums.items()}
+    here = {name: float(whole_of(x)) for name, x in sums.items()}
     return {name: x for stage in of_stages(model, here) for name, x in stage.items()}
 
 
@@ -176,7 +176,7 @@ def copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, 
     out: dict[str, Tensor] = {}
     devices: set[torch.device] = set()
     for name, x in tensors.items():
-        local = x.to_local().detach() if isinstance(x, DTensor) else x.detach()
+        local = own_part(x).detach()
         old = buffers.get(name)
         if old is None or (old.shape, old.dtype) != (local.shape, local.dtype):
             buffers[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
@@ -670,7 +670,7 @@ class BackgroundSaver:
 
 def _has_room(tensors: dict[str, Tensor]) -> bool:
     """Whether all ranks of this host can copy as many bytes as this one without running out of memory."""
-    local = (x.to_local() if hasattr(x, "to_local") else x for x in tensors.values())
+    local = map(own_part, tensors.values())
     taken = (1 << (x.nbytes - 1).bit_length() if x.is_cuda and x.nbytes else x.nbytes for x in local)  # pinned sizes
     return sum(taken) * local_world_size() < 0.9 * _free_memory()
 

@@ -15,8 +15,8 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
@@ -31,7 +31,7 @@ import rlkit
 from rlkit._util.files import cache_folder, replace_file
 from rlkit._util.tensors import readable
 from rlkit.model.fp8 import unquantized
-from rlkit.model.pretrained import NO_CODE
+from rlkit.model.pretrained import NO_CODE, only_errors
 from rlkit.model.recurrent import TOLL, recurrent_layers, unwrap, wrap
 from rlkit.model.routing import unwrap_routers, wrap_routers
 from rlkit.model.sharding import mesh_of
@@ -143,7 +143,7 @@ def check_architecture(config: Any, forward: PackedForward, *, model_class: Any 
         return None
     if (verdict := _recalled(key)) is not None:
         return verdict
-    with _quiet():
+    with only_errors(), warnings.catch_warnings(action="ignore"):  # they are about the small copy
         if (built := _built(small, model_class)) is None:
             return None
         verdict = _verdict(*built, forward, of=config)
@@ -275,7 +275,7 @@ def set_plain(model: Any, implementation: str) -> None:
 def verdict_on(device: torch.device, config: Any, verdict: Verdict, forward: PackedForward) -> Verdict:
     """The verdict on a device whose recurrent layers call other kernels: a small copy there against the CPU's own
     forward, to 1e-3. Where they differ the model is trained unpacked, by kernels that see one document a row."""
-    with _quiet():
+    with only_errors(), warnings.catch_warnings(action="ignore"):  # they are about the small copy
         if (built := _built(shrunk(config), None)) is None:
             return verdict
         model, groups, expected = built
@@ -466,21 +466,6 @@ def _built(config: Any, model_class: Any) -> tuple[Any, list[list[Trajectory]], 
     except Exception as error:
         logger.debug("no small copy of %s: %r", config.model_type, error)
         return None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings, which are about the small copy and not about the user's model."""
-    from transformers.utils import logging as theirs
-
-    before = theirs.get_verbosity()
-    theirs.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        theirs.set_verbosity(before)
 
 
 def _key(config: Any, model_class: Any) -> str:

@@ -28,10 +28,10 @@ from rlkit.model import families, vision
 from rlkit.model.fp8 import blocks_of, rescaled, unquantized
 from rlkit.model.lora import Snapshot, adapters, at_snapshot, without_adapter
 from rlkit.model.positions import check_positions
-from rlkit.model.pretrained import NO_CODE, building, explained, load_config
+from rlkit.model.pretrained import NO_CODE, building, explained, load_config, no_progress_bar
 from rlkit.model.recurrent import plan_rows
 from rlkit.model.routing import check_experts
-from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of
+from rlkit.model.sharding import device_of, dtype_of, inside, mesh_of, whole_of
 from rlkit.model.source import check_names, check_sizes, untie
 from rlkit.model.unpacked import unpacked_outputs
 from rlkit.packing import check_batch, join, pack, with_streams
@@ -147,21 +147,20 @@ def read_pretrained(
     """
     from safetensors import SafetensorError
     from transformers import GenerationConfig
-    from transformers.utils import logging
 
     if (Path(path) / "generation_config.json").is_file():
         with explained(path, "generation_config.json"):
             GenerationConfig.from_pretrained(path)
     check_sizes(path, config)
-    had_bar = logging.is_progress_bar_enabled()
-    if Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9:
-        logging.disable_progress_bar()
+    is_fast = Path(path).is_dir() and sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) < 1e9
     if (block := blocks_of(config)) is not None:
         options = {"config": unquantized(config, **options)}
         dtype = torch.bfloat16 if dtype == "auto" else dtype
     try:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-        with building(path), no_report() if block is not None else nullcontext():
+        bar = no_progress_bar() if is_fast else nullcontext()
+        report = no_report() if block is not None else nullcontext()
+        with building(path), bar, report:
             model, info = kind.from_pretrained(str(path), dtype=dtype, **options, **NO_CODE)
     except SafetensorError as error:
         fault = f"its safetensors are damaged ({error}): copy or download it again"
@@ -170,9 +169,6 @@ def read_pretrained(
         names = " or ".join(sorted(file.name for file in Path(path).glob("*.bin")))
         with no_code(f"model {str(path)!r}: {names}", kind="file of weights"):
             raise error
-    finally:
-        if had_bar:
-            logging.enable_progress_bar()
     if block is None:
         families.check_leftover(path, info["unexpected_keys"])
     check_names(path, info["missing_keys"], info["unexpected_keys"])
@@ -421,7 +417,7 @@ def logits_of(model: Any, *, temperature: float, dtype: torch.dtype) -> Callable
         return lambda x: x.float() / temperature
     empty = torch.empty(0, device=model.device)
     _, weight, options = head_inputs(model, empty, temperature=temperature, dtype=dtype)
-    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight, options["bias"]))
+    weight, bias = map(whole_of, (weight, options["bias"]))
     softcap, scale = options["softcap"], options["temperature"]
 
     def logits(hidden: Tensor) -> Tensor:

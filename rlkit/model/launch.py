@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from rlkit._util.text import printable
 from rlkit.model.forward import DTYPES, dropping_layers, load_model
 from rlkit.model.fp8 import blocks_of
 from rlkit.model.heads import load_reward_model, load_reward_parallel, load_value_model, load_value_parallel
-from rlkit.model.lora import adapters, add_lora, load_adapter, lora_config, merge_adapter, snapshot
+from rlkit.model.lora import adapters, lora_config, merge_adapter, snapshot, with_adapters
 from rlkit.model.parallelize import COVERED, load_parallel, parallelize
 from rlkit.model.pretrained import load_config
 from rlkit.model.quantized import Quantized
@@ -85,30 +85,13 @@ def load_policy(
     return _with_lora(load, device, fp8=fp8, **lora)
 
 
-def _with_lora(
-    load: Callable[..., Any],
-    device: str,
-    *,
-    fp8: bool = False,
-    lora_rank: int | None = None,
-    lora_targets: Sequence[str] = (),
-    lora_alpha: float | None = None,
-    lora_dropout: float = 0.0,
-    lora_base: str | None = None,
-    adapter: str | os.PathLike[str] | None = None,
-) -> Any:
+def _with_lora(load: Callable[..., Any], device: str, *, fp8: bool = False, **lora: Any) -> Any:
     """`load(device=...)` with its adapters. A policy's quantized weights are made on the CPU from those of the files,
     so that they are never all held in fp32; those of an `fp8` checkpoint are the files' own."""
-    if adapter is not None and lora_rank == 0:
-        return merge_adapter(load(device=device), adapter)
-    if adapter is None and not lora_rank:
-        return load(device=device)
-    options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
-    model = load(device="cpu", dtype="auto") if lora_base or fp8 else load(device=device)
-    if adapter is not None:
-        return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base).to(device)
-    assert lora_rank is not None
-    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options).to(device)
+    rank, quantizes = lora.get("lora_rank"), lora.get("lora_base") or fp8
+    trains = rank or (rank is None and lora.get("adapter") is not None)
+    options = {"device": "cpu", "dtype": "auto"} if quantizes and trains else {"device": device}
+    return with_adapters(load(**options), **lora).to(device)
 
 
 def _with_base(path: str | os.PathLike[str], lora: dict[str, Any]) -> str | os.PathLike[str]:

@@ -29,7 +29,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ from rlkit._util.files import explain_full_disk, share
 from rlkit._util.ranks import on_rank0
 from rlkit.model.adapter_files import WEIGHTS, AdapterFile, read_adapter
 from rlkit.model.quantized import Quantized, quantized
-from rlkit.model.sharding import mesh_of
+from rlkit.model.sharding import mesh_of, own_part, whole_of
 from rlkit.model.vision import tower_parts
 from rlkit.parallel.data import each_stage
 
@@ -146,6 +146,29 @@ def load_adapter(
     options = {"r": file.rank, "lora_alpha": file.alpha, "use_rslora": file.rslora, "lora_dropout": dropout}
     _inject(model, layers, experts, options | file.patterns, base)
     return fill_adapter(model, folder) if fill else model
+
+
+def with_adapters(
+    model: Any,
+    *,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] = (),
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    lora_base: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    fill: bool = True,
+) -> Any:
+    """`model` as the flags of a script want it, in place: with new adapters, with those of the folder `adapter` (see
+    `load_adapter` for `fill`), with these merged where `lora_rank` is 0, or as it is."""
+    if adapter is not None and lora_rank == 0:
+        return merge_adapter(model, adapter)
+    if adapter is not None:
+        return load_adapter(model, adapter, dropout=lora_dropout, base=lora_base, fill=fill)
+    if not lora_rank:
+        return model
+    options: dict[str, Any] = {"targets": [*lora_targets] or "all-linear", "dropout": lora_dropout, "base": lora_base}
+    return add_lora(model, rank=lora_rank, alpha=lora_alpha or 2 * lora_rank, **options)
 
 
 def _warn_of_others(model: Any, file: AdapterFile, layers: set[str]) -> None:
@@ -396,7 +419,7 @@ def is_low_rank(layer: Any) -> bool:
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
     """The full weight plus its update, in the weight's dtype. A collective where the adapter is sharded."""
-    a, b = _full(adapter.a).float(), _full(adapter.b).float()
+    a, b = whole_of(adapter.a.detach()).float(), whole_of(adapter.b.detach()).float()
     experts = weight.shape[0] if weight.ndim == 3 else 1
     update = b.view(b.shape[0], -1, experts).permute(2, 0, 1) @ a.view(experts, -1, a.shape[1])
     update = adapter.scale * (update.mT if adapter.transposed else update).view_as(weight)
@@ -461,7 +484,7 @@ def at_snapshot(policy: PolicyFn, reference: Snapshot) -> PolicyFn:
 def _adapter_shards(model: nn.Module) -> list[Tensor]:
     """The numbers of the adapters that this rank holds, in their own memory."""
     shards: list[Any] = [x.detach() for adapter in adapters(model).values() for x in (adapter.a, adapter.b)]
-    return [(x.to_local() if hasattr(x, "to_local") else x).data for x in shards]
+    return [own_part(x).data for x in shards]
 
 
 def only_adapter_trains(model: Any) -> bool:
@@ -491,7 +514,7 @@ def adapter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     of_stage = {}
     for adapter in adapters(model).values():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
-            of_stage[f"base_model.model.{adapter.layer}.{part}.weight"] = _full(x).to("cpu", dtype)
+            of_stage[f"base_model.model.{adapter.layer}.{part}.weight"] = whole_of(x.detach()).to("cpu", dtype)
     for tensors in each_stage(of_stage, mesh=mesh_of(model)):
         yield from tensors.items()
 
@@ -527,7 +550,3 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
     whole = {name: x.contiguous() for name, x in tensors.items()}
     save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
     share(folder / WEIGHTS)
-
-
-def _full(x: Any) -> Tensor:
-    return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()

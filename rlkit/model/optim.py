@@ -16,6 +16,7 @@ from rlkit._util.numbers import show
 from rlkit._util.ranks import distributed, on_all_ranks, reshard, world_size
 from rlkit.metrics import Metrics, mean
 from rlkit.model.families import check_is_model
+from rlkit.model.sharding import own_part
 from rlkit.parallel.pipeline import sum_copies
 from rlkit.settings import Optim
 
@@ -86,7 +87,7 @@ def make_optimizer(model: nn.Module, optim: Optim, *, lr: float) -> torch.optim.
 def broken_weights(model: nn.Module) -> str:
     """How many trainable parameters hold NaN or infinities on any rank, and the name of one; "" for none."""
     trained = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
-    broken = on_all_ranks(lambda: [name for name, p in trained if not _local(p).isfinite().all()])
+    broken = on_all_ranks(lambda: [name for name, p in trained if not own_part(p).isfinite().all()])
     names = sorted({name for of_rank in broken for name in of_rank})
     return f"{len(names)} of {len(trained)} tensors, such as {names[0]}" if names else ""
 
@@ -136,13 +137,13 @@ class _CutMuon(torch.optim.Muon):
             for p in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
                 momentum.lerp_(p.grad, 1 - group["momentum"])
-                update = _local(p.grad).lerp(_local(momentum), group["momentum"])
+                update = own_part(p.grad).lerp(own_part(momentum), group["momentum"])
                 alike.setdefault((p.shape, p.device_mesh, p.placements), []).append((p, update.bfloat16()))
             for (shape, *_), members in alike.items():
                 params, updates = zip(*members, strict=True)
                 for p, update in zip(params, _orthogonal(updates, like=params[0], group=group), strict=True):
-                    _local(p).mul_(1 - lr * group["weight_decay"])
-                    _local(p).add_(update.to(p.device), alpha=-0.2 * math.sqrt(max(shape)) * lr)
+                    own_part(p).mul_(1 - lr * group["weight_decay"])
+                    own_part(p).add_(update.to(p.device), alpha=-0.2 * math.sqrt(max(shape)) * lr)
 
 
 def _orthogonal(shards: Sequence[Tensor], *, like: Any, group: dict[str, Any]) -> Sequence[Tensor]:
@@ -234,7 +235,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, max_norm: float, model: 
     finite = math.isfinite(size)
     if finite and grads:
         if size + 1e-6 > max_norm:  # a product with 1 would read and write all gradients for nothing
-            torch._foreach_mul_([_local(g) for g in grads], max_norm / (size + 1e-6))
+            torch._foreach_mul_([own_part(g) for g in grads], max_norm / (size + 1e-6))
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": mean(norm), "skipped_step": mean(0.0 if finite else 1.0)}
@@ -264,7 +265,7 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """
     kinds: dict[Any, list[Tensor]] = {}
     for g in grads:
-        kinds.setdefault((getattr(g, "device_mesh", None), getattr(g, "placements", ())), []).append(_local(g))
+        kinds.setdefault((getattr(g, "device_mesh", None), getattr(g, "placements", ())), []).append(own_part(g))
     total = torch.zeros((), device=grads[0].device if grads else None)
     for (mesh, placements), parts in kinds.items():
         square = torch.nn.utils.get_total_norm(parts).square().to(total)
@@ -278,10 +279,6 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     total /= copies
     dist.all_reduce(total)
     return total.sqrt()
-
-
-def _local(x: Any) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def constant_lr(step: int, *, lr: float, warmup_steps: int = 0) -> float:

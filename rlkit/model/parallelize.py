@@ -33,16 +33,8 @@ from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, 
 from rlkit.model.flops import attention_share
 from rlkit.model.forward import forward, load_model
 from rlkit.model.fp8 import blocks_of
-from rlkit.model.lora import (
-    adapters,
-    add_lora,
-    clean_of_peft,
-    fill_adapter,
-    load_adapter,
-    merge_adapter,
-    reset_adapters,
-)
-from rlkit.model.pretrained import NO_CODE, building, explained, load_config
+from rlkit.model.lora import adapters, clean_of_peft, fill_adapter, reset_adapters, with_adapters
+from rlkit.model.pretrained import HUB_FILES, NO_CODE, building, explained, load_config
 from rlkit.model.quantized import Quantized
 from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
@@ -305,21 +297,15 @@ def load_parallel(
     config = load_config(folder)
     config.name_or_path = str(path)  # not the hub's cache
     check_causal_lm(config)
-    adapt: Callable[[Any], Any] = lambda model: model  # noqa: E731
-    if merging := adapter is not None and lora_rank == 0:
-        adapt = partial(merge_adapter, folder=adapter)
-    elif adapter is not None:
-        adapt = partial(load_adapter, folder=adapter, dropout=lora_dropout, base=lora_base, fill=False)
-    elif lora_rank:
-        lora: dict[str, Any] = {"rank": lora_rank, "alpha": lora_alpha or 2 * lora_rank, "dropout": lora_dropout}
-        adapt = partial(add_lora, targets=[*lora_targets] or "all-linear", base=lora_base, **lora)
+    merging = adapter is not None and lora_rank == 0
+    lora: dict[str, Any] = {"lora_rank": lora_rank, "lora_targets": lora_targets, "adapter": adapter}
+    lora |= {"lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_base": lora_base}
     if config.model_type not in COVERED or merging or lora_base is not None or blocks_of(config) is not None:
         if max(mesh.sizes.tp, mesh.sizes.cp, mesh.sizes.pp, mesh.sizes.ep) > 1:
             check_model(config)
         model = whole(folder)
         model.config.name_or_path = str(path)
-        adapt(model)
-        return parallelize(fill_adapter(model, adapter) if adapter and not merging else model, mesh, **options)
+        return parallelize(with_adapters(model, **lora), mesh, **options)
     untie(config, equal=same_tensors(folder, "lm_head.weight", "model.embed_tokens.weight"), path=path)
     with building(path), torch.device("meta"):
         make: Callable[..., Any] = AutoModelForCausalLM.from_config if build is None else build
@@ -327,8 +313,7 @@ def load_parallel(
     if (folder / "generation_config.json").is_file():  # an export must keep the stop tokens
         with explained(path, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    adapt(model)
-    sharded = parallelize(model, mesh, **options)
+    sharded = parallelize(with_adapters(model, fill=False, **lora), mesh, **options)
     read_weights(sharded, folder, device=device, new=new)
     reset_adapters(sharded)
     return sharded if adapter is None else fill_adapter(sharded, adapter)
@@ -384,11 +369,10 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     check_causal_lm(load_config(path))  # before gigabytes are downloaded
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     if not local_rank():
-        snapshot_download(str(path), allow_patterns=wanted)
+        snapshot_download(str(path), allow_patterns=HUB_FILES)
     dist.barrier()
-    return Path(snapshot_download(str(path), allow_patterns=wanted))
+    return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
 
 
 def _layers(model: Any) -> Any:

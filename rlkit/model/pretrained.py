@@ -25,6 +25,7 @@ from rlkit._util.files import INDEX, SINGLE, base_of, check_model_path, is_adapt
 log = logging.getLogger("rlkit.model")
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}  # for every call of transformers that takes it
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # those of a model that are taken from the hub
 _OF_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # that classes read into `rope_parameters`
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _SIZES = {  # bounds of keys of config.json, far from any model
@@ -37,6 +38,33 @@ _SIZES = {  # bounds of keys of config.json, far from any model
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers' line about `model_max_length`
 _NOT_RUN = "{!r} has a {} in Python (auto_map), which is not run: transformers' is used"
 _CODE = "has a {} in Python (auto_map), and rlkit runs no code of a model folder: choose one that transformers has"
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Inside the block transformers shows no progress bar."""
+    from transformers.utils import logging as theirs
+
+    had_bar = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            theirs.enable_progress_bar()
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Inside the block transformers logs only errors."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
 
 
 @cache
@@ -259,7 +287,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
         for prefix, part in (("", content), ("text_config.", text)):
             for key, value in part.items():
                 if (fault := _wrong(key, value)) is not None:
-                    fault = f"{prefix}{key} {fault}, got {repr(value)[:80]}"
+                    fault = f"{prefix}{key} {fault}, got {value!r:.80}"
                     raise untrusted.BadFile(f"{file}: {fault}: copy or download it again")
         rows = text.get("vocab_size") or content.get("vocab_size") or rows
         ends: Any = (name != "config.json" and content.get("eos_token_id")) or []
@@ -274,7 +302,7 @@ def _check_config_files(path: str | os.PathLike[str]) -> None:
             raise untrusted.BadFile(f"{index} has no weight_map: copy or download it again")
         for tensor, name in names.items():
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                fault = f"weight_map: {tensor} is in {repr(name)[:80]}, which is no file of safetensors beside it"
+                fault = f"weight_map: {tensor} is in {name!r:.80}, which is no file of safetensors beside it"
                 raise untrusted.BadFile(f"{index}: {fault}")
             if (file := Path(path) / name).exists():  # a missing one is named where it is read
                 untrusted.check_file(file)

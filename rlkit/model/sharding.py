@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from rlkit._util.ranks import reshard
 from rlkit.model.working_copy import WorkingCopy
@@ -87,6 +87,16 @@ def device_of(model: Any) -> torch.device:
 def dtype_of(model: Any) -> torch.dtype:
     """The dtype of the forward outside autocast: what `parallelize` was given, or that of the parameters."""
     return model.compute_dtype if isinstance(model, ShardedModel) else model.dtype
+
+
+def own_part(x: Any) -> Tensor:
+    """This rank's part of a weight, a gradient or a state; a plain tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def whole_of(x: Any) -> Tensor:
+    """All of a weight, a gradient or a state, a collective where it is sharded; a plain tensor as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def sync_gradients(model: Any, on: bool) -> None:

@@ -74,6 +74,13 @@ class LocalTeacher:
         return states[rows.clamp(min=0).to(states.device)], rows >= 0
 
 
+def sequences_of(index: int, batch: Batch) -> tuple[Batch, Tensor]:
+    """The sequences of a teacher as it reads them, and which tokens `[T]` of the batch are theirs."""
+    mine = batch.teachers == index
+    own = as_teachers_read(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
+    return own, broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
+
+
 def as_teachers_read(batch: Batch) -> Batch:
     """The batch with `teacher_prompts` as its prompts, which must be shared prefixes; its rows `[T]` keep their places.
 
@@ -154,10 +161,8 @@ def _rows_of(index: int, teacher: LocalTeacher, batch: Batch) -> tuple[LocalTeac
 
     On many ranks each runs every teacher, also on none of its sequences.
     """
-    mine = batch.teachers == index
-    own = as_teachers_read(batch if bool(mine.all()) else select(batch, mine.nonzero().flatten()))
+    own, tokens = sequences_of(index, batch)
     states, has = teacher.hidden(own)
-    tokens = broadcast_to_tokens(mine, cu_seqlens=batch.cu_seqlens)
     whole = states.new_zeros(batch.num_tokens, *states.shape[1:])  # of another pipeline stage: no second axis
     whole[tokens.to(states.device)] = states
     there = torch.zeros_like(batch.mask)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rlkit._util import files as _files
 from rlkit._util.ranks import on_all_ranks, on_rank0, rank
 from rlkit.model.lora import Adapter, adapter_weights, adapters, clean_of_peft, merged, only_adapter_trains
+from rlkit.model.pretrained import no_progress_bar, only_errors
 from rlkit.model.quantized import dequantized
 from rlkit.model.sharding import mesh_of
 from rlkit.model.source import Source, class_of, corrected, source_of
@@ -340,19 +341,10 @@ def in_names_of(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     Weights that the model lacks keep their names; those that the checkpoint lacks, or has in another shape, are left
     out. Memory: a copy of the model.
     """
-    from transformers.utils import logging
-
-    had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     options |= {"config": copy.deepcopy(model.config), "attn_implementation": "eager", "dtype": model.dtype}
-    try:
+    with no_progress_bar(), only_errors():
         loaded, info = type(model).from_pretrained(None, state_dict=weights, **options)
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bar:
-            logging.enable_progress_bar()
     lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     tensors = {name.removeprefix("model/"): x for name, x in model_tensors(loaded).items()}
     return {k: x for k, x in tensors.items() if k not in lacking} | {k: weights[k] for k in info["unexpected_keys"]}

@@ -15,10 +15,9 @@ from typing import Any
 
 from rlkit._util.files import replace_file
 from rlkit.model.positions import positions, ropes
-from rlkit.model.pretrained import load_config
+from rlkit.model.pretrained import HUB_FILES, load_config
 
 EXTENDED = "extended"  # the folder in a run folder
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # that are taken from the hub
 
 
 def yarn_config(config: Any, factor: float) -> Any:
@@ -76,7 +75,7 @@ def yarn_folder(path: str | os.PathLike[str], factor: float, folder: str | os.Pa
     if not source.is_dir():
         from huggingface_hub import snapshot_download
 
-        source = Path(snapshot_download(str(path), allow_patterns=_FILES))
+        source = Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(x.absolute() for x in source.iterdir() if x.is_file() and x.name != "config.json"):
         link = folder / f".{file.name}.{os.getpid()}"

@@ -196,7 +196,7 @@ def _cases(row: dict[str, Any], column: str) -> tuple[list[str], list[str]]:
         cases = {f"{name}s": [case[name] for case in cases] for name in ("input", "output")}
     if not isinstance(cases, dict) or not {"inputs", "outputs"} <= set(cases):
         forms = "{'inputs': [...], 'outputs': [...]} or a list of {'input': ..., 'output': ...}"
-        raise ValueError(f"row[{column!r}] must be {forms}, got {repr(cases)[:80]}")
+        raise ValueError(f"row[{column!r}] must be {forms}, got {cases!r:.80}")
     if cases.get("fn_name"):
         raise ValueError(f"row[{column!r}] calls the function {cases['fn_name']!r}: write asserts and use assert_tests")
     if isinstance(cases["inputs"], str) or isinstance(cases["outputs"], str):

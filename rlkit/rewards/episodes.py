@@ -10,7 +10,7 @@ from typing import Any
 from rlkit.data.load import place_of_prompt
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import called, fix_of, name_of, place_in
-from rlkit.rollout.groups import Env, Prompt, Sampler, Score, pieces_of, sample_group
+from rlkit.rollout.groups import Env, Prompt, Sampler, Score, cancel_all, pieces_of, sample_group
 from rlkit.types import Completion, Trajectory
 
 
@@ -81,9 +81,7 @@ async def try_env(env: Env, prompt: Prompt, *, ids: Sequence[int], score: Score 
             await episode
         return episode.done() or waits.done()
     finally:
-        for task in (episode, waits):
-            task.cancel()
-        await asyncio.gather(episode, waits, return_exceptions=True)
+        await cancel_all([episode, waits])
 
 
 async def any_reward(_prompt: Prompt, group: Sequence[Trajectory]) -> list[Trajectory]:

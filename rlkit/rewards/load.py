@@ -40,7 +40,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     name, arguments = parse_call(spec)
     function = load_object(name)
     if not callable(function):
-        raise TypeError(f"{name} is not a function but {type(function).__name__} {repr(function)[:80]}")
+        raise TypeError(f"{name} is not a function but {type(function).__name__} {function!r:.80}")
     return _bound(function, arguments, spec) if arguments else function
 
 

@@ -27,10 +27,11 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from rlkit._util.extras import missing, optional
+from rlkit._util.platform import num_cores
 from rlkit.data.schema import GOLD
 from rlkit.rewards.call import needing
 from rlkit.rewards.text import gold_answer, last_boxed, last_tag, no_gold_answer
-from rlkit.rewards.timeouts import num_cores, off_the_clock, time_left_s, turn
+from rlkit.rewards.timeouts import off_the_clock, time_left_s, turn
 
 _WHY = "rewards for mathematics need"
 if find_spec("math_verify") is None:

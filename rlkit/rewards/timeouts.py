@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from rlkit._util.platform import refuse_windows
+from rlkit._util.platform import num_cores, refuse_windows
 
 refuse_windows("rlkit.rewards")
 T = TypeVar("T")
@@ -98,11 +98,6 @@ def _threads() -> ThreadPoolExecutor:  # the default executor has at most 32
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process inherits no threads
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
 
 
 async def run_async(

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import warnings
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, get_args
@@ -321,9 +321,14 @@ async def all_or_cancel(coroutines: Sequence[Coroutine[Any, Any, X]]) -> list[X]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks and await their end, whatever it is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def mix(*parts: int) -> int:

@@ -53,6 +53,7 @@ from rlkit.rollout.groups import (
     Group,
     Prompt,
     Score,
+    cancel_all,
     compact,
     joined_experts,
     joined_support,
@@ -429,10 +430,7 @@ class GroupStream:
             with suppress(Exception):  # a dead or hanging engine has no tokens to save
                 await asyncio.wait_for(self._pausable.pause(), timeout=10)
         finally:
-            tasks = [entry.task for entry in self._entries if entry.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all([entry.task for entry in self._entries if entry.task is not None])
 
     @property
     def state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from rlkit._util.platform import num_cores
 from rlkit._util.ranks import launched
 
 SPINS = "10000"  # of a waiting OpenMP thread before it sleeps; 100,000 outlast a scheduler's time slice
@@ -43,11 +44,6 @@ def usage() -> Usage:
 
 
 _STARTED = usage()
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_cores(since: Usage, now: Usage) -> float:

@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlkit._util.platform import num_cores
 from rlkit._util.ranks import num_nodes, world_size
 from rlkit._util.text import masked
-from rlkit.run.cores import num_cores
 from rlkit.run.signals import resume_command
 from rlkit.settings import SERVERS
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from rlkit._util import untrusted
 from rlkit._util.files import replace_file
+from rlkit._util.platform import num_cores
 from rlkit._util.text import printable
-from rlkit.run.cores import num_cores, usage
+from rlkit.run.cores import usage
 from rlkit.run.folder import CURVES, Run, object_of, read_args, read_metrics
 from rlkit.run.trackers import TRACKERS, Row, Tracker, load
 from rlkit.settings import Schedule

@@ -131,14 +131,11 @@ def _fraction(index: int) -> float:
     return (index * 2654435761 & 0xFFFFFFFF) / 2**32
 
 
-def _is_text(x: Any) -> bool:
-    return isinstance(x, str)
-
-
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
     """The row with a very long text cut, which says so; its tokens are then left out, as those of another form are."""
     tokens = row.get("tokens")
-    if not (isinstance(tokens, dict) and isinstance(tokens.get("text"), list) and all(map(_is_text, tokens["text"]))):
+    texts = tokens.get("text") if isinstance(tokens, dict) else None
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         row.pop("tokens", None)
     for name in ("prompt", "completion"):
         text = row.get(name)

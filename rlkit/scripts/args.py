@@ -215,10 +215,10 @@ class Data:
 
     def _load(self, files: list[str], *, absent: set[str], held_out: bool = False, **limits: Any) -> Any:
         """The rows of some files; the columns of `rename` that these have leave `absent`."""
-        from rlkit.compat.libraries import source_of
+        from rlkit.compat.libraries import env_rows
         from rlkit.data.load import load_rows
 
-        unused, sources = set[str](), [source_of(file, held_out=held_out) for file in files]
+        unused, sources = set[str](), [env_rows(file, held_out=held_out) for file in files]
         rows = load_rows(sources, rename=self.rename, held_out=held_out, unused=unused, **limits)
         absent &= unused
         return rows

@@ -162,7 +162,7 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
     others = spec.engines.weight_sync_lora == "adapter" and not only_adapter_trains(model)
     fault = "servers take adapters of linear layers only, not of experts or transposed layers"
     refuse_if(others, f"`weight_sync_lora` adapter: {fault}: name others by `lora_targets`, or drop the flag")
-    if spec.engines.engine == "local" and not is_cut(model) and not spec.overlap:
+    if spec.engines.is_local and not is_cut(model) and not spec.overlap:
         from rlkit.rollout.engines.local import LocalEngine
 
         local = LocalEngine(model, tokenizer=tokenizer, **_local_options(spec))
@@ -276,9 +276,9 @@ def _launched(spec: EngineSpec, lora: Lora | None, stack: ExitStack) -> list[Any
 
 def server_kind(engines: Engines) -> ServerKind:
     """The kind of server of the flags."""
-    from rlkit.rollout.engines.servers.kinds import kind_of
+    from rlkit.rollout.engines.servers.kinds import kind_named
 
-    return kind_of(engines.engine)
+    return kind_named(engines.engine)
 
 
 @asynccontextmanager
@@ -289,7 +289,7 @@ async def _own_engine(spec: EngineSpec, urls: Sequence[str], tokenizer: Any) -> 
         async with _engine_of_user(spec) as engine:
             yield engine
         return
-    if engines.engine == "local":
+    if engines.is_local:
         from rlkit.rollout.engines.process import launch as launch_process
 
         options = {**_local_options(spec), "device": model.device}

@@ -146,7 +146,7 @@ def open_place(args: Flags, brought: Brought) -> Place:
     place = _checked(args, Place(model, brought.lora, optim, template_used, tokenizer, configs))
     if device.startswith("cuda") and not launched() and dtype == "bf16" and not brought.lora.lora_rank:
         engine, total = getattr(args, "engine", None), torch.cuda.get_device_properties(device).total_memory
-        return within_memory(place, total, samples=engine is not None and engine.engine == "local")
+        return within_memory(place, total, samples=engine is not None and engine.is_local)
     return place
 
 
@@ -306,7 +306,7 @@ def check_flags(args: Flags) -> tuple[Model, Lora]:
     model, lora = with_adapter(args.model, args.lora)
     check_relations(replace(args, model=model, lora=lora))
     engine, rollouts = getattr(args, "engine", None), getattr(args, "rollouts", None)
-    apart = launched() or (engine is not None and engine.engine != "local") or getattr(rollouts, "overlap", False)
+    apart = launched() or (engine is not None and not engine.is_local) or getattr(rollouts, "overlap", False)
     fix = "resize in a run of rlkit sft, and give its model/"
     apart = model.resize_embeddings and apart
     refuse_if(apart, f"`resize_embeddings` is for one process with the model in it: {fix}")

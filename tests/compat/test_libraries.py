@@ -12,7 +12,7 @@ from scripted import Script, check_exact, prompt_of, tokenizer_with
 from rlkit._util.extras import MissingExtra
 from rlkit.compat import envs
 from rlkit.compat.actions import actions_of, show_observation
-from rlkit.compat.libraries import LIBRARIES, environment_of, published, source_of, with_opponent
+from rlkit.compat.libraries import LIBRARIES, env_rows, environment_of, published, with_opponent
 from rlkit.compat.recognise import OF_MESSAGES, Published
 from rlkit.data.load import load_rows
 from rlkit.scripts import grpo, sft
@@ -69,10 +69,10 @@ def test_a_missing_library_is_one_line_with_the_command(monkeypatch):
 
 
 def test_rows_of_games_are_seeds_that_held_out_games_do_not_share(arena):
-    train, held_out = (load_rows([source_of("textarena:Solo-v0", held_out=x)]) for x in (False, True))
+    train, held_out = (load_rows([env_rows("textarena:Solo-v0", held_out=x)]) for x in (False, True))
     assert (len(train), len(held_out)) == (1024, 64)
     assert not {row["seed"] for row in train} & {row["seed"] for row in held_out}
-    assert source_of("train.jsonl") == "train.jsonl"
+    assert env_rows("train.jsonl") == "train.jsonl"
     assert envs.gymnasium  # the seed of a row is that of the game: tests/compat/test_envs_games.py
 
 
@@ -132,7 +132,7 @@ class Silent(Game):
 async def test_a_class_made_without_arguments_plays_seeds_of_which_none_is_held_out(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
     tokenizer, spec = tokenizer_with("chatml"), f"{tmp_path}/alone.py:Game"
-    train, held_out = (load_rows([source_of(spec, held_out=x)]) for x in (False, True))
+    train, held_out = (load_rows([env_rows(spec, held_out=x)]) for x in (False, True))
     assert (len(train), len(held_out)) == (1024, 64)
     assert not {*train.sources} & {*held_out.sources}, "the same name is said to be not held out"
     Game = environment_of(spec).source
@@ -144,7 +144,7 @@ async def test_a_class_made_without_arguments_plays_seeds_of_which_none_is_held_
     asked = {"messages": [{"role": "user", "content": "question"}], "seed": 5}
     await silent(with_row(tokenizer, asked), Script(tokenizer, "a"))
     with pytest.raises(TypeError, match=r"Silent.reset returns None, for the prompt of the row.* give --data FILE"):
-        await silent(with_row(tokenizer, load_rows([source_of(f"{tmp_path}/alone.py:Silent")])[3]), Script(tokenizer))
+        await silent(with_row(tokenizer, load_rows([env_rows(f"{tmp_path}/alone.py:Silent")])[3]), Script(tokenizer))
 
 
 def test_an_environment_of_an_installed_package_is_named_by_its_module(monkeypatch, tmp_path):
@@ -152,7 +152,7 @@ def test_an_environment_of_an_installed_package_is_named_by_its_module(monkeypat
     (tmp_path / "site" / "rlkit_test_package.py").write_text(ALONE)
     (tmp_path / "site" / "rlkit_test_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert len(load_rows([source_of("rlkit_test_package:Game")])) == 1024
+    assert len(load_rows([env_rows("rlkit_test_package:Game")])) == 1024
     line = ["--model", "m", "--env", "rlkit_test_package:Game"]
     assert with_own_data(line, grpo.Args) == ["--data", line[-1], *line]
     for data in (
@@ -161,7 +161,7 @@ def test_an_environment_of_an_installed_package_is_named_by_its_module(monkeypat
         "owner/rlkit_test_package:Game",
         "rlkit_test_package::train",
     ):
-        assert source_of(data) == data, "rows, not an environment"
+        assert env_rows(data) == data, "rows, not an environment"
 
 
 def test_what_names_no_environment_is_refused_before_any_data_is_looked_for(monkeypatch, tmp_path):
@@ -184,7 +184,7 @@ def test_what_names_no_environment_is_refused_before_any_data_is_looked_for(monk
 def test_a_file_whose_environment_has_no_rows_asks_for_data(tmp_path):
     (tmp_path / "my_env.py").write_text("class Game:\n    def __init__(self, prompt): ...\n    reset = step = None\n")
     with pytest.raises(ValueError, match=r"my_env.py:Game brings no rows of its own: give --data FILE"):
-        load_rows([source_of(f"{tmp_path}/my_env.py:Game")])
+        load_rows([env_rows(f"{tmp_path}/my_env.py:Game")])
 
 
 def test_the_environment_is_the_data_of_a_command_without_data():

@@ -18,7 +18,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.lora import adapter_weights, adapters, add_lora
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines import EngineError
-from rlkit.rollout.engines.servers.kinds import kind_of
+from rlkit.rollout.engines.servers.kinds import kind_named
 from rlkit.rollout.engines.sglang import FromDisk, SGLang
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.settings import SERVERS
@@ -26,7 +26,7 @@ from rlkit.types import SamplingParams
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-KINDS = [kind_of(name).engine for name in SERVERS]
+KINDS = [kind_named(name).engine for name in SERVERS]
 PARAMS = SamplingParams(max_new_tokens=5)
 LONG = SamplingParams(max_new_tokens=4000)
 NAME = "owner/model"

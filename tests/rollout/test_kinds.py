@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
-from rlkit.rollout.engines.servers.kinds import Lora, Start, kind_of
+from rlkit.rollout.engines.servers.kinds import Lora, Start, kind_named
 from rlkit.settings import SERVERS, Engines
 
 
@@ -25,7 +25,7 @@ def start(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_kind_has_a_row_and_a_folder(name, start):
-    kind = kind_of(name)
+    kind = kind_named(name)
     assert kind.api().name == SERVERS[name].name
     on_gpus, on_cpu = kind.options(start), kind.options(start._replace(on_cpu=True, lora=None))
     assert {"0.3", "2"} < {*on_gpus[0]}
@@ -34,11 +34,11 @@ def test_a_kind_has_a_row_and_a_folder(name, start):
 
 def test_adapters_and_gpus_are_named_as_each_kind_takes_them(start, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    args, env = kind_of("sglang").options(start)
+    args, env = kind_named("sglang").options(start)
     assert args[args.index("--max-lora-rank") + 1] == "12"
     assert args[args.index("--base-gpu-id") + 1] == "2"
     assert not env
-    args, env = kind_of("vllm").options(start)
+    args, env = kind_named("vllm").options(start)
     assert args[args.index("--max-lora-rank") + 1] == "16"
     assert env["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert '{"backend": "ipc"}' in args
@@ -47,16 +47,16 @@ def test_adapters_and_gpus_are_named_as_each_kind_takes_them(start, monkeypatch)
 def test_the_servers_of_a_vision_tower_keep_no_features(start):
     vision = start._replace(train_vision=True, on_cpu=True, lora=None)
     for name in SERVERS:
-        kind = kind_of(name)
+        kind = kind_named(name)
         assert kind.api().vision_env.items() <= kind.options(vision)[1].items()
 
 
 def test_servers_quantize_at_every_update_where_they_can(start):
     """The names are those of vLLM 0.32 and SGLang 0.5.23, whose loader `flash_rl` has two families."""
     start = start._replace(flags=replace(start.flags, engine_quantization="fp8"))
-    args = kind_of("vllm").options(start)[0]
+    args = kind_named("vllm").options(start)[0]
     assert args[args.index("--quantization") + 1] == "fp8_per_channel"
-    sglang = kind_of("sglang").options
+    sglang = kind_named("sglang").options
     args = sglang(start)[0]
     assert args[args.index("--quantization") + 1] == "fp8"
     assert args[args.index("--load-format") + 1] == "flash_rl"
@@ -69,4 +69,4 @@ def test_sglang_quantizes_two_families(start, tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
     flags = replace(start.flags, engine_quantization="fp8")
     with pytest.raises(ValueError, match="it quantizes qwen2 and qwen3 only, not llama; try `engine` vllm"):
-        kind_of("sglang").options(start._replace(model=str(tmp_path), flags=flags))
+        kind_named("sglang").options(start._replace(model=str(tmp_path), flags=flags))

@@ -13,7 +13,7 @@ import torch
 from aiohttp import web
 from fake_server import running
 
-from rlkit.rollout.engines.servers.kinds import kind_of
+from rlkit.rollout.engines.servers.kinds import kind_named
 from rlkit.rollout.engines.sglang import FromDisk, SGLang
 from rlkit.rollout.engines.vllm import VLLM
 from rlkit.rollout.shared import SharedEngine, rest
@@ -54,7 +54,7 @@ async def server(config: Any = OF_VLLM["vllm_config"]) -> AsyncIterator[tuple[st
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
-@pytest.mark.parametrize("kind", [kind_of(name).engine for name in SERVERS])
+@pytest.mark.parametrize("kind", [kind_named(name).engine for name in SERVERS])
 @pytest.mark.parametrize("shared", [False, True])
 async def test_memory_is_free_from_the_last_sample_to_the_next_update(kind: Any, shared: bool, tmp_path: Path) -> None:
     async with server() as (url, seen):

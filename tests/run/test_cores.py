@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from rlkit._util.platform import num_cores
 from rlkit.run import cores
 
 ROOT = Path(__file__).parents[2]
 FREE = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "GOMP_"))}
-pytestmark = pytest.mark.skipif(cores.num_cores() < 2 or sys.platform != "linux", reason="needs /proc and two cores")
+pytestmark = pytest.mark.skipif(num_cores() < 2 or sys.platform != "linux", reason="needs /proc and two cores")
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def test_busy_cores_are_those_that_other_processes_use():
 
 def test_usage_counts_this_process_and_others():
     before = cores.usage()
-    with busy(cores.num_cores()):
+    with busy(num_cores()):
         while cores.usage().everyone < before.everyone + 0.5:
             pass
     after = cores.usage()
@@ -58,14 +59,14 @@ def grpo(task: Path, output: Path, *flags: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_keeps_its_number(task, tmp_path):
-    with busy(cores.num_cores()):
+    with busy(num_cores()):
         first = grpo(task, tmp_path / "run", "--steps", "1")
     assert "\n1 thread: other processes use" in f"\n{first.stdout}"
     path = tmp_path / "run" / "args.json"
     kept = json.loads(path.read_text())
     assert kept["threads"] == 1
     path.write_text(json.dumps(kept | {"threads": 2}))
-    with busy(cores.num_cores()):
+    with busy(num_cores()):
         resumed = grpo(task, tmp_path / "run", "--steps", "2", "--resume")
     assert "thread" not in resumed.stdout
     assert json.loads(path.read_text())["threads"] == 2
@@ -75,6 +76,7 @@ def test_a_run_beside_busy_cores_takes_one_thread_and_says_so_and_a_resumed_run_
 def test_only_threads_that_wait_for_each_other_beside_other_processes_are_reported():
     code = """
 import time, torch
+from rlkit._util.platform import num_cores
 from rlkit.run import cores
 cores._WINDOW_S = 1.0
 def during(work):
@@ -84,13 +86,13 @@ def during(work):
     lines = [watch.report(), watch.report()]
     return [line[:26] for line in lines]
 x = torch.randn(1 << 20)
-torch.set_num_threads(cores.num_cores())
+torch.set_num_threads(num_cores())
 print(during(lambda: x.exp()))
 print(during(lambda: time.sleep(0.1)))  # e.g. for a judge behind HTTP
 torch.set_num_threads(1)
 print(during(lambda: x.exp()))
 """
-    with busy(2 * cores.num_cores()):
+    with busy(2 * num_cores()):
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=FREE | {"PYTHONPATH": str(ROOT)},

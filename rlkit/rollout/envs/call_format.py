@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from rlkit._util.text import excerpt
 from rlkit.data.chat import render_text
 from rlkit.rollout.calling import accepted, report_once
 from rlkit.rollout.envs import calls
@@ -76,11 +77,11 @@ def call_parser(
         if not fits:
             better = f"; {_name(parser)} does: drop --tool-calls (`parse`)" if parser else ""
             fault = "does not read the call that the chat template writes"
-            _log.warning("%s %s, %s%s", _name(parse), fault, _short(written), better)
+            _log.warning("%s %s, %s%s", _name(parse), fault, excerpt(written[0][0], 400), better)
         return checked
     if parser is None and written:
         fault = "no parser reads back the call that the chat template itself writes"
-        raise ValueError(f"{fault}, {_short(written)}: {_FIX}")
+        raise ValueError(f"{fault}, {excerpt(written[0][0], 400)}: {_FIX}")
     if parser is None:
         name, why = _told(tokenizer, schemas, template_args, system_prompt)
         report = partial(report_once, "the chat template", f"writes no tool calls: they are read as {name}, {why}")
@@ -220,9 +221,3 @@ def _told(
 
 def _name(parse: Any) -> str:
     return getattr(parse, "__name__", repr(parse))
-
-
-def _short(written: Sequence[tuple[str, Call]]) -> str:
-    """The first rendered call, on one line."""
-    text = repr(written[0][0])
-    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlkit._util.numbers import is_number, show, to_number
+from rlkit._util.numbers import as_number, is_number, show
 from rlkit.data.episode_images import parts_of
 from rlkit.data.messages import is_seed_row
 from rlkit.rollout.calling import accepted, call, report_once
@@ -125,7 +125,7 @@ async def _play(
     cut = None
     while (turn := await talk.turn()) is not None:
         answer = _step(game, await call(game.step, turn.text if gymnasium else turn), gymnasium)
-        rewards.append(to_number(answer.reward) if is_number(answer.reward) else answer.reward)
+        rewards.append(as_number(answer.reward))
         if answer.done or answer.truncated:
             cut = answer.truncated or None
             break

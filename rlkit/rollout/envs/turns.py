@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit._util.numbers import is_number, to_number
+from rlkit._util.numbers import as_number
 from rlkit.rollout.groups import Sampler, joined_experts, joined_support
 from rlkit.types import Completion, FinishReason, Picture, Support, Trajectory
 
@@ -116,7 +116,7 @@ class Turns:
             reward = 0.0 if reward is None else reward
         cut = self.truncated if truncated is None else truncated
         pieces = [
-            replace(t, reward=_number(reward), truncated=cut or not t.ids, continues=i > 0)
+            replace(t, reward=as_number(reward), truncated=cut or not t.ids, continues=i > 0)
             for i, t in enumerate(pieces)
         ]
         about = {"finish_reason": self._reason, "num_turns": self.num_turns, **(info or {})}
@@ -127,14 +127,9 @@ class Turns:
             raise ValueError(f"turn_rewards must have one entry per turn, {self.num_turns}, got {len(turn_rewards)}")
         rewards = [[0.0] * len(t.ids) for t in pieces]
         for (piece, position), reward in zip(self._ends, turn_rewards, strict=True):
-            rewards[piece][position] = _number(reward)
+            rewards[piece][position] = as_number(reward)
         return [replace(t, token_rewards=r) for t, r in zip(pieces, rewards, strict=True)]
 
 
 def _empty(prompt_ids: Sequence[int], images: Sequence[Picture]) -> Trajectory:
     return Trajectory(list(prompt_ids), [], [], [], [], images=tuple(images))
-
-
-def _number(reward: Any) -> Any:
-    """The reward as a float; anything else is returned unchanged, for `sample_group` to report with its prompt."""
-    return to_number(reward) if is_number(reward) else reward

@@ -270,12 +270,12 @@ def with_forms(data: Data, rows: Any, command: str) -> tuple[Any, list[tuple[Any
 
 def form_of(data: Data, rows: Any, command: str, *indices: int) -> str:
     """The name of the form of the first of these rows (of all) that is one alone, and that of the other system."""
-    from rlkit.compat.rows import source_of
+    from rlkit.compat.rows import foreign_form
 
     for index in indices or range(len(rows)):
         with muted(), suppress(ValueError):  # of a null column that other rows have
             ((form, _),) = with_forms(data, some_rows(rows, [index]), command)[1]
-            foreign = source_of(rows[index], rows.places[index])
+            foreign = foreign_form(rows[index], rows.places[index])
             return f"{form.name}{f', from a {foreign.form.name}' if foreign else ''}"
     return "rows"
 

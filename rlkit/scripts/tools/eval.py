@@ -147,10 +147,10 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path)
     from rlkit.data.turns import PROMPT
     from rlkit.model.pretrained import load_config
 
-    if not saved or flags.engine.engine != "local":
+    if not saved or not flags.engine.is_local:
         check_model_path(flags.model.model)
     served = f"`engine` {flags.engine.engine} has no adapter {args.model}: use local, or give the merged model"
-    refuse_if(flags.engine.engine != "local" and is_adapter(args.model), served)
+    refuse_if(not flags.engine.is_local and is_adapter(args.model), served)
     files = flags.data.eval_files()
     episodes = judged(flags.episodes, [spec for specs in files.values() for spec in specs])
     flags.evaluation.check_sets(files)
@@ -239,7 +239,7 @@ def load_for(flags: grpo.Args, folder: Path, saved: dict[str, Any]) -> tuple[Any
     """The model, None where servers have it, and its tokenizer."""
     from rlkit.data.template_files import set_template
 
-    if flags.engine.engine != "local":
+    if not flags.engine.is_local:
         return None, load_tokenizer(flags.model.model, chat_template=template_file(flags.data, flags.schedule))
     model, tokenizer = load(folder, saved, device=flags.model.device)
     if file := template_file(flags.data, flags.schedule):

@@ -23,6 +23,7 @@ from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
 from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
+from rlkit.rollout.groups import cancel_all
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
 
@@ -229,17 +230,18 @@ class ServerEngine:
         self, call: _Call, context: list[int], params: SamplingParams, limits: ServerLimits
     ) -> Completion:
         """What a server samples after the context, until it ends or is aborted."""
-
-        def request() -> dict[str, Any]:
-            # built again for every attempt: an update in between may have changed the key of the prefix cache
-            body = self._api.body(context, params, limits, self._salt)
-            return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
-
+        # built again for every attempt: an update in between may have changed the key of the prefix cache
+        request = partial(self._body, context, params, limits)
         try:
             attempts = partial(self._attempts, call, request, limits)
             return await self._http.patient(attempts, sleep=partial(_sleep, unless=call.aborted))
         finally:
             call.done = True
+
+    def _body(self, context: list[int], params: SamplingParams, limits: ServerLimits) -> dict[str, Any]:
+        """The request, to the adapter where the servers have one."""
+        body = self._api.body(context, params, limits, self._salt)
+        return body if self._servers.adapter is None else self._api.adapted(body, self._servers.adapter)
 
     @property
     def progress(self) -> Progress:
@@ -381,9 +383,7 @@ class ServerEngine:
         await self.abort()
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_all(self._background)
         try:
             await self._transport.close()
         finally:
@@ -593,8 +593,7 @@ class ServerEngine:
     async def _sample(self, server: Replica, probe: Probe) -> Completion:
         greedy = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
         limits = self._servers.limits or await self._servers.learn()
-        request = self._api.body(probe.prompt_ids, greedy, limits, self._salt)
-        request = request if self._servers.adapter is None else self._api.adapted(request, self._servers.adapter)
+        request = self._body(probe.prompt_ids, greedy, limits)
         reply = await server.post(self._api.generate, request)
         return self._api.completion(reply, request, limits, url=server.url, version=self.version)
 

@@ -56,7 +56,7 @@ class ServerKind(NamedTuple):
     group: Callable[[Sequence[str], bool], Transport]
 
 
-def kind_of(name: str) -> ServerKind:
+def kind_named(name: str) -> ServerKind:
     """The kind of this name, a key of `rlkit.settings.SERVERS`."""
     kind: ServerKind = import_module(f"rlkit.rollout.engines.{name}").KIND
     return kind

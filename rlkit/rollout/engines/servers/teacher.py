@@ -20,7 +20,7 @@ from rlkit._util.retrying import retried
 from rlkit._util.text import masked
 from rlkit.rollout.engines.http import Http, Refused, ReplicaError, reading
 from rlkit.rollout.engines.servers.api import LogProbs
-from rlkit.rollout.engines.servers.kinds import kind_of
+from rlkit.rollout.engines.servers.kinds import kind_named
 from rlkit.segments import seq_lens
 from rlkit.settings import SERVERS
 from rlkit.types import Batch
@@ -147,7 +147,7 @@ async def _served(http: Http, url: str) -> tuple[Api, str]:
     if kind not in SERVERS:
         use = " or ".join(traits.name for traits in SERVERS.values())
         raise ValueError(f"{masked(url)} is a server of {kind}, which gives no log-probs of given tokens: use {use}")
-    return kind_of(kind).api(), name
+    return kind_named(kind).api(), name
 
 
 def _checked(ids: Sequence[int], logp: Sequence[float], k: int) -> tuple[list[int], list[float]]:
