@@ -40,8 +40,10 @@ from rlkit.losses import (
     m2po,
     opd_advantages,
     opsm,
+    orpo,
     reverse_kl,
     select_between,
+    simpo,
     top_entropy_mask,
     value_clip,
     value_mse,
@@ -198,6 +200,27 @@ def test_samples_of_several_prompts_in_one_group_are_named():
         pack(groups())
         pack([[group[0] for group in groups()]])  # an environment that opens each episode in its own way
         pack([[t for group in groups(role="a") for t in group]])
+
+
+def test_groups_of_one_are_named_where_their_advantages_are_0():
+    def one_of_each(num):
+        return pack([[trajectory(prompt_ids=[1, 2 + prompt], reward=float(prompt))] for prompt in range(num)])
+
+    with pytest.warns(UserWarning, match="each of the 3 trajectories is a group of its own, and all advantages are 0"):
+        with_advantages(one_of_each(3), group_centered)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_advantages(one_of_each(1), group_centered)
+        with_advantages(one_of_each(3), lambda rewards, *, group_ids: rewards - rewards.mean())
+        with_advantages(pack([[trajectory(), trajectory()]]), group_centered)
+
+
+def test_sums_of_log_probs_are_no_averages():
+    average = torch.tensor([-1.5, -0.4])
+    for function in (simpo, orpo):
+        summed = partial(function, average * 100, average * 90, beta=1.0)
+        refused(summed, "chosen_logp must be averages over tokens")
+        function(average, average - 1, beta=1.0)
 
 
 def test_a_shape_that_broadcasts_is_told_how_it_is_squeezed():

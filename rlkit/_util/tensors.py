@@ -98,6 +98,16 @@ def check_log_probs(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be log-probs, at most 0, got {x[positive].max():.3g}: {mistaken}")
 
 
+def check_averaged(**tensors: Tensor) -> None:
+    """ValueError for log-probs that are all below -20, which are sums over tokens (CPU, outside compilation)."""
+    for name, x in tensors.items():
+        if readable(x) and x.numel() > 1 and (x < -20).all():
+            mean = float(x.detach().mean())
+            raise ValueError(
+                f"{name} must be averages over tokens, got {mean:.4g} on average: divide the sums by lengths"
+            )
+
+
 def check_logits(**tensors: Tensor) -> None:
     """ValueError for probabilities: the first row is above 0, and its sum is 1 (CPU, outside compilation)."""
     for name, x in tensors.items():

@@ -49,6 +49,7 @@ from torch import Tensor
 
 from rlkit._util.tensors import (
     MAX_LOG_RATIO,
+    check_averaged,
     check_cu_seqlens,
     check_float,
     check_log_probs,
@@ -437,6 +438,7 @@ def simpo(
     check_positive(beta=beta)
     check_between(0, 0.5, label_smoothing=label_smoothing)
     chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
+    check_averaged(chosen_logp=chosen, rejected_logp=rejected)
     return masked(smoothed_nll(beta * (chosen - rejected) - gamma, label_smoothing), mask)
 
 
@@ -453,6 +455,7 @@ def orpo(chosen_logp: Pairs, rejected_logp: Pairs, *, beta: float, mask: PairMas
     check_positive(beta=beta)
     chosen, rejected = prepared(mask, chosen_logp=chosen_logp, rejected_logp=rejected_logp)
     check_log_probs(chosen_logp=chosen, rejected_logp=rejected)
+    check_averaged(chosen_logp=chosen, rejected_logp=rejected)
     return masked(-beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected)), mask)
 
 
