@@ -81,15 +81,17 @@ def test_questions_of_another_length_and_a_model_of_another_size(tmp_path, monke
     assert {len(row["prompt"]) for row in rows_of(tmp_path / "demo/train.jsonl")} == {7}
 
 
-def test_a_short_demo_is_resumed_and_reports_what_it_measured(tmp_path):
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_short_demo_reports_what_it_measured(tmp_path, resumed):
     flags = ["--sft-steps", "51", "--eval-limit", "8", "--hidden", "64", "--layers", "1"]
-    lines = run_demo(tmp_path / "demo", *flags, "--grpo-steps", "1")
-    assert [line.split()[0] for line in lines if re.match(" +\\d+ ", line)] == ["50", "51", "0", "1"]
-    assert any(re.search("8 held-out prompts, 1 GRPO steps, \\d+ s$", line) for line in lines)
-    lines = run_demo(tmp_path / "demo", *flags, "--grpo-steps", "2", "--resume")
+    if resumed:
+        lines = run_demo(tmp_path / "demo", *flags, "--grpo-steps", "1")
+        assert [line.split()[0] for line in lines if re.match(" +\\d+ ", line)] == ["50", "51", "0", "1"]
+        assert any(re.search("8 held-out prompts, 1 GRPO steps, \\d+ s$", line) for line in lines)
+    lines = run_demo(tmp_path / "demo", *flags, "--grpo-steps", "2", *["--resume"] * resumed)
     before, after = greedy(tmp_path / "demo", 0), greedy(tmp_path / "demo", 2)
     result = f"greedy {accuracy(before):.1%} -> {accuracy(after):.1%} on 8 held-out prompts, 2 GRPO steps"
-    assert lines.count(result) == 1
+    assert any(line.startswith(result) for line in lines)
     shown = [line.split() for line in lines if re.match(r"\d{6} ", line)]
     first = [row["prompt"] for row in rows_of(tmp_path / "demo" / "eval.jsonl")[:3]]
     assert [row[0] for row in shown] == first, "the first prompts, not the best ones"

@@ -161,6 +161,7 @@ def test_the_tensors_run_nothing(folder, kind):
         refused(folder, command, "__0_0.distcp" if kind == "tensor" else "BytesStorageMetadata", "runs no code")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", nightly.only(["state.pt", "rank_00000.pt"], "state.pt"))
 @pytest.mark.parametrize("make", nightly.only([saved, pickle.dumps], saved))
 def test_the_state_runs_nothing(folder, name, make):

@@ -231,6 +231,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path, script, shell):
     assert logged(tmp_path / "run") == list(range(201))
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_terminal(tmp_path, script):
     command = shlex.join([sys.executable, str(script), "grpo", str(tmp_path / "run"), "100", "wait"])
     terminal = Terminal(["bash", "-c", f"trap '' HUP; exec {command}"])
