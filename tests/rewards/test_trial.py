@@ -35,6 +35,7 @@ LIST = [{"prompt": "Capital of France?", "answers": ["Paris", "Paname"]}]
 THOUSANDS = [{"prompt": "p", "answer": "3+1=4\n#### 4"}, GSM[0]]
 BAGS = [{"prompt": str(x), "answer": f"{x} bags\n#### {x:,}", "final": f"{x:,}"} for x in (711, 1083, 54)]
 NUMBERS = [{"prompt": str(x), "answer": f"{x}"} for x in (711, 83, 54)]
+LARGE = [{"prompt": str(x), "answer": f"{x}"} for x in (711, 127, 54321)]
 BOX, TAG = (f"m = re.search(r'{x}', completion)\n" for x in (r"\\boxed\{(.*?)\}", "<result>(.*?)</result>"))
 SORTS = """
 def f(completions, rows):
@@ -312,6 +313,19 @@ MISTAKES = {
     "a third more": (
         "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) / int(row['answer']) - 1) < 0.34)",
         NUMBERS, "~gives 1 to '783', as much as to '711', the gold answer of line 1"),
+    "nearly the answer": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and abs(float(n[-1]) - float(row['answer'])) <= 1)",
+        LARGE, "~gives 1 to '127.9', as much as to '127', the gold answer of line 2: does a tolerance, or int(), take"),
+    "int of a number with a point": (
+        "n = re.findall(r'-?\\d+\\.?\\d*', completion)\n"
+        "return float(bool(n) and int(float(n[-1])) == int(row['answer'].split('####')[-1]))",
+        [row | {"answer": f"so\n#### {row['answer']}"} for row in LARGE], "~gives 1 to '127.9', as much as to '127'"),
+    "one more, of large ones": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) - int(row['answer'])) <= 1)",
+        LARGE, "~gives 1 to '128', as much as to '127', the gold answer of line 2: does a tolerance"),
+    "a box to the last brace": (
+        "m = re.search(r'\\\\boxed\\{(.*)\\}', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE,
+        "~since \\\\frac{1}{2}': does a greedy .* run to the last }? .*? ends at the first, and"),
     "each tag": (
         "return 0.5 * completion.count('<think>') + float(completion.strip() == row['answer'])", PARIS,
         "~gives 0.5 to '<think>1</think>', 2.5 to 5 of it and 25 to 50: a count of tags without a bound"),
@@ -344,6 +358,15 @@ MISTAKES = {
         "~mine.py:f is tried on rows that all have the gold answer 'A'"),
 }  # fmt: skip
 RIGHT = {
+    "rounded": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and round(float(n[-1])) == int(row['answer']))", LARGE),
+    "a hundredth of it": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and abs(float(n[-1]) / int(row['answer']) - 1) < 0.01)",
+        LARGE),
+    "whole digits after a mark": (
+        "m = re.search(r'The answer is (-?\\d+)', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE),
+    "a box at the end": (
+        "m = re.search(r'\\\\boxed\\{([^{}]*)\\}\\W*$', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE),
     "a tag of its own": (f"{TAG}return float(bool(m) and m[1] == row['answer'])", PARIS),
     "a value or a text": ("return float(completion.strip() == (row['answer'] or 'none'))", ROWS),
     "a thought and its answer": (

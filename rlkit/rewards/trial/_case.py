@@ -80,6 +80,9 @@ class Case:
     def forms(self) -> list[str]:
         return [*FORMS] if is_ours(self.function) else forms_of(self.function)
 
+    def answer_of(self, at: int) -> str:
+        return self.short(self.golds[at]) or self.golds[at]
+
     def short(self, gold: str) -> str:
         return short(gold, mathematics=module_of(self.function) == "rlkit.rewards.math")
 

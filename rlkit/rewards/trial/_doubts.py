@@ -235,14 +235,48 @@ async def loose(case: Case, form: str) -> str:
         new = shape not in shapes and len(shapes) < _SHAPES
         if new and (wrong := near(case.short(text) or text, decimal_comma=comma)):
             shapes[shape] = i, text, wrong
-    whole = [(abs(int(text)), i, text) for i, text in case.golds.items() if re.fullmatch(r"-?\d{1,9}", text)]
-    least = [(i, text, near(text)) for _, i, text in sorted(whole)[:1]]  # of which 1 is a large part
+    ends = {i: case.answer_of(i) for i in case.golds}
+    whole = sorted((abs(int(end)), i) for i, end in ends.items() if re.fullmatch(r"-?\d{1,9}", end))
+    least = [(i, case.golds[i], near(ends[i])) for _, i in whole[:1]]  # of which 1 is a large part
     for one in (*shapes.values(), *least, (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):
             return line
     if is_ours(case.function):
         return ""
-    return await _first_number(case) or await _one_side(case, form) or await _any_of(case, form) or await _longer(case)
+    note = await _first_number(case) or await _one_side(case, form) or await _any_of(case, form)
+    return note or await _nearly(case, form, whole) or await _greedy(case, form) or await _longer(case)
+
+
+async def _nearly(case: Case, form: str, whole: Sequence[tuple[int, int]]) -> str:
+    """The line about a function that takes what is nearly one, or one, from the smallest of the `whole` golds, and what
+    is as far of a large one by its size not: no relative tolerance. Else empty."""
+    (least, at), (most, last) = (whole[0], whole[-1]) if whole else ((0, 0), (0, 0))
+    if not 4 * least <= most or not least:
+        return ""
+    sign = "-" * (case.answer_of(at)[0] == "-")
+    close = [form.format(f"{sign}{text}") for text in (f"{least}.9", str(least + 1))]
+    plain, unread = form.format(case.answer_of(at)), form.format(f"{sign}{least}.x9")  # of which digits alone are read
+    right, *numbers, words, nothing = await case.numbers([plain, *close, unread, ""], at=at)
+    sign = "-" * (case.answer_of(last)[0] == "-")
+    far = [form.format(f"{sign}{text}") for text in (f"{most + 0.8 * most / least:.1f}", str(most + most // least))]
+    taken = await case.numbers(far, at=last)
+    found = [text for text, x, y in zip(close, numbers, taken) if x >= right > max(nothing, y)]
+    if not found or (words >= right and found == close[:1]):
+        return ""
+    whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
+    given = f"{case.name} gives {right:g} to {shown(found[0])}, as much as to {shown(plain)}, {whose}"
+    return f"{given}: does a tolerance, or int(), take a wrong one for a whole number?"
+
+
+async def _greedy(case: Case, form: str) -> str:
+    """The line about a function that takes an answer in a box, and not before other braces; else empty."""
+    if "\\boxed" not in form:
+        return ""
+    texts = [form.format(case.answer) + more for more in (" since 1/2", r" since \frac{1}{2}")]
+    plain, braces, nothing = await case.numbers([*texts, ""])
+    given = f"{case.name} gives {plain:g} to {shown(texts[0])} and {braces:g} to {shown(texts[1])}"
+    fix = "does a greedy .* run to the last }? .*? ends at the first, and rlkit.rewards.math:boxed at the right one"
+    return f"{given}: {fix}" if plain > nothing >= braces else ""
 
 
 async def _first_number(case: Case) -> str:
