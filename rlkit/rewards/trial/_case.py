@@ -18,6 +18,7 @@ from rlkit.rewards.failures import is_ours, unwrapped
 from rlkit.rewards.text import gold_answer
 
 AMONG = 1000  # rows of which others are tried
+RUN = "rlkit_runs_text"  # a name that no program has
 COMPARE = "compare how the function reads an answer with how the data writes it"
 _SHOWN = 60  # characters of an answer
 
