@@ -42,6 +42,7 @@ _PLACES = {  # what a template calls a text that is asked, and one that is answe
     "question", "text", "prompt", "input", "context", "instruction", "query", "problem", "passage", "document",
     "article", "content", "sentence", "user_input", "question_text", "image", "video", "audio", "name", "user_name",
     "username", "first_name", "last_name", "customer_name", "company", "company_name", "topic", "date", "city",
+    "format", "output_format", "language", "style", "tone",
 }  # fmt: skip
 # where {name} is a variable
 _CODE = re.compile(r"```|\b[rR]?[fF][\"']|\.format\(|`[^`\n]*\$\{|(?m:^\s*(def|return|const|import) )")
@@ -94,10 +95,12 @@ _OF_PAGE = re.compile(  # round an answer that was copied from one
     r"(?m)(\A(?:ChatGPT|You) said:|^[a-z+#]*Copy code$|^ChatGPT can make mistakes\.|:contentReference\[oaicite:\d+\]|"
     r"\u3010\d+(?::\d+)?\u2020[^\u3011\n]*\u3011)"
 )
+_STATED = re.compile(r"\banswer(?: is|:| =)[ :]*([^\s:].*)", re.IGNORECASE)
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d")  # 1/2, 5/99, 1230000000000
 _REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
 _REASONING = re.compile(r"\s*<(think|thinking|thought|reasoning|reflection|scratchpad)>")
+_SHORTENED = re.compile(r"(\.\.\.|\u2026)\Z")  # as a table is shown
 _UNENDED = re.compile(r"[.!?] [^\n.!?:]{2,}[^\W\d]\s*\Z")  # prose, after a sentence of the same line
 _SENTENCE = re.compile(r"[.!?\n。！？]+")
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
@@ -135,7 +138,8 @@ def _cut(texts: Sequence[str]) -> Sequence[str]:
     size = max(map(len, texts))
     longest = [text for text in texts if len(text) == size]
     alike = [sum(a == b for a, b in zip(*pair)) / size for pair in pairwise(longest[:20]) if size]
-    if not alike or len(longest) < max(FEW, len(texts) / 2) or sum(alike) > 0.5 * len(alike):
+    most = 0.9 if all(map(_SHORTENED.search, longest)) else 0.5
+    if not alike or len(longest) < max(FEW, len(texts) / 2) or sum(alike) > most * len(alike):
         return []
     return [f"{size} characters" * (len(text) == size) for text in texts]
 
@@ -190,11 +194,11 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     reasoned = [f"<{match[1]}>" for text in said if "<" in text and (match := _REASONED_TWICE.search(text))]
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
-    unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])\Z", longest))
+    unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])(\.\.\.|\u2026)?\Z", longest))
     broken = [longest[-30:]] * bool(len(longest) >= _MANY and _UNENDED.search(longest[-_MANY:]))
     asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
-    given += [gold for gold in golds[:1] if any(_ends_with(text, gold) for text in asks)]
+    given += [gold for gold in golds[:1] if any(_ends_with(text, gold) or _states(text, gold) for text in asks)]
     plain = [] if any(map(_OF_ERRORS.search, asks)) else golds[:1] * bool(asks)  # a program may print None
     differing = [*(_two_golds(row) or _two_values(row)), *_two_choices(row)] * bool(asks)
     no_choice = [note for gold in golds[:1] for text in asks[-1:] if (note := _no_choice(text, gold))]
@@ -290,6 +294,12 @@ def _ends_with(prompt: str, gold: str) -> bool:
     prompt, gold = (text.rstrip(f"{punctuation} \n\t") for text in (prompt, gold))
     before = prompt.removesuffix(gold)
     return "" != before != prompt and not before[-1].isalnum()
+
+
+def _states(prompt: str, gold: str) -> bool:
+    """Whether a prompt says that the answer is this one, and names no other (as examples do)."""
+    said = _STATED.findall(prompt)
+    return bool(said) and all(re.match(rf"{re.escape(gold)}(?![\w%]|[.,/]\w)", text) for text in said)
 
 
 def _is_damaged(text: str, asked: Sequence[str]) -> bool:
@@ -399,7 +409,7 @@ OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("hold a text that is to be replaced, as its brackets say", _mostly),
     ("have an answer that ends within a sentence at the same length, as if it was cut", _cut),
     ("have an answer that repeats one sentence", _mostly),
-    ("have a prompt that ends with its own answer", _given_away),
+    ("have a prompt that ends with its own answer, or states it", _given_away),
     ("have a gold answer that stands for a missing value", _missing_golds),
     (f"have gold answers that differ, also in objects, of which rewards read the first ({', '.join(GOLD)})", list),
     ("have a gold answer that is none of the letters of the choices in the prompt", list),

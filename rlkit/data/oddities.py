@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,8 @@ _LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
     r"(?: (?:response|answer|completion))?[\s*]*[:\])>]",
     re.IGNORECASE,
 )
+_QUESTION = re.compile(r"\W*(?:question|q|prompt|problem|instruction|input|user|human)\W*:\s*", re.IGNORECASE)
+_ALL = 1  # of several rows
 _NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
 
 
@@ -34,7 +37,7 @@ def name_oddities(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], t
     """Log, in a line each, what is trained as it is and seldom meant. `texts`: `odd_texts` of each row."""
     for forms, unit, bad, why, least in _OF_ROWS:
         items = [(index, row) for index, (form, row) in enumerate(read) if form in forms or not forms]
-        if not least or sum(map(bad, (row for _, row in items))) >= least * len(items):
+        if not least or sum(map(bad, (row for _, row in items))) >= max(least * len(items), FEW * (least == _ALL)):
             drop(rows, items, bad, unit=unit, why=why, keep=True)
     sheet = isinstance(rows, Rows) and any(re.search(r"\.[ct]sv\b", source) for source in rows.sources)
     for (why, narrowed), notes in zip(OF_TEXTS, zip(*texts, strict=True), strict=True):
@@ -129,6 +132,7 @@ def _repeats_prompt(row: Converted, *names: str) -> bool:
     of_row = names or [name for name in RESPONSES[::-1] if row.get(name) is not None][:1]
     texts = [row.get(name) for name in ("prompt", *of_row)]
     prompt, *responses = (text.strip() if isinstance(text, str) else "" for text in texts)
+    responses = [x if x.startswith(prompt) else _QUESTION.sub("", x, count=1) for x in responses]
     within = prompt[-1:].isalnum()  # of a word
     rests = [response[len(prompt) :] for response in responses if response.startswith(prompt)]
     begins = len(rests) == len(responses) and not any(within and re.match(r"\w", rest) for rest in rests)
@@ -143,6 +147,27 @@ def _one_repeats_prompt(row: Converted) -> bool:
     """Whether one response of a pair begins with the prompt, which is long, and the other does not."""
     one, other = (_repeats_prompt(row, name) for name in PAIRED)
     return one != other and len(row["prompt"].strip()) >= REPEATED
+
+
+def _texts_of_pair(row: Converted) -> list[str]:
+    """The last texts of both sides of a pair."""
+    return [str((mappings(row[name]) or [{"content": row[name]}])[-1].get("content")) for name in PAIRED]
+
+
+def _blanks_around(row: Converted, side: int) -> bool:
+    """Whether the chosen (0) or rejected response alone begins or ends with white space."""
+    around = [text.strip() != text for text in _texts_of_pair(row)]
+    return around[side] and not around[1 - side]
+
+
+def _is_cut(row: Converted) -> bool:
+    """Whether one response of a pair is the beginning of the other, and ends long before it and within a word."""
+    cut, whole = sorted(map(str.rstrip, _texts_of_pair(row)), key=len)
+    return (
+        min(len(cut), len(whole) - len(cut)) >= REPEATED
+        and whole.startswith(cut)
+        and whole[len(cut) - 1 :][:2].isalnum()
+    )
 
 
 def _says_label(row: Converted) -> bool:
@@ -244,11 +269,15 @@ def _answers_twice(row: Row) -> bool:
     return any(a and b for a, b in pairwise(text))
 
 
+_BLANKS = "have white space at the beginning or end of the"
 _AGAIN = "repeat the prompt at the beginning of"
 _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, float], ...] = (  # the last: in how many
     ((PAIR,), "pairs", _both_repeat_prompt, f"{_AGAIN} both responses, so that it stands twice", 0),
     ((PAIR,), "pairs", _one_repeats_prompt, f"{_AGAIN} one of the responses, and train on this difference", 0.5),
     ((RESPONSE, LABELLED), "rows", _repeats_prompt, f"{_AGAIN} the response, so that it stands twice", 0),
+    ((PAIR,), "pairs", partial(_blanks_around, side=0), f"{_BLANKS} chosen response alone, and train on that", _ALL),
+    ((PAIR,), "pairs", partial(_blanks_around, side=1), f"{_BLANKS} rejected response alone, and train on that", _ALL),
+    ((PAIR,), "pairs", _is_cut, "have a response that is the other one cut within a word, and train on that", 0.3),
     ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
     ((PAIR,), "pairs", _ranked_less, "have a higher rank, of which 1 is the best, for the chosen response", 0.8),
     ((PAIR, LABELLED), "rows", _says_label, "begin a response with the word for its label, and train on that", 0.8),

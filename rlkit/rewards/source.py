@@ -33,17 +33,21 @@ def names_in(code: Any) -> list[str]:
     return [name for part in (code, *constants(code)) for name in getattr(part, "co_names", ())]
 
 
+def codes(function: Any) -> list[Any]:
+    """The code of a function, and of the functions of its file that it names."""
+    code, places = code_of(function), getattr(unwrapped(function), "__globals__", {})
+    named = [getattr(places.get(name), "__code__", None) for name in names_in(code)]
+    return [code, *(x for x in named if x is not None and x.co_filename == code.co_filename)]
+
+
 def texts_in(function: Any) -> list[Any]:
     """The texts and regular expressions of a function and of the functions of its file that it names: constants and
     globals, no docstrings."""
-    inner, code = unwrapped(function), code_of(function)
-    places = getattr(inner, "__globals__", {})
-    named = [places.get(name) for name in names_in(code)]
-    helpers = [x for x in named if inspect.isfunction(x) and x.__code__.co_filename == code.co_filename]
-    values = [*constants(code), *named]
-    for helper in helpers:
-        values += [*constants(helper.__code__), *map(places.get, names_in(helper.__code__))]
-    docs = [getattr(x, "__doc__", None) for x in (inner, *helpers)]
+    inner = unwrapped(function)
+    places, values = getattr(inner, "__globals__", {}), list[Any]()
+    for code in codes(function):
+        values += [*constants(code), *map(places.get, names_in(code))]
+    docs = [getattr(x, "__doc__", None) for x in (inner, *values)]
     return [x for x in values if isinstance(x, str | re.Pattern) and x not in docs]
 
 

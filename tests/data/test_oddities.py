@@ -529,7 +529,8 @@ def test_code_formulas_json_and_html_are_not_escaped_too_often(text, said):
 
 
 @pytest.mark.parametrize(
-    "place", ["{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s", "<image>"]
+    "place",
+    ["{format}", "{question}", "{{question}}", "{{ text }}", "<|question|>", "${prompt}", "%(input)s", "<image>"],
 )
 def test_a_placeholder_that_every_row_has_is_named(place, said):
     texts = [f"Solve {i} of: {place}" for i in range(3)]
@@ -614,6 +615,9 @@ def test_answers_that_were_cut_at_one_length_are_named(said):
         (line,) = [x for x in said(*rows, road=road) if CUT in x]
         assert line.startswith("kept 5 of 5 rows")
         assert "row 1 (120 characters)" in line
+    for end in ("...", "\u2026"):  # as a table is shown
+        rows = [{"prompt": f"q{i}", "response": text[:117] + end} for i, text in enumerate(STORIES[:5])]
+        assert [x for x in said(*rows) if CUT in x]
     short = [*(text[:120] for text in STORIES[:4]), *(f"{text[:40]}." for text in STORIES[4:])]
     for texts in (
         STORIES, short, [f"{text[:119]}." for text in STORIES], [text[:40] for text in STORIES],
@@ -623,7 +627,7 @@ def test_answers_that_were_cut_at_one_length_are_named(said):
     assert said(*[{"text": text[:120]} for text in STORIES]) == []  # pieces of a corpus
 
 
-GIVEN = "rows that have a prompt that ends with its own answer: "
+GIVEN = "rows that have a prompt that ends with its own answer, or states it: "
 
 
 def test_a_prompt_that_ends_with_its_gold_answer_is_named(said):
@@ -639,6 +643,25 @@ def test_a_prompt_that_ends_with_its_gold_answer_is_named(said):
     last = [{"prompt": f"{i}. A) x{i} B) y{i}", "answer": f"{'xy'[i > 2]}{i}"} for i in range(8)]
     words = [{"prompt": f"Say {i} of 1{i}", "answer": f"{i}"} for i in range(6)]
     for ordinary in (choices, last, words, rows[:2]):
+        assert said(*ordinary, road="prompts") == []
+
+
+def test_a_prompt_that_states_its_gold_answer_is_named(said):
+    def rows(text, golds=(127, 95, 64, 33, 78)):
+        return [{"prompt": text.format(i, gold), "answer": str(gold)} for i, gold in enumerate(golds)]
+
+    for text in (
+        "Row {}?\nThe correct answer is {}.\nThink first.",
+        "{}? Final answer: {}\nThink.",
+        "{}? (Answer = {}) Go",
+    ):
+        assert said(*rows(text), road="prompts")[0].startswith(f"kept 5 of 5 {GIVEN}row 1 (127), row 2 (95)")
+    shots = "Q: 1?\nAnswer: A\nQ: 2?\nAnswer: B\nQ: 3?\nAnswer: C\nQ: {}? Think."
+    for ordinary in (
+        rows("Q: 1+1? The answer is 2.\nQ: {}? Think."), rows("Row {}? Is the answer {}5? Think."),
+        rows("Row {}? The answer is {}.5 by Bo. Is he right?"), rows("{}? End with Answer: X, e.g. Answer: {}, so"),
+        rows(shots, "ABCCBA"),
+    ):  # fmt: skip
         assert said(*ordinary, road="prompts") == []
 
 
@@ -713,6 +736,42 @@ def test_pairs_of_which_one_response_repeats_the_prompt_are_named(said):
         plain = [{**row, "chosen": f"C{i}", "rejected": f"D{i}"} for i, row in enumerate(pairs)]
         assert said(*plain, *rows[:1], road="pairs") == []
     assert not [x for x in said({"prompt": "hi", "chosen": "hi, Bo", "rejected": "b"}, road="pairs") if ONE in x]
+
+
+def test_pairs_of_which_one_side_alone_has_white_space_around_it_are_named(said):
+    for blank in (" {}", "{}\n\n"):
+        for side, other in (("chosen", "rejected"), ("rejected", "chosen")):
+            pairs = [{"prompt": f"q{i}", side: blank.format(f"a{i}"), other: f"b{i}"} for i in range(5)]
+            told = [{**row, side: [assistant(row[side])]} for row in pairs]
+            line = f"kept 5 of 5 pairs that have white space at the beginning or end of the {side} response alone"
+            for rows in (pairs, told):
+                assert [x for x in said(*rows, road="pairs") if line in x]
+            both = [{**row, other: blank.format(row[other])} for row in pairs]
+            for ordinary in (both, pairs[:3], [*pairs[:4], {**pairs[4], side: "c"}]):
+                assert said(*ordinary, road="pairs") == []
+
+
+def test_pairs_of_which_one_response_is_the_other_one_cut_are_named(said):
+    rows = [{"prompt": f"q{i}", "chosen": text, "rejected": text[:59]} for i, text in enumerate(STORIES)]
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    line = "pairs that have a response that is the other one cut within a word, and train on that"
+    for given in (rows, swapped):
+        assert [x for x in said(*given, road="pairs") if line in x]
+    short = [
+        {"prompt": f"q{i}", "chosen": f"{text}.", "rejected": f"{text}. But no."} for i, text in enumerate(STORIES)
+    ]
+    nearly = [{**row, "rejected": row["chosen"][:-2]} for row in rows]
+    words = [{**row, "rejected": " ".join(row["chosen"].split()[:8])} for row in rows]
+    for ordinary in (short, words, nearly):
+        assert said(*ordinary, road="pairs") == []
+
+
+def test_a_label_before_a_repeated_prompt_changes_nothing(said):
+    asked = [f"What is the capital of land {i}?" for i in range(4)]
+    for label in ("Question: ", "Q: ", "### Instruction:\n", "**User**: "):
+        (line,) = said(*[{"prompt": x, "response": f"{label}{x}\nAnswer: a{i}"} for i, x in enumerate(asked)])
+        assert "repeat the prompt at the beginning of the response" in line
+    assert said(*[{"prompt": x, "response": f"Question: who?\n{x} a{i}"} for i, x in enumerate(asked)]) == []
 
 
 def test_what_a_spreadsheet_made_of_answers_is_named(said, tmp_path):

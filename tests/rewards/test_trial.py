@@ -35,6 +35,7 @@ LIST = [{"prompt": "Capital of France?", "answers": ["Paris", "Paname"]}]
 THOUSANDS = [{"prompt": "p", "answer": "3+1=4\n#### 4"}, GSM[0]]
 BAGS = [{"prompt": str(x), "answer": f"{x} bags\n#### {x:,}", "final": f"{x:,}"} for x in (711, 1083, 54)]
 NUMBERS = [{"prompt": str(x), "answer": f"{x}"} for x in (711, 83, 54)]
+LARGE = [{"prompt": str(x), "answer": f"{x}"} for x in (711, 127, 54321)]
 BOX, TAG = (f"m = re.search(r'{x}', completion)\n" for x in (r"\\boxed\{(.*?)\}", "<result>(.*?)</result>"))
 SORTS = """
 def f(completions, rows):
@@ -312,12 +313,40 @@ MISTAKES = {
     "a third more": (
         "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) / int(row['answer']) - 1) < 0.34)",
         NUMBERS, "~gives 1 to '783', as much as to '711', the gold answer of line 1"),
+    "nearly the answer": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and abs(float(n[-1]) - float(row['answer'])) <= 1)",
+        LARGE, "~gives 1 to '127.9', as much as to '127', the gold answer of line 2: does a tolerance, or int(), take"),
+    "int of a number with a point": (
+        "n = re.findall(r'-?\\d+\\.?\\d*', completion)\n"
+        "return float(bool(n) and int(float(n[-1])) == int(row['answer'].split('####')[-1]))",
+        [row | {"answer": f"so\n#### {row['answer']}"} for row in LARGE], "~gives 1 to '127.9', as much as to '127'"),
+    "one more, of large ones": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(bool(n) and abs(int(n[-1]) - int(row['answer'])) <= 1)",
+        LARGE, "~gives 1 to '128', as much as to '127', the gold answer of line 2: does a tolerance"),
+    "a box to the last brace": (
+        "m = re.search(r'\\\\boxed\\{(.*)\\}', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE,
+        "~since \\\\frac{1}{2}': does a greedy .* run to the last }? .*? ends at the first, and"),
     "each tag": (
         "return 0.5 * completion.count('<think>') + float(completion.strip() == row['answer'])", PARIS,
         "~gives 0.5 to '<think>1</think>', 2.5 to 5 of it and 25 to 50: a count of tags without a bound"),
     "each tag of an expression": (
         "return len(re.findall(r'<think>.*?</think>', completion)) / 10", [{"prompt": "p"}],
         "~gives 0.1 to '<think>1</think>', 0.5 to 5 of it and 5 to 50: a count of tags without a bound"),
+    "each word": (
+        "n = re.findall(r'\\d+', completion)\nreturn float(n[-1:] == [row['answer']]) + 0.1 * completion.count('step')", LARGE,
+        "~gives 0.1 to 'step', 0.5 to 5 of it and 5 to 50: a count of words without a bound is won by words alone"),
+    "eval": (
+        "try:\n    return float(abs(eval(completion.split('=')[-1]) - int(row['answer'])) < 1e-6)\nexcept Exception:\n    return 0.0",
+        LARGE, "~runs the text of a completion by eval or exec, whatever it is: rlkit.rewards.math compares numbers, and"),
+    "exec, of a helper": (
+        "def run(text):\n    held = {}\n    exec('x = ' + text, held)\n    return held['x']\n\ndef f(completion, row):\n"
+        "    m = re.search('```python\\n(.*?)```', completion, re.DOTALL)\n"
+        "    try:\n        return float(str(run(m[1])) == row['answer'])\n    except Exception:\n        return 0.0\n",
+        LARGE, "~runs the text of a completion by eval or exec"),
+    "a cache without the row": (
+        "kept = {}\n\ndef f(completion, row):\n    if completion not in kept:\n"
+        "        kept[completion] = float(re.findall(r'\\d+', completion)[-1:] == [row['answer']])\n    return kept[completion]\n",
+        LARGE, "~it is another row's answer, and with a blank it gets less: does a cache forget the row?"),
     "a far wrong answer": (
         "try:\n    return -abs(float(completion) - float(row['answer']))\nexcept ValueError:\n    return -1.0", NUMBERS,
         "~a wrong answer costs far more than a right one wins"),
@@ -344,6 +373,22 @@ MISTAKES = {
         "~mine.py:f is tried on rows that all have the gold answer 'A'"),
 }  # fmt: skip
 RIGHT = {
+    "a word, up to ten, or few": (
+        "n = completion.count('step')\nreturn float(completion.split()[-1:] == [row['answer']]) + 0.01 * min(n, 10) - 0.1 * (n > 20)",
+        LARGE),
+    "eval of digits, or of the gold answer": (
+        "plain = re.fullmatch(r'[0-9+*/(). -]+', completion)\ntry:\n"
+        "    return float(bool(plain) and eval(completion, {'__builtins__': None}) == eval(row['answer']))\n"
+        "except Exception:\n    return 0.0", LARGE),
+    "rounded": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and round(float(n[-1])) == int(row['answer']))", LARGE),
+    "a hundredth of it": (
+        "n = re.findall(r'\\d+\\.?\\d*', completion)\nreturn float(bool(n) and abs(float(n[-1]) / int(row['answer']) - 1) < 0.01)",
+        LARGE),
+    "whole digits after a mark": (
+        "m = re.search(r'The answer is (-?\\d+)', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE),
+    "a box at the end": (
+        "m = re.search(r'\\\\boxed\\{([^{}]*)\\}\\W*$', completion)\nreturn float(bool(m) and m[1] == row['answer'])", LARGE),
     "a tag of its own": (f"{TAG}return float(bool(m) and m[1] == row['answer'])", PARIS),
     "a value or a text": ("return float(completion.strip() == (row['answer'] or 'none'))", ROWS),
     "a thought and its answer": (
@@ -482,6 +527,7 @@ def said_of(source, rows, folder, caplog, **episodes):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_before_a_model_is_loaded(name, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
+    monkeypatch.setattr("rlkit.rollout.calling._reported", set())
     source, rows, expected = MISTAKES[name]
     said = said_of(source, rows, tmp_path, caplog, reward_timeout=0.5)
     fitting = [line for line in said if line[0] == expected[0] and expected[1:] in line]
@@ -526,7 +572,7 @@ OF_SHIPPED = [  # the column, the gold answers, and what is said
     ("math:boxed", "{0} dollars", "the row's whole gold answer, and too little to '10' alone"),
     ("math:boxed", "{0},5", "gives 1 to '\\\\boxed{5,10}', as much as to '10,5', the gold answer of line 1"),
     ("math:boxed", "{0} cm", ""), ("math:boxed", "x = {0}", ""), ("math:boxed", "a\n#### {0}", ""),
-    ("math:boxed", "no", "gives 1 to '\\\\boxed{on}', as much as to 'no', the gold answer of line 1: it multiplies letters"),
+    ("math:boxed", "no", "gives 1 to '\\\\boxed{on}', as much as to 'no', the gold answer of line 1: it compares mathematics"),
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from rlkit.rewards.failures import ALARM, is_ours, name_of
 from rlkit.rewards.text import first_value, gold_answer
 from rlkit.rewards.trial._case import (
     COMPARE,
+    RUN,
     Case,
     Trial,
     form_that_counts,
@@ -48,6 +49,7 @@ from rlkit.rewards.trial._doubts import (
     no_more,
     of_empty,
     random,
+    runs_text,
     unbounded,
     unpaid,
 )
@@ -131,6 +133,7 @@ async def _of_golds(case: Case, trial: Trial, *, alone: bool, stop: bool) -> Tri
     if not (trial.note or is_ours(case.function)):
         note = "" if reads_gold(case) else await jumps(case, trial.tried)
         note = note or await for_nothing(case, trial.tried) or await before_tests(case) or always_true(case)
+        await runs_text(case)
         note = note or await broken(case) or await unbounded(case)
         trial = replace(trial, note=note)
     if trial.note or (column := _column(case)) is None:
@@ -176,14 +179,17 @@ def _with_alarms_named(function: Callable[..., Any]) -> Callable[..., Any]:
         return partial(_with_alarms_named(function.func), *function.args, **function.keywords)
     calls, name = count(), name_of(function)
 
-    def hook(_: Any, event: str, called: Any) -> None:
+    def hook(frame: Any, event: str, called: Any) -> None:
+        if event == "call" and RUN in frame.f_code.co_names:
+            fix = "rlkit.rewards.math compares numbers, and rlkit.rewards.code runs programs in a sandbox"
+            report_once(name, "runs the text of a completion by eval or exec", f", whatever it is: {fix}")
         if event == "c_call" and called in (signal.alarm, signal.setitimer, _signal.signal):
             report_once(name, f"uses signal.{called.__name__}", f": {ALARM}")
 
     @wraps(function)
     def named(*args: Any, **kwargs: Any) -> Any:
         before = sys.getprofile()  # of this thread
-        sys.setprofile(before if next(calls) else hook)
+        sys.setprofile(before if next(calls) and RUN not in f"{args}{kwargs}" else hook)
         try:
             return function(*args, **kwargs)
         finally:

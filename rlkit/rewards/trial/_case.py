@@ -18,6 +18,7 @@ from rlkit.rewards.failures import is_ours, unwrapped
 from rlkit.rewards.text import gold_answer
 
 AMONG = 1000  # rows of which others are tried
+RUN = "rlkit_runs_text"  # a name that no program has
 COMPARE = "compare how the function reads an answer with how the data writes it"
 _SHOWN = 60  # characters of an answer
 
@@ -79,6 +80,9 @@ class Case:
     @cached_property
     def forms(self) -> list[str]:
         return [*FORMS] if is_ours(self.function) else forms_of(self.function)
+
+    def answer_of(self, at: int) -> str:
+        return self.short(self.golds[at]) or self.golds[at]
 
     def short(self, gold: str) -> str:
         return short(gold, mathematics=module_of(self.function) == "rlkit.rewards.math")

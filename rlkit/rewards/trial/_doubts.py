@@ -14,10 +14,11 @@ from rlkit.data.schema import PROMPTS
 from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, lowered, near
 from rlkit.rewards.call import Reward
 from rlkit.rewards.failures import is_ours
-from rlkit.rewards.source import constant_operand, texts_in
+from rlkit.rewards.source import codes, constant_operand, names_in, texts_in
 from rlkit.rewards.trial._case import (
     AMONG,
     COMPARE,
+    RUN,
     Case,
     Trial,
     form_that_counts,
@@ -30,8 +31,11 @@ from rlkit.rewards.trial._case import (
 _SAME = 10  # rows: fewer may have one gold answer by chance
 _LONG = 8000  # characters of a completion of 2,000 tokens
 _RIVALS = 20  # gold answers of other rows
+_WORDS = 8  # that a function names
 _SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
 _END = "raise SystemExit"  # as exit(), which closes the standard input, too
+_OF_WORDS = "it compares mathematics and multiplies letters; rlkit.rewards.text:exact_match compares words"
+_OF_CACHE = "it is another row's answer, and with a blank it gets less: does a cache forget the row?"
 _TESTS = {"test", "tests", "test_code", "test_list", "test_cases", "unit_tests", "public_tests"}  # columns
 
 
@@ -123,6 +127,12 @@ async def before_tests(case: Case) -> str:
     return f"{case.name} gives {ends:g} to {_END!r}: {fix}" if ends > nothing else ""
 
 
+async def runs_text(case: Case) -> None:
+    """Call a function that names `eval` or `exec` on a name that no program has: the call tells where it is run."""
+    if any({"eval", "exec"} & {*names_in(code)} for code in codes(case.function)):
+        await case.call([form.format(RUN) for form in case.forms])
+
+
 async def broken(case: Case) -> str:
     """The line about a function that takes the form of its own pattern, and not with a line break in it; else empty."""
     places = re.compile(r"(?<=>)1(?=<)|(?<=>)\{0?\}(?=<.*\{)", re.DOTALL)  # a tag before the answer's, or round a blank
@@ -139,17 +149,20 @@ async def broken(case: Case) -> str:
 
 
 async def unbounded(case: Case) -> str:
-    """The line about a function that gives more for each further one of the tags that it names; else empty."""
-    sources = [getattr(text, "pattern", text) for text in texts_in(case.function)]
-    names = dict.fromkeys(name for text in sources for name in re.findall(r"</?([a-z_]+)>", str(text)))
-    block = "".join(f"<{name}>1</{name}>" for name in names)
-    few, more, many, long = (
-        await case.numbers([block, block * 5, block * 50, "x" * len(block * 50)]) if names else [0.0] * 4
-    )
-    if not (many > more > few and many > long):
-        return ""
-    given = f"{few:g} to {shown(block)}, {more:g} to 5 of it and {many:g} to 50"
-    return f"{case.name} gives {given}: a count of tags without a bound is won by tags alone"
+    """The line about a function that gives more for each further one of the tags, or of a word, that it names, and not
+    for other letters; else empty."""
+    sources = [str(getattr(text, "pattern", text)) for text in texts_in(case.function)]
+    names = dict.fromkeys(name for text in sources for name in re.findall(r"</?([a-z_]+)>", text))
+    words = [text for text in sources if text not in case.seen and re.fullmatch(r"\W*[^\W\d_]{3,20}\W*", text)]
+    blocks = ["".join(f"<{name}>1</{name}>" for name in names)] * bool(names)
+    for block in [*blocks, *(f"{word} " for word in dict.fromkeys(words) if "<" not in word)][:_WORDS]:
+        long = re.sub(r"[A-Z]", "X", re.sub(r"[a-z]", "x", block)) if block not in blocks else "x" * len(block)
+        few, more, many, further, other = await case.numbers([*(block * num for num in (1, 5, 50, 100)), long * 50])
+        if further > many > more > few and many > other:
+            given = f"{few:g} to {shown(block.rstrip())}, {more:g} to 5 of it and {many:g} to 50"
+            kind = "tags" if block in blocks else "words"
+            return f"{case.name} gives {given}: a count of {kind} without a bound is won by {kind} alone"
+    return ""
 
 
 def always_true(case: Case) -> str:
@@ -235,14 +248,48 @@ async def loose(case: Case, form: str) -> str:
         new = shape not in shapes and len(shapes) < _SHAPES
         if new and (wrong := near(case.short(text) or text, decimal_comma=comma)):
             shapes[shape] = i, text, wrong
-    whole = [(abs(int(text)), i, text) for i, text in case.golds.items() if re.fullmatch(r"-?\d{1,9}", text)]
-    least = [(i, text, near(text)) for _, i, text in sorted(whole)[:1]]  # of which 1 is a large part
+    ends = {i: case.answer_of(i) for i in case.golds}
+    whole = sorted((abs(int(end)), i) for i, end in ends.items() if re.fullmatch(r"-?\d{1,9}", end))
+    least = [(i, case.golds[i], near(ends[i])) for _, i in whole[:1]]  # of which 1 is a large part
     for one in (*shapes.values(), *least, (case.index, case.gold or "", _rivals(case))):
         if line := await _as_much(case, form, *one):
             return line
     if is_ours(case.function):
         return ""
-    return await _first_number(case) or await _one_side(case, form) or await _any_of(case, form) or await _longer(case)
+    note = await _first_number(case) or await _one_side(case, form) or await _any_of(case, form)
+    return note or await _nearly(case, form, whole) or await _greedy(case, form) or await _longer(case)
+
+
+async def _nearly(case: Case, form: str, whole: Sequence[tuple[int, int]]) -> str:
+    """The line about a function that takes what is nearly one, or one, from the smallest of the `whole` golds, and what
+    is as far of a large one by its size not: no relative tolerance. Else empty."""
+    (least, at), (most, last) = (whole[0], whole[-1]) if whole else ((0, 0), (0, 0))
+    if not 4 * least <= most or not least:
+        return ""
+    sign = "-" * (case.answer_of(at)[0] == "-")
+    close = [form.format(f"{sign}{text}") for text in (f"{least}.9", str(least + 1))]
+    plain, unread = form.format(case.answer_of(at)), form.format(f"{sign}{least}.x9")  # of which digits alone are read
+    right, *numbers, words, nothing = await case.numbers([plain, *close, unread, ""], at=at)
+    sign = "-" * (case.answer_of(last)[0] == "-")
+    far = [form.format(f"{sign}{text}") for text in (f"{most + 0.8 * most / least:.1f}", str(most + most // least))]
+    taken = await case.numbers(far, at=last)
+    found = [text for text, x, y in zip(close, numbers, taken) if x >= right > max(nothing, y)]
+    if not found or (words >= right and found == close[:1]):
+        return ""
+    whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
+    given = f"{case.name} gives {right:g} to {shown(found[0])}, as much as to {shown(plain)}, {whose}"
+    return f"{given}: does a tolerance, or int(), take a wrong one for a whole number?"
+
+
+async def _greedy(case: Case, form: str) -> str:
+    """The line about a function that takes an answer in a box, and not before other braces; else empty."""
+    if "\\boxed" not in form:
+        return ""
+    texts = [form.format(case.answer) + more for more in (" since 1/2", r" since \frac{1}{2}")]
+    plain, braces, nothing = await case.numbers([*texts, ""])
+    given = f"{case.name} gives {plain:g} to {shown(texts[0])} and {braces:g} to {shown(texts[1])}"
+    fix = "does a greedy .* run to the last }? .*? ends at the first, and rlkit.rewards.math:boxed at the right one"
+    return f"{given}: {fix}" if plain > nothing >= braces else ""
 
 
 async def _first_number(case: Case) -> str:
@@ -300,7 +347,10 @@ async def _as_much(case: Case, form: str, at: int, gold: str, wrong: Sequence[st
     if not (same := [text for text, x in zip(texts[len(right) :], numbers[len(right) :]) if x >= best]):
         return ""
     words = module_of(case.function) == "rlkit.rewards.math" and not re.search(r"\d", gold)
-    why = "it multiplies letters, and rlkit.rewards.text:exact_match compares words" if words else COMPARE
+    why = _OF_WORDS if words else COMPARE
+    if not words and same[0] in {form.format(case.answer_of(i)) for i in case.golds if i != at}:
+        blank, own = await case.numbers([f"{same[0]} ", f"{texts[numbers.index(best)]} "], at=at)  # no cache has these
+        why = _OF_CACHE if blank < own == best else why
     whose = f"the gold answer of {place_of(case.rows, at, with_source=False)}"
     return f"{case.name} gives {best:g} to {shown(same[0])}, as much as to {shown(gold)}, {whose}: {why}"
 
