@@ -81,7 +81,7 @@ HANGS = "9999999999!"
 pytestmark = pytest.mark.usefixtures("new_math_pool")
 
 
-@pytest.mark.slow_cases('-5--5-1')
+@pytest.mark.slow_cases("-5--5-1")
 @pytest.mark.parametrize(("gold", "text", "right"), PUBLISHED)
 async def test_published_pairs(gold, text, right):
     assert (await equal(gold, text, search=True, timeout_s=60)).equal == bool(right)
