@@ -134,6 +134,7 @@ def karmarkar_karp(lens: list[int], k: int) -> list[list[int]]:
 SIZES = [(2, 64), (4, 128), (8, 256), (8, 1024), (64, 2048)]
 
 
+@pytest.mark.slow_cases("0-64-2048")
 @pytest.mark.parametrize(("ranks", "sequences"), SIZES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ranks_wait_at_most_five_per_cent(ranks, sequences, seed):

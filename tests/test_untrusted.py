@@ -113,7 +113,7 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(untrusted, "_CHEAP", 1000)
 
 
-@pytest.mark.slow_cases("rows.jsonl.gz")
+@pytest.mark.slow_cases("rows.jsonl.gz", "cell.csv")
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.usefixtures("small_limits")
 def test_data(name, tmp_path):
@@ -197,6 +197,7 @@ YAML = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("keys")
 @pytest.mark.parametrize("name", YAML)
 def test_yaml(name, tmp_path):
     path = tmp_path / "run.yaml"
@@ -457,6 +458,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.slow_cases("wide.gif")
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(name, tmp_path, monkeypatch):
     monkeypatch.setenv("RLKIT_LIMITS", "image_mib=1" + " image_mpixels=2" * name.endswith("jp2"))

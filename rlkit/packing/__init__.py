@@ -477,7 +477,8 @@ def with_advantages(batch: Batch, baseline: Callable[..., Float[Tensor, "E"]]) -
     """
     check_batch(batch)
     advantages, num = episode_advantages(baseline, batch), batch.group_ids.numel()
-    if readable(advantages) and num > 1 and not advantages.any() and batch.group_ids.unique().numel() == num:
+    alone = readable(advantages) and not advantages.any() and batch.group_ids.unique().numel() == num
+    if alone and batch.rewards.unique().numel() > 1:
         fault = f"each of the {num} trajectories is a group of its own, and all advantages are 0"
         warnings.warn(f"{fault}: sample several of a prompt (group_size)", stacklevel=2)
     return with_streams(batch, advantages=broadcast_to_tokens(advantages, cu_seqlens=batch.cu_seqlens))

@@ -69,6 +69,7 @@ async def test_openai_chat_completions(tmp_path):
 _SHARES = ((0, 1), (2, 3), (4, 5), (6,))  # the turns of each piece: the last choice of two is a branch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "package"),
     nightly.only([("openai_responses", "openai"), ("anthropic_messages", "anthropic")], ("openai_responses", "openai")),

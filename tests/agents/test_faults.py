@@ -109,6 +109,7 @@ def check(groups, *, num):
             assert sum(t.info["metrics"]["failed"] for t in group) == num
 
 
+@pytest.mark.slow
 async def test_every_fault_beside_good_agents(nothing_left, tmp_path):
     groups = await episodes([*FAILS, *GOOD], num=2, logs=tmp_path / "logs")
     check(groups, num=2)

@@ -60,6 +60,7 @@ def test_what_stages_ask_for_exists(programme, tmp_path, monkeypatch):
     assert seen == set(names)
 
 
+@pytest.mark.slow
 def test_a_stage_at_its_limit_is_killed_with_its_children(programme, tmp_path, monkeypatch):
     stubborn = (
         "import os, signal, subprocess, sys, time\n"

@@ -93,6 +93,7 @@ def test_a_run_that_breaks_the_device_is_left_out_and_the_rest_continues(
         assert rows["ours"]["ms"]
 
 
+@pytest.mark.slow
 def test_a_slow_first_run_is_broken_off_and_later_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

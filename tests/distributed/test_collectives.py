@@ -146,6 +146,7 @@ def from_flags_on_rank(rank, world, folder):
     return counts
 
 
+@pytest.mark.slow
 def test_the_flag_keeps_layers(pool, tmp_path):
     """A gather of the root, and one or two of the embedding and of each layer."""
     model().save_pretrained(tmp_path)
@@ -227,6 +228,7 @@ CKPT, KEPT = {"activation_checkpointing": True}, {"reshard_after_forward": False
     "2-tied-sizes1-options1",
     "4-model-sizes2-options2",
     "4-model-sizes4-options4",
+    "4-model-sizes5-options5",
 )
 @pytest.mark.parametrize(
     ("world", "make", "sizes", "options"),

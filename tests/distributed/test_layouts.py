@@ -238,6 +238,7 @@ FEWER = {
 CI_FEWER = {"1 offload checkpointing tied", "2 cp"}
 
 
+@pytest.mark.slow_cases("2 cp")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in CI_FEWER)) for x in FEWER])
 def test_other_numbers_of_ranks_equal_one_process(pool, truth, name):
     world, case = FEWER[name]

@@ -197,7 +197,7 @@ def from_files_on_rank(rank, world, folder, sizes):
     return said.getvalue(), before, {name: x.clone() for name, x in stream_weights(model)}
 
 
-@pytest.mark.slow_cases("moe-sizes2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -286,6 +286,7 @@ def experts_over_ep(rank, world):
     assert all(".lora_" in name for name, p in cut.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_are_refused_with_expert_parallel(ranks):
     ranks.run(experts_over_ep)
 

@@ -115,6 +115,7 @@ def replayed_on_rank(rank, world, sizes):
     return replayed(parallelize(model(), mesh := make_mesh(Parallel(**sizes)), **options), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ep": 2, "cp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)])
 def test_given_experts_are_replayed_on_every_layout(ranks, sizes):
     one, own = replayed(prepare_model(model()), None), prepare_model(model())

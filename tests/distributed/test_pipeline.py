@@ -138,6 +138,7 @@ def test_four_stages_equal_one_process(ran, truth, delayed, tied):
     assert of_stage == [{"0"}, {"1"}, {"2", "3"}, {"4"}], "the head costs nearly as much as a layer"
 
 
+@pytest.mark.slow
 def test_the_schedule_is_one_forward_one_backward(ran):
     """As many micro-batches are in flight on a stage as there are stages from it to the end."""
     num = sum(1 for _ in microbatches(data(), max_tokens=40))
@@ -162,7 +163,7 @@ def weights_on_rank(rank, world, sizes, lora, tied):
     return found | dict(adapter_weights(stage))
 
 
-@pytest.mark.slow_cases("sizes4-True-True")
+@pytest.mark.slow_cases("sizes4-True-True", "sizes0-False-False")
 @pytest.mark.parametrize(
     ("sizes", "lora", "tied"),
     [

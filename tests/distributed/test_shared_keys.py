@@ -96,7 +96,15 @@ def truth():
     return found
 
 
-@pytest.mark.slow_cases("sizes1-False-long", "sizes1-False-turns", "sizes1-True-long", "sizes1-True-turns")
+@pytest.mark.slow_cases(
+    "sizes1-False-long",
+    "sizes1-False-turns",
+    "sizes1-True-long",
+    "sizes1-True-turns",
+    "sizes0-False-long",
+    "sizes0-True-long",
+    "sizes0-True-turns",
+)
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ def head_on_rank(rank, world, sizes, truth):
     torch.testing.assert_close(trained.value.weight.grad.full_tensor(), grad_true, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow_cases("sizes2")
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"cp": 4}, {"tp": 2, "cp": 2}])
 def test_a_head_of_ones_own(ranks, sizes):
     made = prepare_model(model())

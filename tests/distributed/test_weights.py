@@ -124,6 +124,7 @@ def experts_on_rank(rank, world, folder):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), moe().parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_experts_leave_under_the_names_of_the_checkpoint(ranks, tmp_path):
     ranks.run(experts_on_rank, tmp_path)
 
@@ -152,7 +153,7 @@ EXPORTS = {  # tied, layouts: what an export writes are the weights that `stream
 }
 
 
-@pytest.mark.slow_cases("tied")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * ("other" in x)) for x in EXPORTS])
 def test_export_loads_from_every_layout(ranks, tmp_path, name):
     ranks.run(export_on_rank, tmp_path, *EXPORTS[name])

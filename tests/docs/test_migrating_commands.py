@@ -93,6 +93,7 @@ def test_every_option_of_colossalais_script_has_an_answer(capsys: pytest.Capture
     assert any("soft_overlong(max_tokens=3584,cache_tokens=100)" in spec for spec in rewards)
 
 
+@pytest.mark.slow_cases("7-grpo", "9-grpo")
 @pytest.mark.parametrize(("script", "theirs", "ours"), PAIRS, ids=[f"{i}-{p[0]}" for i, p in enumerate(PAIRS)])
 def test_the_commands_of_the_page_become_the_ones_beside_them(
     script: str, theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
@@ -204,6 +205,7 @@ FIXED = [  # of fixed data: (script, their words, ours)
 ]  # fmt: skip
 
 
+@pytest.mark.slow_cases("sft-words9-expected9")
 @pytest.mark.parametrize(("script", "words", "expected"), nightly.only(FIXED, *FIXED[::3]))
 def test_options_of_fixed_data_are_translated(
     script: str, words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -231,6 +233,7 @@ def surrogate(words: str, capsys: pytest.CaptureFixture[str]) -> Callable[[Tenso
     )
 
 
+@pytest.mark.slow_cases("10.0")
 @pytest.mark.parametrize("bound", [2.5, 10.0])
 def test_the_bound_of_the_ratio_is_that_of_the_other_system(bound: float, capsys: pytest.CaptureFixture[str]) -> None:
     log_ratio = torch.linspace(-2, 4, 61, dtype=torch.float64).repeat(2)
@@ -388,6 +391,7 @@ log_completions: true
 """
 
 
+@pytest.mark.slow
 def test_a_file_of_trl_is_written_with_our_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trl.yaml").write_text(FILE)
     with pytest.raises(SystemExit):
@@ -450,6 +454,7 @@ OURS = {
 }
 
 
+@pytest.mark.slow_cases("OpenRLHF ppo", "slime grpo")
 @pytest.mark.parametrize("name", AS_FOUND)
 def test_whole_scripts_take_two_attempts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The first is refused with each option answered, the second parsed; what is left to give is named in the notes."""

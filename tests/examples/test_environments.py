@@ -180,6 +180,7 @@ async def test_a_game_of_two_turns_is_learnt(tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 
 
+@pytest.mark.slow
 async def test_the_loop_takes_episodes_in_pieces(tmp_path):
     """Under a template that forgets what was thought: every game of two turns becomes two sequences."""
     tokenizer = tiny_tokenizer()

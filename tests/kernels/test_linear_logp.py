@@ -311,7 +311,7 @@ def test_a_frozen_head_allocates_nothing_of_its_size(monkeypatch: pytest.MonkeyP
     assert largest.numel <= 3 * 32 * 64  # the tile buffers
 
 
-@pytest.mark.slow_cases("kept")
+@pytest.mark.slow
 def test_operators_pass_opcheck(mode: str) -> None:
     for options in ({}, {"bias": True}):
         tensors, targets = problem(6, 20, 3, dtype=torch.float32, **options)

@@ -156,6 +156,7 @@ def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_operators_and_compilation() -> None:
     a, b, x_end = (x.requires_grad_() for x in problem([6, 0, 9], 7))
     cu = cumulative([6, 0, 9])

@@ -123,7 +123,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.slow_cases("exponential-ppo", "fixed-ppo", "decay-grpo1", "pid-grpo1")
+@pytest.mark.slow_cases("exponential-ppo", "fixed-ppo", "decay-grpo1", "pid-grpo1", "linear-grpo0")
 @pytest.mark.parametrize(("rule", "loop"), LOOPS)
 def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path, rule, loop):
     """In two parts: so what a rule remembers (a sum, a count, a gate) is there again, or its equation breaks."""

@@ -235,7 +235,7 @@ LEARNS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("advantage", "forward", "jsd", "reverse")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNS)
 def test_the_student_comes_nearer_to_its_teachers(name, tmp_path, capsys):
     """A student that is sure of its tokens, and two teachers that are less so."""
@@ -249,6 +249,7 @@ def length_and_digits(completion, row):
     return float(sum(map(ord, completion)) % 7)
 
 
+@pytest.mark.slow
 def test_without_a_teacher_it_is_grpo_and_both_train_at_once(tmp_path):
     score = scorer(length_and_digits, tokenizer=tokenizer(), timeout_s=60)
     teacher = LocalTeacher(Policy(sharp(7)), 128)
@@ -300,6 +301,7 @@ def test_a_divergence_of_the_user_gives_a_loss_per_row():
         )
 
 
+@pytest.mark.slow_cases("forward")
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("name", BETAS)
 def test_it_is_the_loss_of_trls_trainers(name, monkeypatch):

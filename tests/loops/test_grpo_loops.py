@@ -172,6 +172,7 @@ def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
     assert max(line["mismatch/abs_max"] for line in lines) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [grpo, pytest.param(async_grpo, marks=pytest.mark.slow)])
 def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
     """Of an adapter that is not 0 from the start, while the engine samples with it."""
@@ -196,6 +197,7 @@ def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
     assert lines[0][1]["kl/ref"] > 1e-4
 
 
+@pytest.mark.slow_cases("grpo1")
 @pytest.mark.parametrize("loop", [grpo, async_grpo])
 def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
     """No eos, so every answer is truncated: nothing is left to learn from, or to measure, and the weights stay."""
@@ -216,6 +218,7 @@ def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
     assert "all rewards are equal" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", nightly.only([0.0, 1.0, 2.0], 2.0))
 def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     model, engine = small_model(), CopyEngine()
@@ -293,6 +296,7 @@ def test_the_asynchronous_loop_moves_its_reference_and_resumes_with_it(tmp_path)
     assert [line["kl/ref"] for line in again] == pytest.approx([line["kl/ref"] for line in lines], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_asynchronous_loop_resumes_with_what_it_had_sampled(tmp_path):
     def reward_until(limit):
         count = 0

@@ -115,6 +115,7 @@ def test_the_first_step_is_trls_formula_and_its_gradient(tmp_path, seed, positiv
     assert line["accuracy"] == pytest.approx(sum(right) / 12)
 
 
+@pytest.mark.slow
 def test_the_evaluation_is_of_the_exported_model_and_it_learns(tmp_path):
     lines = run(tmp_path, loss=LOSS, steps=12)
     assert lines[0]["eval/kl"] == 0
@@ -170,6 +171,7 @@ def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
     assert lines[0][-1]["kl"] > 0
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_lines(tmp_path):
     whole = run(tmp_path / "whole")
     run(tmp_path / "run", steps=4)

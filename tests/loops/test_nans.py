@@ -122,6 +122,7 @@ def sound(folder):
     return lines
 
 
+@pytest.mark.slow_cases("grpo1")
 @pytest.mark.parametrize("loop", [grpo, async_grpo])
 def test_a_reward_that_is_nan(tmp_path, capsys, loop):
     with pytest.raises(ValueError, match=r"step 1: rewards \(made by the reward function or the environment\)") as told:
@@ -209,6 +210,7 @@ class Rash(torch.optim.AdamW):
         super().step()
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.parametrize("loop", [grpo, sft, dpo, kto])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, loop):
     """The third step takes the weights past fp32: the checkpoint and the export of the second stay as they were."""

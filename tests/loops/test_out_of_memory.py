@@ -141,6 +141,7 @@ def test_one_rank_retries_and_several_are_told_the_flag(tmp_path, monkeypatch, c
     assert error.value.__notes__[0].endswith("lower --max-tokens")
 
 
+@pytest.mark.slow_cases("dpo")
 @pytest.mark.parametrize("loop", [sft, dpo])
 def test_examples_and_pairs_train_as_with_smaller_micro_batches(loop, tmp_path, caplog):
     """Those of a pair stay together."""

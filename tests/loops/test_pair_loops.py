@@ -124,6 +124,7 @@ def test_a_loss_without_reference_reads_mean_log_probs_and_adds_the_likelihood(t
     assert lines[-1]["eval/loss"] == pytest.approx(sum(found) / 7, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", nightly.only([dpo, reward_model], reward_model))
 def test_the_size_of_micro_batches_changes_nothing(tmp_path, loop):
     """Pairs of up to 19 tokens in micro-batches of 20, so of one or two, against all at once."""
@@ -141,6 +142,7 @@ def test_the_size_of_micro_batches_changes_nothing(tmp_path, loop):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
     """The lines are those of a second model as the reference; `adapter/` over the first model is what `model/` is."""
     import peft
@@ -162,6 +164,7 @@ def test_an_adapter_leaves_out_what_it_learned_for_its_reference(tmp_path):
         run(tmp_path / "same", dpo, whole, reference=whole)
 
 
+@pytest.mark.slow
 def test_log_probs_of_the_reference_that_were_computed_once_give_the_same_lines(tmp_path, monkeypatch):
     """Over two epochs, with evaluation and a resumed run; the model before training is its own reference."""
     import rlkit.loops.preference as module
@@ -249,6 +252,7 @@ def test_padding_that_ends_the_responses_is_taken_out_of_the_export(tmp_path):
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").config.pad_token_id is None
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_lines(tmp_path):
     whole = run(tmp_path / "whole", reference=small_model())
     run(tmp_path / "run", reference=small_model(), steps=4)

@@ -267,6 +267,7 @@ def test_the_critic_learns_alone_at_first(folder, tmp_path):
     assert "entropy" not in lines_of(tmp_path / "run")[0]
 
 
+@pytest.mark.slow
 def test_the_kl_coefficient_waits_for_the_policy(folder, tmp_path):
     reference = prepare_model(tiny_model(tokenizer(), **SIZES, seed=1))
     kl = {"kl_coef": 0.05, "reference": reference, "controllers": {"kl": kl_linear(target=1e-9, rate=0.05)}}

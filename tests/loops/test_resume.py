@@ -103,6 +103,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
         assert (output / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_open_keeps_its_args(task, tmp_path):
     output = tmp_path / "run"
     with run(task, "sft", output, "--steps", "100000", start=warm.Popen, stdout=subprocess.PIPE) as process:

@@ -52,7 +52,7 @@ def visited(monkeypatch, command, data, *argv):
     return seen
 
 
-@pytest.mark.slow_cases("grpo", "sft", "dpo", "reward_model")
+@pytest.mark.slow_cases("grpo", "sft", "dpo", "reward_model", "kto")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
 def test_a_changed_file_begins_at_its_first_row(command, folder, monkeypatch, capfd):
@@ -65,6 +65,7 @@ def test_a_changed_file_begins_at_its_first_row(command, folder, monkeypatch, ca
     assert ".jsonl is new or has changed: it begins at its first row" in capfd.readouterr().out
 
 
+@pytest.mark.slow_cases("grpo")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", ["grpo", "sft"])
 def test_an_added_file_leaves_the_place_of_the_other(command, folder, monkeypatch, capfd):
@@ -79,7 +80,7 @@ def test_an_added_file_leaves_the_place_of_the_other(command, folder, monkeypatc
     assert "begins at" not in capfd.readouterr().out, "said once"
 
 
-@pytest.mark.slow_cases("b-grpo", "b-sft")
+@pytest.mark.slow_cases("b-grpo", "b-sft", "a-grpo")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", ["grpo", "sft"])
 @pytest.mark.parametrize("new", ["a", "b"])

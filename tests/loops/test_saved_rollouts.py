@@ -44,6 +44,7 @@ def same_weights(a, b):
     return all(torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("with_critic", [False, True])
 def test_the_weights_are_those_of_the_run_that_sampled(with_critic, tmp_path, capsys):
@@ -63,6 +64,7 @@ def test_the_weights_are_those_of_the_run_that_sampled(with_critic, tmp_path, ca
         assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_resumed_run_goes_on_in_the_folder(tmp_path):
     true, _ = run(tmp_path / "a", save_rollouts=tmp_path / "whole")

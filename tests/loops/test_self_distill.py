@@ -138,6 +138,7 @@ def test_the_average_follows_and_is_refused_where_it_cannot():
         averaged(ema, {"": teacher}, model, Penalties(kl_coef=0.1, ref_sync_steps=1))
 
 
+@pytest.mark.slow
 def test_a_run_with_an_average_resumes_with_it(tmp_path):
     """The hint is what a verifier said of the answer; held-out rows get none."""
 

@@ -71,6 +71,7 @@ def close(one, other):
     return torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow_cases("plain", "rslora")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_of_peft_has_its_log_probs_on_every_road(kind, base, tmp_path):
     import peft

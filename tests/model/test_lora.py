@@ -102,7 +102,7 @@ def check(model_type, folder, tolerance=1e-5):
         assert (logits(loaded) - after).abs().max() < tolerance * after.abs().max()
 
 
-@pytest.mark.slow_cases("qwen3_vl_moe")
+@pytest.mark.slow_cases("qwen3_vl_moe", "nemotron_h")
 @pytest.mark.parametrize("model_type", IN_CI)
 def test_a_model_with_adapters_is_exported_as_it_was_trained_or_refused(model_type, tmp_path):
     check(model_type, tmp_path)
@@ -249,6 +249,7 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_leaves_out_what_never_changes(tmp_path, monkeypatch):
     model, optimizer = adapted_model()
     path = save_checkpoint(tmp_path / "a", step=1, model=model, optimizer=optimizer, state={}, keep=1)

@@ -95,12 +95,13 @@ def compare(model, samples, *, packed, states=False):
         assert max((x - true[name]).abs().max() for name, x in ours.items()) < 1e-5 * largest
 
 
-@pytest.mark.slow_cases("falcon_h1", "gpt_oss", "jamba", "nemotron_h", "qwen3_5_text")
+@pytest.mark.slow_cases("falcon_h1", "gpt_oss", "jamba", "nemotron_h", "qwen3_5_text", "minimax")
 @pytest.mark.parametrize("model_type", PACKED)
 def test_packed(model_type):
     compare(built(model_type), groups(), packed=True, states=model_type in STATES)
 
 
+@pytest.mark.slow_cases("llama4_text", "rwkv")
 @pytest.mark.parametrize("model_type", UNPACKED)
 def test_unpacked(model_type):
     compare(built(model_type), groups(), packed=False)
@@ -114,7 +115,7 @@ def test_rarer_types(model_type):
     compare(built(model_type), groups(), packed=model_type != "xlstm", states=model_type in REST[:6])
 
 
-@pytest.mark.slow_cases("nemotron_h")
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_gradient_checkpointing_of_transformers_has_the_plan_or_is_refused(model_type):
     model, batch = prepare_model(built(model_type)), pack(groups())
@@ -141,6 +142,7 @@ def first_only(states, x, _layer=0, state_idx=0, **_):
 WRONG = {"of_rows": lambda *_: recurrent.States(), "update_recurrent_state": first_only}
 
 
+@pytest.mark.slow_cases("of_rows")
 @pytest.mark.parametrize("name", WRONG)
 def test_kernels_of_a_device_that_differ_leave_the_model_unpacked(monkeypatch, name):
     """The CPU in place of a device: what the recurrent layers return is as its kernels would have it."""

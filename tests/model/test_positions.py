@@ -144,6 +144,7 @@ def test_each_command_asks_for_the_positions_of_the_model(command, models, tmp_p
     assert "64" in said
 
 
+@pytest.mark.slow
 def test_a_model_of_few_positions_is_named_where_examples_are_dropped_or_the_limit_was_set(models, tmp_path, caplog):
     words = command_line(models, "sft", "plain", tmp_path / "o")
     (tmp_path / "short.jsonl").write_text("".join(f'{{"prompt": "p", "response": "{x}"}}\n' for x in "ab"))

@@ -147,6 +147,7 @@ def test_what_trains_is_sampled_streamed_and_exported(kind, options, tmp_path):
     torch.testing.assert_close(loaded(IDS).logits, sdpa(IDS).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow_cases("int8")
 @needs_peft
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_have_the_gradients_of_the_dequantized_model(kind):
@@ -160,6 +161,7 @@ def test_adapters_have_the_gradients_of_the_dequantized_model(kind):
         assert not torch.allclose(logp_of(model, [5, 9], [3, 20, 31]), logp_of(whole, [5, 9], [3, 20, 31]), atol=1e-3)
 
 
+@pytest.mark.slow
 @needs_peft
 def test_a_checkpoint_is_of_one_base(tmp_path):
     model, _ = on_base("nf4")

@@ -56,7 +56,7 @@ def trajectories(prompts, outs):
     return [[Trajectory(p, o.ids, [True] * len(o.ids), o.logp, o.versions, experts=o.experts)] for p, o in found]
 
 
-@pytest.mark.slow_cases("glm4_moe", "nemotron_h", "qwen3_5_moe_text")
+@pytest.mark.slow_cases("glm4_moe", "nemotron_h", "qwen3_5_moe_text", "gpt_oss")
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_engine_reports_what_its_routers_chose_and_the_trainer_replays_it(model_type):
     model = built(model_type)
@@ -182,6 +182,7 @@ def test_a_model_that_replays_nothing_refuses_experts(model_type):
     assert forward(model, own_routing(batch)).logp.isfinite().all()
 
 
+@pytest.mark.slow_cases("mixtral")
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3"])
 def test_critics_and_teachers_choose_for_themselves(model_type, tmp_path):
     """They did not sample the batch, and may be dense."""

@@ -72,6 +72,7 @@ def tiny(tmp_path):
     return folder, whole
 
 
+@pytest.mark.slow_cases("qwen3_next")
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.slow] * (x == "deepseek_v3")) for x in KINDS])
 def test_weights_of_multi_token_prediction_leave_as_they_came(kind, tmp_path):
     layers, name = KINDS[kind]
@@ -218,7 +219,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow_cases("dpo", "kto", "reward_model", "sft")
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
 def test_each_command_exports_what_it_read(command, tiny, tmp_path, monkeypatch, capfd):

@@ -61,7 +61,7 @@ def sampled(groups: list[list[Trajectory]]) -> torch.Tensor:
     return torch.tensor([m for group in groups for t in group for m in t.mask])
 
 
-@pytest.mark.slow_cases("gemma3", "qwen2_vl", "qwen3_vl")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", nightly.only(vision.TYPES, *(k for k in vision.TYPES if not k.endswith("_moe") and k != "qwen3_5"))
 )
@@ -84,7 +84,7 @@ def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
         assert max(float((found[name] - x).abs().max()) for name, x in expected.items()) < 2e-3 * largest
 
 
-@pytest.mark.slow_cases("qwen3_vl")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [k if k in ("qwen3_vl", "gemma3") else pytest.param(k, marks=pytest.mark.slow) for k in vision.TYPES]
 )
@@ -167,6 +167,7 @@ def test_a_batch_keeps_the_images_of_its_prompts():
     assert [(len(group[0].images), len(group[0].later_images)) for group in last] == [(2, 1), (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_prompt_with_an_image_is_copied_where_a_recurrent_model_shares_a_longer_one():
     model, drawn = small("qwen3_5"), torch.Generator().manual_seed(3)
     image, text = vision.Noise(model.config), torch.randint(3, 60, (300,), generator=drawn).tolist()

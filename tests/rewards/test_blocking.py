@@ -57,6 +57,7 @@ async def test_an_async_reward_that_blocks_past_its_deadline_fails():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 async def test_an_async_reward_that_blocks_for_a_second_is_named_once(caplog):
     async def dawdles(completion, row):
         time.sleep(1.1)
@@ -80,7 +81,7 @@ def test_a_reward_that_holds_the_lock_of_python_is_shown_by_its_stack():
         process.communicate()
 
 
-@pytest.mark.slow_cases("works")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sleeps", "works"])
 def test_no_stack_is_printed_while_the_loop_runs(name):
     said, errors = start(name, 5, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate()

@@ -279,7 +279,7 @@ CHEATED = [
 ]
 
 
-@pytest.mark.slow_cases("hang", "huge")
+@pytest.mark.slow_cases("hang", "huge", "flood")
 @pytest.mark.parametrize("trick", TRICKS)
 async def test_no_trick_passes_a_test(trick):
     limits = Limits(wall_s=1.5, cpu_s=1.0) if trick in ("hang", "silence") else Limits(wall_s=60, cpu_s=60)

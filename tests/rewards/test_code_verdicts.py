@@ -242,6 +242,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_cases("endless generator")
 @pytest.mark.parametrize("way", WAYS)
 async def test_no_way_but_the_answer_passes_a_test(way):
     solution, tests = WAYS[way]
@@ -382,6 +383,7 @@ async def test_no_report_gives_more_than_there_are_tests():
     assert 0.0 <= verdict["reward"] <= 0.5
 
 
+@pytest.mark.slow
 async def test_lone_surrogates_and_other_unusual_texts_are_failed_samples():
     sources = [
         "print('\ud800')",
@@ -399,6 +401,7 @@ async def test_lone_surrogates_and_other_unusual_texts_are_failed_samples():
         assert all(result.notes["reason"].encode() for result in results)
 
 
+@pytest.mark.slow
 async def test_all_tests_of_a_completion_share_the_time_of_its_reward():
     """Neither a timeout of the reward, which is an error, nor the sum of what each test may take."""
     forever = "import time\nprint(2, flush=True)\nwhile True: time.sleep(0.01)"
@@ -424,6 +427,7 @@ async def test_all_tests_of_a_completion_share_the_time_of_its_reward():
     assert results[1].notes["reason"] == "test 1 of 12: timeout: no end after 0.4 s"
 
 
+@pytest.mark.slow
 async def test_tests_after_the_deadline_are_not_run():
     ran = []
     row = {"test_cases": {"inputs": ["1", "2", "3", "4"], "outputs": ["1"] * 4}}

@@ -172,6 +172,7 @@ async def test_an_answer_after_a_long_text_is_found(filler):
     assert (await anywhere(text, {"answer": "0.5"}, timeout_s=60))["reward"] == 0.0
 
 
+@pytest.mark.slow
 async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
     verdict = await boxed(f"\\boxed{{{HANGS}}}", {"answer": "1"}, timeout_s=0.5)
     assert verdict == {
@@ -180,11 +181,13 @@ async def test_an_answer_that_hangs_is_undecided_and_the_next_is_not():
     assert (await equal("1/2", "2/4", timeout_s=60)).equal
 
 
+@pytest.mark.slow
 async def test_an_answer_that_hangs_is_a_zero_before_the_deadline_of_the_reward():
     (found,) = await run_reward(boxed, [Sample(f"\\boxed{{{HANGS}}}", {"answer": "1"}, 0)], timeout_s=2)
     assert (found.reward, found.metrics["undecided"]) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 async def test_a_gold_answer_that_hangs_or_is_empty_is_an_error():
     with pytest.raises(RewardError, match=r"cannot parse the gold answer '\(\(\(.*': timeout: undecided after 0.5 s"):
         await run_reward(boxed_quickly, [Sample("\\boxed{1}", {"answer": "(" * 300}, 3)], timeout_s=60)
@@ -221,6 +224,7 @@ async def boxed_quickly(completion, row):
     return await boxed(completion, row, timeout_s=0.5)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_is_reported_and_replaced():
     await equal("1/3", "2/6", timeout_s=60)
     before = {pid: cpu_ticks(pid) for pid in workers()}
@@ -247,6 +251,7 @@ async def test_workers_are_not_named_as_what_a_reward_has_started(capsys):
     assert ": of-the-user (Ctrl-C ends it)" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 async def test_idle_workers_that_are_killed_are_replaced():
     await equal("1/3", "2/6", timeout_s=60)
     before = workers()
@@ -282,6 +287,7 @@ async def test_a_cancelled_question_ends_its_worker():
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_a_question_cancelled_when_it_is_answered_already_spoils_no_other():
     await equal("1/3", "2/6", timeout_s=60)
     num_cancelled = 0
@@ -340,7 +346,7 @@ if len(sys.argv) > 1:
 """
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_workers_do_not_run_the_script_or_load_torch_and_end_with_it(tmp_path, killed):
     script = tmp_path / "script.py"  # without `if __name__ == "__main__"`

@@ -143,6 +143,7 @@ def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder, reward, flags
     assert code == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"), nightly.only([((), 2), (("--no-trial",), 1)], ((), 2)), ids=["trial", "run"]
 )

@@ -117,6 +117,7 @@ async def test_a_lone_surrogate_in_a_source_is_a_failed_run(surrogate):
     assert (await run("print(len(open(0, 'rb').read()))", stdin=surrogate)).stdout == "3\n"
 
 
+@pytest.mark.slow
 async def test_every_test_has_a_reason_where_one_ends_them_all():
     tests = ["assert f(1) == 2", "while True: pass", "assert f(2) == 3", "assert f(3) == 4"]
     found = await sandbox.run_tests(
@@ -127,6 +128,7 @@ async def test_every_test_has_a_reason_where_one_ends_them_all():
     assert all("timeout" in reason for reason in found[1:])
 
 
+@pytest.mark.slow
 async def test_endless_programs_end_in_time():
     ignores = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     loops, ignores, sleeps = await asyncio.gather(
@@ -171,6 +173,7 @@ async def test_endless_output_is_cut():
     assert len(ran.stderr) < 200_000
 
 
+@pytest.mark.slow_cases("x = 'a'\\nwhile True: x += x")
 @pytest.mark.parametrize(
     "source",
     [

@@ -579,6 +579,7 @@ OF_SHIPPED = [  # the column, the gold answers, and what is said
 @pytest.mark.slow_cases(
     "math:boxed-The answer is {0}.-the row's whole gold answer, and too little to '10' alone",
     "math:boxed-C. bag {0}-the row's whole gold answer, and too little to 'C' alone",
+    "math:boxed-{0} dollars-the row's whole gold answer, and too little to '10' alone",
 )
 @pytest.mark.parametrize(("name", "gold", "said"), OF_SHIPPED)
 def test_gold_answers_that_a_reward_of_this_package_seldom_matches_are_named(name, gold, said, tmp_path, caplog):
@@ -588,6 +589,7 @@ def test_gold_answers_that_a_reward_of_this_package_seldom_matches_are_named(nam
     assert [said in line for line in lines] == [True] * bool(said)
 
 
+@pytest.mark.slow
 def test_a_reward_is_compared_times_its_negative_weight(tmp_path, caplog):
     given, spec = loaded(tmp_path, ROWS), spec_of(tmp_path, f"{BOX}return float(bool(m) and m[1] == row['answer'])")
     wrong = spec_of(tmp_path, f"{BOX}return float(bool(m) and m[1] != row['answer'])", "wrong.py")
@@ -638,6 +640,7 @@ def test_of_several_functions_one_may_return_none(tmp_path, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_rewards_of_far_larger_size_at_equal_weight_are_named(tmp_path, caplog):
     given = loaded(tmp_path, ROWS)
     percent = spec_of(tmp_path, "return 100.0 * (completion == row['answer'])", "one.py")
@@ -696,7 +699,7 @@ def test_what_the_environment_may_give_is_no_mistake_where_it_is_missing(tmp_pat
         read_reward(Episodes(reward=spec_of(tmp_path, "return {'reward': 1.0, 'calls': None}")), given)
 
 
-@pytest.mark.slow_cases("grpo")
+@pytest.mark.slow_cases("grpo", "dpo", "eval")
 @pytest.mark.parametrize(
     "command", nightly.only(["grpo", "ppo", "distill", "eval", "sft", "dpo"], "grpo", "eval", "sft", "dpo")
 )
@@ -726,7 +729,7 @@ def test_every_command_tries_its_reward_before_a_model(command, tmp_path, monkey
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow_cases("60.0-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit_s", "times"), [(0.05, 1), (60.0, 0)])
 def test_a_trial_that_takes_long_is_told(tmp_path, monkeypatch, caplog, limit_s, times):
     monkeypatch.setattr(trial, "_SLOW_S", limit_s)

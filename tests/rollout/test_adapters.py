@@ -94,7 +94,7 @@ async def test_only_the_adapter_is_sent_and_requests_name_it(kind: Any, model: A
         assert [path.name for path in tmp_path.iterdir()] == [name], "no weights but the adapter, the old one removed"
 
 
-@pytest.mark.slow_cases("in_place-SGLang", "retract-SGLang")
+@pytest.mark.slow_cases("in_place-SGLang", "retract-SGLang", "abort-SGLang", "abort-VLLM", "retract-VLLM")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 async def test_an_update_in_the_middle_of_a_rollout(kind: Any, pause: str, model: Any, tmp_path: Path) -> None:
@@ -125,6 +125,7 @@ async def test_an_update_in_the_middle_of_a_rollout(kind: Any, pause: str, model
     assert names == sorted(names)
 
 
+@pytest.mark.slow_cases("touched1-SGLang")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("touched", [{"version": "3"}, {"model_path": "owner/other"}])
 async def test_a_server_with_other_weights_gets_the_base_once(
@@ -220,6 +221,7 @@ async def test_after_a_refused_adapter_merged_weights_are_sent(kind: Any, model:
         assert server.named == [None]
 
 
+@pytest.mark.slow_cases("VLLM")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_adapter_gives_way_to_merged_weights(kind: Any, model: Any, tmp_path: Path) -> None:
     """A second server, which takes none, comes up later: both get merged weights, and no request names an adapter."""
@@ -242,6 +244,7 @@ async def test_an_adapter_gives_way_to_merged_weights(kind: Any, model: Any, tmp
         assert able.seen[2:] == [*whole(kind), UNLOAD[kind], *whole(kind)]
 
 
+@pytest.mark.slow_cases("0-VLLM")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [0, 5])
 async def test_a_server_that_was_restarted_is_given_the_adapter_before_it_samples(
@@ -263,6 +266,7 @@ async def test_a_server_that_was_restarted_is_given_the_adapter_before_it_sample
     assert {name[:8] for name in server.named} == {f"rlkit-{version}-"}
 
 
+@pytest.mark.slow_cases("VLLM")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_requests_go_on_elsewhere_while_one_server_lacks_the_adapter(
     kind: Any, model: Any, tmp_path: Path

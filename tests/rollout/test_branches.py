@@ -220,7 +220,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.slow_cases("chatml")
+@pytest.mark.slow_cases("chatml", "qwen3")
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "llama3"])
 @given(steps=steps, said_first=st.lists(words, min_size=13, max_size=13))
 def test_any_program_is_captured_exactly(template, steps, said_first):

@@ -98,7 +98,7 @@ def assert_equal(copy: Path, version: int) -> None:
         assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.slow_cases("SGLang")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SGLang, VLLM])
 async def test_five_steps_carry_the_changed_values_and_the_server_loads_the_copy(kind: Any, tmp_path: Path) -> None:
     folder, copy = tmp_path / "shared", tmp_path / "local" / "copy"
@@ -115,6 +115,7 @@ async def test_five_steps_carry_the_changed_values_and_the_server_loads_the_copy
     assert [*folder.iterdir()] == []
 
 
+@pytest.mark.slow_cases("sglang")
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_the_flags_open_an_engine_that_sends_changes(kind: str, tmp_path: Path) -> None:
     tiny_model(tiny_tokenizer()).save_pretrained(tmp_path / "model")
@@ -131,6 +132,7 @@ async def test_the_flags_open_an_engine_that_sends_changes(kind: str, tmp_path: 
         assert loaded == [str(copy)] * 2
 
 
+@pytest.mark.slow
 async def test_a_lost_step_and_every_other_wrong_copy_gets_whole_files(tmp_path: Path, caplog: Any) -> None:
     folder, copy = tmp_path / "shared", tmp_path / "copy"
     async with server() as (url, loaded), SGLang(url, transport=FromChanges(folder, file_bytes=15_000)) as engine:

@@ -233,7 +233,7 @@ def surrogate(weights, groups):
     return (per_length(batch, max_length=1) * reinforce(logp, batch.advantages)).sum()
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("trains_summaries", [True, False])
 async def test_the_expected_gradient_is_that_of_the_expected_reward(trains_summaries):
     """All pairs of episodes, weighted by their probabilities, against autograd of sum_paths p(path) R(path)."""

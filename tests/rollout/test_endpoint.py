@@ -266,6 +266,7 @@ def test_many_episodes_at_once_and_no_server_afterwards():
         post(next(iter(urls)), messages=[user("a")])
 
 
+@pytest.mark.slow
 async def test_two_hundred_episodes_at_once_share_one_port():
     import aiohttp
 

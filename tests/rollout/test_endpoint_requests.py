@@ -253,7 +253,7 @@ def changed(draw, good):
     return json.dumps(value).replace('"<500 lists>"', json.dumps(nested(DEEP))).encode()
 
 
-@pytest.mark.slow_cases("chatml-/chat/completions")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "path"),
     nightly.only(

@@ -89,6 +89,7 @@ async def what_is_no_request_is_refused(subject):
         assert (await subject.engine.generate(prompt, params=greedy)).ids == expected.ids
 
 
+@pytest.mark.slow_cases("process", "shared")
 @pytest.mark.parametrize("name", nightly.only(ENGINES, "fake", "local", "process", "shared"))
 async def test_engine(name, model, tmp_path):
     async with engine_of(name, model, tmp_path) as subject:

@@ -247,6 +247,7 @@ def flags(given, output="run"):
     "own",
     "rl2",
     "short_names",
+    "step",
 )
 @pytest.mark.parametrize("given", RUNS)
 def test_an_environment_runs_unchanged(given, folder, tmp_path, monkeypatch):
@@ -260,7 +261,7 @@ def test_an_environment_runs_unchanged(given, folder, tmp_path, monkeypatch):
     assert {episode["gold"] for episode in episodes} <= {"1", "2", "3", "4"}
 
 
-@pytest.mark.slow_cases("Broken", "OldGym")
+@pytest.mark.slow_cases("Broken", "OldGym", "nothing")
 @pytest.mark.parametrize("given", nightly.only(FAILS, *[*FAILS][::2]))
 def test_a_failing_environment_ends_the_run_in_one_line(given, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)

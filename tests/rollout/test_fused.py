@@ -103,6 +103,7 @@ def test_weights_arrive_by_update_only():
         assert out.logp == pytest.approx(true_logp(model, prompt, out), abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", nightly.only(range(12), 0))
 def test_tokens_read_one_step_late_are_those_read_at_once(seed):
     """Requests of other lengths arrive, stop, are aborted, and new weights come between two steps of a launched one."""

@@ -285,6 +285,7 @@ def babble(tokenizer):
     return prepare_model(tiny_model(tokenizer, **sizes, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", nightly.only(["chatml", "qwen3", "llama3"], "qwen3"))
 async def test_log_probs_of_several_turns_are_those_of_the_training_forward(name):
     tokenizer = tokenizer_with(name)

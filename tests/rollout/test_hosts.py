@@ -45,6 +45,10 @@ def test_what_is_no_address_is_named(url):
     assert "router" not in str(caught.value)
 
 
+@pytest.mark.slow_cases(
+    "127.0.0.1:9-'127.0.0.1:9' is no address of a server: it must begin with http://",
+    "http://192.0.2.1:30000-192.0.2.1:30000 is another machine: weights go to SGLang",
+)
 @pytest.mark.parametrize(("url", "said"), [
     (f"http://{ELSEWHERE}:30000", f"{ELSEWHERE}:30000 is another machine: weights go to SGLang"),
     ("http://no-such-host.invalid:1", "the host 'no-such-host.invalid' has no address"),

@@ -75,7 +75,7 @@ async def test_a_placeholder_is_never_sampled(task: tuple[Any, Any, list[Prompt]
             assert not ids & {model.config.image_token_id, model.config.video_token_id}
 
 
-@pytest.mark.slow_cases("api0")
+@pytest.mark.slow
 @pytest.mark.parametrize("api", [SGLangApi(), VLLMApi()])
 def test_a_server_is_sent_one_placeholder_an_image(api: Any, task: tuple[Any, Any, list[Prompt]]) -> None:
     """It expands each to the tokens of the picture that it is sent."""

@@ -30,6 +30,7 @@ def built(model_type, **changes):
     return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
+@pytest.mark.slow_cases("roformer")
 @pytest.mark.parametrize("model_type", [n if n in NOW else pytest.param(n, marks=pytest.mark.slow) for n in ENCODERS])
 def test_an_encoder_is_refused_and_the_same_model_as_a_decoder_is_not(model_type):
     model = built(model_type)

@@ -226,6 +226,7 @@ def test_a_modified_linear_layer_is_not_bypassed():
     assert type(LocalEngine(build(dynamic), max_batch=2)._decoder) is not Decoder
 
 
+@pytest.mark.slow_cases("qwen3, tied")
 @pytest.mark.parametrize("name", ["llama, all biases, multi-query", "qwen3, tied"])
 def test_an_adapter_is_decoded_like_the_weights_it_changes(name):
     model = add_lora(build(CASES[name][0]), rank=3)
@@ -242,6 +243,7 @@ def test_an_adapter_is_decoded_like_the_weights_it_changes(name):
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*lora_bias=True", "ignore:Already found a `peft_config`")
 def test_an_adapter_that_is_not_just_low_rank_takes_the_general_path():
     """`Decoder` multiplies by W + scale B A, which is not what DoRA or a second adapter computes."""
@@ -285,6 +287,7 @@ def test_an_optimizer_step_in_place_is_seen_by_the_next_token():
     assert worst > 0.1  # the step did change the model
 
 
+@pytest.mark.slow
 def test_a_model_sharded_over_one_rank_is_read_in_place():
     """FSDP2 replaces parameters by DTensors and frees gathered ones after a forward."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

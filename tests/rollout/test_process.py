@@ -53,6 +53,7 @@ def here(model):
     return asyncio.run(sample(LocalEngine(model, max_len=64)))
 
 
+@pytest.mark.slow
 def test_it_samples_what_the_embedded_engine_does_and_follows_the_weights(model, folder):
     changed = copy.deepcopy(model)
     with torch.no_grad():
@@ -82,6 +83,7 @@ def test_it_samples_what_the_embedded_engine_does_and_follows_the_weights(model,
     assert [c.ids for c in truth] != [c.ids for c in other]
 
 
+@pytest.mark.slow
 def test_batching_of_concurrent_requests_does_not_depend_on_timing(model, folder):
     """For bitwise repeatable runs: a batch rounds differently from its parts."""
 

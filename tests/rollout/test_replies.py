@@ -96,6 +96,7 @@ async def test_a_valid_reply_is_accepted(make: Engine) -> None:
     assert (out.ids, out.logp, out.finish_reason) == ([7, 8], [-0.5, 0.0], "stop")
 
 
+@pytest.mark.slow_cases("sglang")
 @pytest.mark.parametrize("make", [sglang, vllm])
 async def test_an_invalid_reply_is_retried_and_then_an_error(make: Engine) -> None:
     """All at once: SGLang's client waits before it retries."""

@@ -101,6 +101,7 @@ async def ask(name: str, text: str) -> Any:
             await engine.close()
 
 
+@pytest.mark.slow_cases("sglang")
 @pytest.mark.parametrize("name", ENGINES)
 @given(data=st.data())
 def test_any_reply_is_a_right_completion_or_the_documented_error(name: str, data: Any) -> None:
@@ -127,6 +128,7 @@ def address_space(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow_cases("many")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("spans", [
     [{"version": "1", "start": 0, "end": 10**9}],
@@ -152,6 +154,7 @@ def test_a_log_prob_that_no_float_holds_is_not_finite(name: str, logp: Any) -> N
     assert "token 0 has the log-prob" in str(got)
 
 
+@pytest.mark.slow_cases("vllm")
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_body_without_an_end_is_given_up(name: str) -> None:
     """The server sends more than any completion has; the client stops reading."""

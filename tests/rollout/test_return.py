@@ -106,6 +106,7 @@ def engine_of(server: Restartable, folder: Path, **options: Any) -> SGLang:
     return SGLang(server.url, transport=FromDisk(folder), vocab_size=97, **{"wait_s": 30.0} | options)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.usefixtures("soon")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize("forgets", [True, False])
@@ -259,6 +260,7 @@ def test_a_server_that_ends_is_started_again_a_few_times(
     assert all(str(server.log) in message for message in said)
 
 
+@pytest.mark.slow
 def test_nothing_is_started_after_the_end(tmp_path: Path, server: process.Server) -> None:
     with kept_running([server]):
         pids(tmp_path, count=1)

@@ -168,6 +168,7 @@ def two_games(make_task, *, num):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_column_of_the_row_chooses_the_environment(make_task, tmp_path):
     flags = [

@@ -80,6 +80,7 @@ def own_logp(folder: Any, trajectory: Any, shown: list[Pillow.Image]) -> torch.T
     return logp.gather(1, ids[0, len(trajectory.prompt_ids) :, None])[:, 0]
 
 
+@pytest.mark.slow
 async def test_log_probs_after_images_of_every_kind_are_those_of_the_own_forward(task, pictures) -> None:
     folder, tokenizer, prompts = task
 

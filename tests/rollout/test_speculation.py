@@ -135,6 +135,7 @@ async def test_tokens_per_forward_are_a_metric_of_the_step(shared: bool, tmp_pat
     assert first == second
 
 
+@pytest.mark.slow
 async def test_layers_that_transformers_drops_are_not_missing_from_an_update(tmp_path: Path) -> None:
     """A checkpoint with `mtp.*`, which a server may draft with. Without the model, nothing says that it lacks them."""
     folder = tmp_path / "in"
@@ -160,6 +161,7 @@ def test_the_line_of_the_page_is_one_argument_with_the_servers_flags(page: str, 
     assert value == "NGRAM" if page == "sglang" else json.loads(value)["method"] == "ngram"
 
 
+@pytest.mark.slow_cases("told1-False")
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 @pytest.mark.parametrize(
     ("told", "refused"), [({"quantization": "fp8"}, True), ({"quantization": "fp8", "load_format": "flash_rl"}, False)]

@@ -97,6 +97,7 @@ def test_prompts_that_rest_are_passed_over_and_each_outcome_is_told(delays, need
     assert all(varied == (i % 6 == 0) for i, varied in outcomes)
 
 
+@pytest.mark.slow
 @given(
     delays=DELAYS, staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0]), need=st.integers(1, 4), data=st.data()
 )
@@ -244,6 +245,7 @@ def journal_tokens(folder):
     return [json.loads(line) for path in folder.iterdir() for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @given(ticks=st.integers(0, 60), staleness=st.sampled_from([0.0, 1.0]))
 def test_cancelled_at_any_await_leaves_no_task_and_nothing_unwritten(tmp_path_factory, ticks, staleness):
     folder, engine = tmp_path_factory.mktemp("journal"), shared_engine()

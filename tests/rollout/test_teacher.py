@@ -93,7 +93,7 @@ def batch(**how):
     return pack([[made([5, 6], [9, 8, 7]), made([5, 6], [4], truncated=True), cut], [made([3], [2, 2])]], **how)
 
 
-@pytest.mark.slow_cases("False-sglang", "False-vllm")
+@pytest.mark.slow_cases("False-sglang", "False-vllm", "True-vllm")
 @pytest.mark.parametrize("owner", SERVERS)
 @pytest.mark.parametrize("share", [True, False])
 def test_log_probs_are_those_of_each_sequence_alone(owner, share):

@@ -24,7 +24,7 @@ def run(folder, monkeypatch, **settings):
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.slow_cases("settings1-steps1", "settings2-steps2", "settings3-steps3")
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("settings", "steps"),

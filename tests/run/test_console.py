@@ -196,6 +196,7 @@ def test_lines_leave_a_pipe_as_they_are_printed():
     assert lines == expected
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_below_the_lines():
     main, side = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "130", "LINES": "40"}

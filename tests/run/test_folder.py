@@ -199,6 +199,7 @@ def test_a_folder_with_a_run_is_refused_unless_resumed(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_and_the_lock_dies_with_it(tmp_path):
     holder = """
         import os, sys, time

@@ -181,7 +181,7 @@ def test_a_state_of_other_values_is_one_line(folder):
 MODEL = [["chat", "model", "--prompt", "hi"], [*SFT[:-1], "--output", "new"]]
 
 
-@pytest.mark.slow_cases("model/config.json-commands3")
+@pytest.mark.slow_cases("model/config.json-commands3", "sft/args.json-commands0")
 @pytest.mark.parametrize(
     ("name", "commands"),
     [
@@ -214,6 +214,7 @@ def test_what_a_run_leaves_besides_is_never_unpickled(folder):
         assert not (folder / "mark").exists(), command[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indexed", nightly.only([False, True], False))
 def test_weights_in_a_pickle_run_nothing(folder, indexed):
     (folder / "model/model.safetensors").unlink()
@@ -236,6 +237,7 @@ def bring_code(folder):
     (folder / "model/own.py").write_text(code)
 
 
+@pytest.mark.slow_cases("tokenizer")
 @pytest.mark.parametrize("own", ["config", "tokenizer"])
 def test_a_model_in_python_is_refused_without_a_question(folder, own):
     bring_code(folder)

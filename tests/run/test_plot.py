@@ -98,6 +98,7 @@ def test_a_run_is_drawn_into_its_folder(tmp_path, figures):
     assert top > 9.5, "a constant maximum is not hidden by the frame"
 
 
+@pytest.mark.slow
 def test_numbers_at_the_end_of_fp64_are_drawn(tmp_path, figures):
     values = (1e308, -1e308, 1.0, math.inf)
     rows = [{"step": i, "entropy": abs(x), "reward/mean": x} for i, x in enumerate(values)]
@@ -107,6 +108,7 @@ def test_numbers_at_the_end_of_fp64_are_drawn(tmp_path, figures):
     assert reward[2:].tolist() == [1.0, math.inf]
 
 
+@pytest.mark.slow
 def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     rows = [
         {"step": 0, "eval/greedy": 0.4, "eval/greedy_se": 0.1},
@@ -118,7 +120,7 @@ def test_a_held_out_score_has_its_confidence_interval(tmp_path, figures):
     assert {(0, 0.204), (0, 0.596), (5, 0.502), (5, 0.698)} <= corners
 
 
-@pytest.mark.slow_cases("accuracy-loss")
+@pytest.mark.slow_cases("accuracy-loss", "greedy-sampled")
 @pytest.mark.parametrize(("score", "also"), [("greedy", "sampled"), ("sampled", "pass@8"), ("accuracy", "loss")])
 def test_each_named_held_out_set_has_a_curve(tmp_path, figures, score, also):
     more = {"eval/reward/exact": 0.5, f"eval/{score}": 0.3, f"eval/hard/{also}": 0.9}
@@ -139,6 +141,7 @@ def with_front(folder, names, points):
 POINTS = [(1.0, 1.0), (3.0, 2.0), (2.0, 4.0), (2.0, 3.0), (0.0, 9.0), (4.0, 0.5)]
 
 
+@pytest.mark.slow
 def test_the_front_is_drawn_and_its_shaded_area_is_the_hypervolume(tmp_path, figures):
     logged = with_front(tmp_path / "run", ["right", "short"], POINTS)
     plot_run(tmp_path / "run")
@@ -186,6 +189,7 @@ def test_sft_shows_its_loss_only(tmp_path, figures):
     assert panels(figures[0]) == {"Loss": ["training"]}
 
 
+@pytest.mark.slow
 def test_nothing_to_draw_and_no_run_are_errors(tmp_path, capsys):
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ValueError, match=r"no metric to draw in .*empty"):

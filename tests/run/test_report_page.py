@@ -173,6 +173,7 @@ def test_the_controls_choose_and_order_the_groups(page):
     page.wait("return document.getElementById('detail').textContent === 'Nothing found.'")
 
 
+@pytest.mark.slow
 def test_a_group_is_read_with_the_keyboard(page):
     page.js("document.getElementById('list').focus()")
     page.keys("End")
@@ -190,6 +191,7 @@ def test_a_group_is_read_with_the_keyboard(page):
     assert cards(page) == 2
 
 
+@pytest.mark.slow
 def test_tokens_have_colours_and_numbers(page):
     page.js("document.getElementById('samples').scrollIntoView({behavior: 'instant'})")
     assert page.content(".tokens").startswith("one two")
@@ -217,7 +219,7 @@ def test_tokens_have_colours_and_numbers(page):
     assert page.js("return document.getElementById('tip').hidden")
 
 
-@pytest.mark.slow_cases("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_themes_narrow_windows_and_paper(chrome, run, dark):
     chrome.open(write_report(run), width=390, height=800, dark=dark)
@@ -239,6 +241,7 @@ def test_themes_narrow_windows_and_paper(chrome, run, dark):
     assert chrome.errors() == []
 
 
+@pytest.mark.slow
 def test_text_of_a_model_is_shown_and_runs_nothing(chrome, tmp_path):
     folder = write_run(tmp_path / "<img src=x onerror=window.ran=3>", model=EVIL, notes={EVIL: EVIL})
     lines(
@@ -320,6 +323,7 @@ def test_runs_lie_over_each_other(chrome, run, tmp_path):
     assert chrome.errors() == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_what_changed_and_answers_before_and_after(chrome, tmp_path):
     folder, command = write_run(tmp_path / "run", steps=8), "rlkit grpo --lr 0.1 --resume"
     first = {"step": 0, "command": "rlkit grpo", "args": {"lr": 0.01, "beta": 1}}

@@ -55,6 +55,7 @@ def test_control_characters_of_a_model_are_shown_and_not_obeyed(folder):
     assert b"\x1b\x1b" not in terminal.raw
 
 
+@pytest.mark.slow_cases("[1]", "text4", "{", '{"stop": 5}', '{"stop_token_ids": ["a"]}')
 @pytest.mark.parametrize("text", ['{"stop": 5}', "[1]", "null", '{"stop_token_ids": ["a"]}', "[" * 100_000, "{"])
 def test_a_damaged_args_json_is_named(folder, text):
     (folder / "sft" / "args.json").write_text(text)

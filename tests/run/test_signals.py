@@ -97,6 +97,7 @@ def test_interrupt_inside_asyncio_finishes_the_step(tmp_path):
     assert child.returncode != 0
 
 
+@pytest.mark.slow
 def test_the_resume_command_is_the_typed_command_and_the_flag(tmp_path):
     script = tmp_path / "train me.py"
     script.write_text(

@@ -116,6 +116,7 @@ asyncio.run(cell())
 """
 
 
+@pytest.mark.slow_cases("15-caught", "2-caught", "2-not caught")
 @pytest.mark.parametrize("kind", ["caught", "not caught"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_reaches_the_other_thread(kind, number):
@@ -162,6 +163,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_asynchronous_grpo_trains_inside_a_running_loop(tmp_path):
     """Its engine belongs to one event loop, and so is launched in the call."""
     command = [sys.executable, "-c", OVERLAPPED, str(tmp_path)]

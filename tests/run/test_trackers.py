@@ -232,6 +232,7 @@ def flags(task, output, *more):
     return ["grpo", *files.split(), *sizes.split(), "--output", str(output), *more]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_tracks_itself_and_closes_the_tracker(task, tmp_path):
     need("tensorboard")
@@ -289,6 +290,7 @@ def test_nobody_logged_in_is_said_before_a_model_is_loaded(task, tmp_path, monke
     assert (found.returncode, found.stdout) == (2, "")
 
 
+@pytest.mark.slow
 def test_a_tracker_that_is_not_installed_and_a_folder_without_a_run_are_named(task, tmp_path, monkeypatch):
     assert "holds no metrics" in screens.refused(cli.main, ["track", str(tmp_path), "--to", "wandb"])
     write(tmp_path, {"step": 1})

@@ -148,6 +148,13 @@ def test_an_engine_of_its_own_gets_the_adapter(command, task, tmp_path):
     assert all(abs(line["mismatch/abs_mean"]) < 1e-4 for line in read_metrics(tmp_path / "run") if "loss" in line)
 
 
+@pytest.mark.slow_cases(
+    "--model adapter --adapter adapter2---model adapter is an adapter too: give one, or its base model",
+    "--model adapter --lora-rank 3 --lora-alpha 9---lora-alpha 9.0: the adapter adapter has alpha 5: drop",
+    "--model adapter --lora-rank 3 --lora-targets q_proj---lora-targets q_proj: the adapter adapter has targets v",
+    "--model lost-the adapter 'lost' is of the base model '/gone', which is not there: give it: --model BASE",
+    "--model model --adapter model-the adapter 'model' is not a folder with adapter_config.json",
+)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -199,6 +206,7 @@ def test_the_base_of_an_adapter_that_lost_it_is_given(command, task, tmp_path):
     assert adapter_of(tmp_path / "run/adapter")["base_model_name_or_path"] == str(task / "model")
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_an_adapter_wins(command, task, tmp_path):
     """SFT of a base model writes its chat template beside the adapter."""
     file = task / "adapter/chat_template.jinja"

@@ -90,6 +90,7 @@ def test_a_run_with_a_command_and_a_reward_of_its_messages_and_files(files, tmp_
     assert list(tmp_path.glob("rlkit-agents-*/*")) == []
 
 
+@pytest.mark.slow
 def test_a_run_with_a_function_that_fails_on_a_row(files, no_pictures):
     grpo.main(args_of(files, agent="reward.py:agent"))
     lines = lines_of(files)
@@ -139,6 +140,7 @@ def test_the_folder_of_the_command_line_is_that_of_its_files(files):
     assert _words("python agent.py {prompt}") == ["python", str(Path(files, "agent.py")), "{prompt}"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_no_logs_where_it_was_called(files, capfd):
     agent = f"{sys.executable} agent.py {{prompt}} {{numbers}}"
     limits = "--max-new-tokens", "8", "--max-total-tokens", "200"

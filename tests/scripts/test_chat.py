@@ -77,6 +77,7 @@ def refused(capsys, monkeypatch, *flags):
     return screens.refused(call, capsys, monkeypatch, *flags)
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_answers_only_one_for_each_line(model):
     done = warm.run(
         [*CHAT, model, "--temperature", "0", "--max-new-tokens", "12"], input="one\n\ntwo\n", text=True,
@@ -138,6 +139,7 @@ def test_in_a_terminal_the_history_is_sent_and_its_oldest_turns_are_dropped(mode
     assert terminal.cursor_is_visible
 
 
+@pytest.mark.slow
 def test_tokens_show_as_they_are_sampled_and_ctrl_c_stops_the_answer_only(tmp_path):
     path = save_model(tmp_path / "model", positions=60_000)
     terminal = Terminal([*CHAT, path, "--temperature", "0", "--max-new-tokens", "50000"], columns=200)
@@ -179,6 +181,7 @@ def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", nightly.only([[], ["--lora-rank", "2"]], ["--lora-rank", "2"]), ids=["all weights", "LoRA"]
 )
@@ -205,6 +208,7 @@ def test_a_run_answers_with_its_model_or_newest_checkpoint(tmp_path, capsys, mon
     assert refused(capsys, monkeypatch, str(run), *asked) == line + " (--resume)"
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_line(model, tmp_path, capsys, monkeypatch):
     nothing = str(tmp_path / "nothing")
     cases = [

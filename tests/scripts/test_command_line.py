@@ -282,6 +282,7 @@ def test_a_model_with_nearly_the_name_of_a_folder_beside_it_names_that(tmp_path,
     assert "perhaps" not in refused("sft", ["--data", rows, "--model", "tiny"]), "it is there, without a config"
 
 
+@pytest.mark.slow
 def test_a_run_folder_in_use_ends_in_one_line_and_a_failing_reward_in_its_message(task, tmp_path, capsys):
     flags = flags_of(task, "grpo", tmp_path / "run")
     (task / "breaks.py").write_text("def score(completion, row):\n    raise ValueError('mine')\n")

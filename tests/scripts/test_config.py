@@ -107,6 +107,7 @@ def test_a_file_is_needed_once_and_only_by_commands_that_train():
     assert "--config is no flag" in screens.refused(cli.main, ["plot", "runs/a", "--config", "b"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_the_config_of_a_run_repeats_and_resumes_it(task, tmp_path):
     flags = (

@@ -372,7 +372,16 @@ run(print, Args, None, argv=["--colour", "green"])
 
 
 @pytest.mark.slow_cases(
-    "ascii", "dumb", "latin-1", "latin-1 terminal", "narrow", "no colour", "pipe", "stderr in a file", "terminal"
+    "ascii",
+    "dumb",
+    "latin-1",
+    "latin-1 terminal",
+    "narrow",
+    "no colour",
+    "pipe",
+    "stderr in a file",
+    "terminal",
+    "ascii terminal",
 )
 @pytest.mark.parametrize("where", screens.PLACES)
 def test_a_type_that_only_tyro_reads_has_a_message_too(where):

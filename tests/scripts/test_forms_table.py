@@ -327,6 +327,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow_cases("ppo")
 @pytest.mark.parametrize("script", RUNS)
 def test_a_run_on_a_file_of_another_library(task, tmp_path, script):
     rows = [RUNS[script] | ({"label": i % 2 == 0} if script == "kto" else {}) for i in range(4)]

@@ -143,7 +143,7 @@ REWARDS = {
 }
 
 
-@pytest.mark.slow_cases("hangs", "none", "text")
+@pytest.mark.slow_cases("hangs", "none", "text", "nan")
 @pytest.mark.parametrize("kind", REWARDS)
 def test_a_bad_reward_function_ends_the_run_with_its_cause(task, tmp_path, kind):
     body, cause = REWARDS[kind]
@@ -169,6 +169,7 @@ def refused(capsys, *args, **kwargs):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_equal_rewards_are_reported_and_training_continues(task, tmp_path, capsys):
     (task / "equal.py").write_text("def score(completion, row):\n    return 0.5\n")
     flags = ("--kl-coef", "0", "--ref-sync-steps", "0", "--eval-steps", "0", "--steps", "3")
@@ -193,6 +194,7 @@ def test_bad_data_is_named(task, tmp_path, name, capsys):
     assert message in refused(capsys, task, tmp_path / "run", data=name)
 
 
+@pytest.mark.slow
 def test_too_long_prompts_are_counted(task, tmp_path, capsys, caplog):
     rows = [{"prompt": "1" * n, "answer": ""} for n in (3, 50, 4, 60, 5, 6)]
     (task / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -32,6 +32,7 @@ def command(task, monkeypatch):
     return lambda script, flags: cli.main([script, *common.split(), *flags.split()])
 
 
+@pytest.mark.slow
 def test_a_reward_model_trains_adapters_and_its_head(command, task, tmp_path):
     """transformers' own forward of the merged export gives the rewards that the last evaluation logged."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -62,6 +63,7 @@ def test_a_reward_model_trains_adapters_and_its_head(command, task, tmp_path):
     assert not (tmp_path / "run" / "adapter").exists(), "a file of peft would lack the head"
 
 
+@pytest.mark.slow
 def test_a_critic_trains_adapters_and_its_head(command, task, tmp_path):
     flags = f"--data prompts.jsonl --reward reward.py:score --max-new-tokens 4 --output {tmp_path}/run "
     flags += "--prompts-per-step 4 --critic-lr 0.05 --lora-rank 2 --critic-lora-rank 3 --lora-targets v_proj "
@@ -92,7 +94,7 @@ def test_dropout_acts_in_training_only_and_alpha_scales():
         assert torch.equal(logits(), logits())
 
 
-@pytest.mark.slow_cases("sft")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_dropout_changes_what_a_step_trains(script, command, tmp_path):
     rows = "pairs.jsonl --rename chosen response" if script == "sft" else "pairs.jsonl"

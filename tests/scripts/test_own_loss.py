@@ -35,7 +35,7 @@ def train(task, output, *flags):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
 
 
-@pytest.mark.slow_cases("ppo_clip-clip-flags0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "function", "flags"), [
     ("ppo_clip", "clip", ()), ("gspo", "sequences", ("--aggregate", "episode")),
 ])  # fmt: skip
@@ -89,6 +89,7 @@ def nothing(log_ratio, batch):
 """
 
 
+@pytest.mark.slow_cases("climbs-own.py:climbs: at ratio 1 the gradient is +A, expected -A (law on_policy)")
 @pytest.mark.parametrize(("name", "message"), [
     ("broken", "own.py:broken failed on a batch of 18 tokens: AttributeError: 'Tensor' object has no"),
     ("number", "it must return a loss for each element, a tensor of shape [18] like its first argument, got int 3"),
@@ -133,6 +134,7 @@ def test_an_unchecked_loss_that_fails_is_one_error_in_the_run(task, tmp_path, na
         train(task, tmp_path / "debug", "--loss", spec, "--loss-unchecked", "--debug")
 
 
+@pytest.mark.slow
 def test_a_loss_that_climbs_runs_unchecked_and_what_a_loss_may_do_is_named(task, tmp_path, caplog):
     (tmp_path / "own.py").write_text(OWN + WRONG)
     assert train(task, tmp_path / "climbs", "--loss", f"{tmp_path / 'own.py'}:climbs", "--loss-unchecked")

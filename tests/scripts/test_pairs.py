@@ -169,6 +169,7 @@ def ranked(chosen, rejected):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "name"), nightly.only([("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")], ("dpo", "pair"))
 )

@@ -138,6 +138,7 @@ def lines(task, tmp_path_factory):
     return rows[-3:], [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps]
 
 
+@pytest.mark.slow
 def test_each_of_several_functions_is_a_metric_and_their_sum_trains(lines, task):
     end = AutoTokenizer.from_pretrained(task / "model").eos_token
     absent = 0

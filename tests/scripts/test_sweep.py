@@ -112,6 +112,7 @@ def test_random_values_are_those_of_the_seed(tmp_path):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.slow
 def test_a_study_of_something_else_is_refused(tmp_path, capsys):
     """Trials of another command, or of other flags, would be compared with those of this one."""
     sweep(tmp_path, "--range", "x", "0", "10", trials=1, train=["--kind", "a"])
@@ -138,6 +139,7 @@ def test_a_worse_run_is_ended_early(tmp_path, capsys):
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE", "COMPLETE", "PRUNED"]
 
 
+@pytest.mark.slow
 def test_an_impossible_sweep_is_an_error(tmp_path, capsys):
     for flags, train, message in [
         ([], [], "nothing to search over"),

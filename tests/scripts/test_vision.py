@@ -87,7 +87,7 @@ def test_the_tower_trains_where_it_is_asked_to(task, tmp_path):
     assert changed(task, tmp_path / "run") == {"text", "tower"}
 
 
-@pytest.mark.slow_cases("kto")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["dpo", "kto"])
 def test_pairs_and_labels(task, tmp_path, script):
     lines = train(task, script, tmp_path / script)

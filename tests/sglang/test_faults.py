@@ -165,6 +165,7 @@ async def test_a_refused_request_is_not_repeated() -> None:
     assert calls.count("0/generate") == 1
 
 
+@pytest.mark.slow
 async def test_a_hanging_server_is_left_out_and_the_only_one_an_error() -> None:
     hanging = {"health": hangs, "model_info": hangs}
 
@@ -185,6 +186,7 @@ async def test_a_hanging_server_is_left_out_and_the_only_one_an_error() -> None:
     await asyncio.gather(beside_another(), alone())
 
 
+@pytest.mark.slow
 async def test_a_slow_server_is_not_taken_for_a_hanging_one() -> None:
     async def slow(_request: web.Request) -> web.Response:
         await asyncio.sleep(1.5)
@@ -196,6 +198,7 @@ async def test_a_slow_server_is_not_taken_for_a_hanging_one() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 async def test_a_blocked_event_loop_is_not_taken_for_a_hanging_server() -> None:
     http = Http()
     async with serving(good, health=hangs) as urls:
@@ -392,6 +395,7 @@ def stuck(seen: list[str]) -> dict[str, Handler]:
     return {**noting(seen), **dict.fromkeys(["init_weights_update_group", "end_weight_update", "abort_request"], waits)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 async def test_a_server_that_does_not_join_the_group_is_one_line_at_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
@@ -410,6 +414,7 @@ async def test_a_server_that_does_not_join_the_group_is_one_line_at_the_time_lim
     assert [path for path in seen if "init" in path] == ["/init_weights_update_group"], "not repeated"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
 async def test_a_stop_request_ends_an_update_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlkit.rollout.engines.silence.HUNG_AFTER_S", 1.0)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rlkit.rollout.engines.servers import guard
 
@@ -25,6 +26,7 @@ worker.wait()
 """
 
 
+@pytest.mark.slow
 def test_workers_and_shared_files_go_with_the_server() -> None:
     shared = Path(guard.SHARED) / f"sglang_test_{os.getpid()}"
     command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", SERVER, str(shared)]

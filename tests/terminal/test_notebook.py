@@ -167,7 +167,7 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 """
 
 
-@pytest.mark.slow_cases("await grpo-twice")
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "again"), [
     pytest.param("grpo_sync", False, id="grpo_sync-once"),
     pytest.param("await grpo", True, id="await grpo-twice"),

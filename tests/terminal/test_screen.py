@@ -80,7 +80,7 @@ def test_each_step_stays_on_one_line_and_the_bar_goes(tmp_path, script, kind, co
     assert ("reward" in titles) == (kind == "grpo")
 
 
-@pytest.mark.slow_cases("120", "100")
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_the_bar_stays_readable_while_sampling(tmp_path, script, columns):
     terminal = Terminal([sys.executable, script, "grpo", tmp_path / "run", 200, "wait"], columns=columns)

@@ -49,7 +49,7 @@ SIZES = [(script, columns) for columns in (80, 120) for script in SCRIPTS]
 NOW = (("sft", 80), ("grpo --overlap", 80))  # 80: the harder case
 
 
-@pytest.mark.slow_cases("grpo --overlap-80")
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "columns"), nightly.only(SIZES, *NOW))
 def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     line = command(task, script, tmp_path / "run")

@@ -64,6 +64,7 @@ def test_an_unknown_argument_is_named() -> None:
     assert "foo" in subject(lambda log_ratio, foo: log_ratio + foo, streams={"foo": Stream()}).streams
 
 
+@pytest.mark.slow
 def test_a_target_with_a_gradient_is_found_by_default() -> None:
     """Returns made from the values that are trained: half of the gradient would go to the target."""
 
@@ -228,6 +229,7 @@ def test_weights_must_be_detached_and_depend_on_every_token() -> None:
     assert broken(forgets=True) == ["all_count"]
 
 
+@pytest.mark.slow
 def test_a_function_that_writes_into_its_arguments_is_found_though_laws_share_their_cases() -> None:
     def mine(log_ratio, mask):
         x = log_ratio.detach()
@@ -237,6 +239,7 @@ def test_a_function_that_writes_into_its_arguments_is_found_though_laws_share_th
     assert [r.law for r in failures(check_weights(mine, max_examples=10, out=quiet()))] == ["pure"]
 
 
+@pytest.mark.slow
 def test_an_estimator_of_the_wrong_sign_and_one_without_bootstrap_are_found() -> None:
     def upside_down(rewards, group_ids):
         return -group_centered(rewards, group_ids=group_ids)

@@ -61,6 +61,7 @@ def drawn():
     return sample(strategies.cases(STREAMS), 100)
 
 
+@pytest.mark.slow_cases("empty sequence")
 @pytest.mark.parametrize(
     "shape",
     [
