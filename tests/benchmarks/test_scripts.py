@@ -183,6 +183,7 @@ def test_its_smallest_run(script, tmp_path, request):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow_cases("benchmarks/peers/compare_trl.py")
 @pytest.mark.parametrize(
     "script", nightly.only(sorted(files() - MODULES), "benchmarks/peers/compare_trl.py", "examples/demo.py")
 )

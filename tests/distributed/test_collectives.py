@@ -167,6 +167,7 @@ def gathered_on_rank(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_kept_bytes_are_those_on_paper(pool):
     shape = shape_of(model().config)
     head = shape.hidden + shape.vocab * shape.hidden

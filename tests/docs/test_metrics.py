@@ -156,6 +156,7 @@ def test_the_tables_of_keys_are_those_of_the_report():
     assert {key for key in curves if meaning_of(key) is None} == set()
 
 
+@pytest.mark.slow
 def test_the_page_has_the_keys_of_samples_and_no_others(keys, folder):
     samples = PAGE.read_text().partition("\n## Samples")[2].partition("\n## ")[0]
     files = list(folder.glob("*/trajectories/*.jsonl"))

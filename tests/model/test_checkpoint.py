@@ -480,7 +480,7 @@ print(json.dumps([steps, sorted(p.name for p in folder.iterdir())]))
     assert names == [f"step_{steps[-1] + i:08d}" for i in (0, 1)]
 
 
-@pytest.mark.slow_cases("same step again")
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "keep"), [(1, 2, 1), (1, 1, 1)], ids=["next step", "same step again"])
 def test_crash_before_each_single_file_operation(tmp_path, first, second, keep):
     """Not at random: the process dies just before its k-th change of the file system, for every k there is."""

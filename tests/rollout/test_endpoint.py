@@ -228,6 +228,7 @@ async def test_a_program_that_asks_nothing_has_an_episode_without_tokens(caplog,
     ]
 
 
+@pytest.mark.slow
 def test_many_episodes_at_once_and_no_server_afterwards():
     """With a real engine, in two event loops."""
     tokenizer = tokenizer_with("chatml")

@@ -96,6 +96,7 @@ def test_a_server_is_sent_one_placeholder_an_image(api: Any, task: tuple[Any, An
     assert "logit_bias" not in whole["sampling_params"]
 
 
+@pytest.mark.slow
 async def test_an_error_of_any_kind_reaches_the_caller(task: tuple[Any, Any, list[Prompt]]) -> None:
     """A future takes no StopIteration: the caller would wait forever."""
     model, _, prompts = task

@@ -226,6 +226,7 @@ def test_sampled_frequencies_are_the_models_probabilities(model):
     assert chi2 < VOCAB - 1 + 5 * (2 * (VOCAB - 1)) ** 0.5
 
 
+@pytest.mark.slow
 def test_equal_prompts_are_read_once_and_change_nothing(model):
     engine = LocalEngine(model, max_batch=6, eos_token_ids=())
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6]]

@@ -319,6 +319,7 @@ def test_a_weight_that_is_not_dense_is_read_all_the_same():
         assert (torch.tensor(completion.logp) - true_logp(model, prompt, completion.ids)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_weights_of_another_model_come_under_the_names_of_its_checkpoint():
     """In which experts are apart and layers have other names: what a trainer on several ranks sends."""
     model, other = build(CASES["mixtral"][0]), build(CASES["mixtral"][0], seed=1)

@@ -200,6 +200,7 @@ def test_partial_rollout_equals_sampling_in_one_go(staleness):
     assert spanning >= 1, "some went on in a later step"
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_the_version_that_made_each_token():
     model = copy.deepcopy(small_model())
     weights = []

@@ -61,7 +61,7 @@ def adapter_of(folder):
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-@pytest.mark.slow_cases("grpo")
+@pytest.mark.slow
 @pytest.mark.parametrize("script", nightly.only(ROADS, "grpo", "sft"))
 def test_training_goes_on_in_the_adapter(script, command, task, tmp_path, capsys):
     command(f"{script} --model adapter {ROADS[script]} --steps 1 --lr 0.01 --output {tmp_path}/run")

@@ -40,7 +40,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LONG = {  # half of the time of the few
     "autocast_changes_nothing", "inputs_that_are_not_in_line", "operators_pass_opcheck",
-    "the_same_bits_whatever_surrounds_a_row float16",
+    "the_same_bits_whatever_surrounds_a_row float16", "vocabulary_shards split=[]",
+    "vocabulary_shards split=[0.0]", "vocabulary_shards split=[0.01, 0.61]",
 }  # fmt: skip
 DAY = FEW - LONG
 
