@@ -223,6 +223,7 @@ def test_one_function_without_a_weight_is_as_ever(task, tmp_path):
         }
 
 
+NAMED = "'expected_answer' or 'final_answer' or 'correct_answer' or 'reference_answer'"
 WRONG = [
     (
         ["openai/gsm8k=reward.py:score", "code=reward.py:score", "--data", "others.jsonl"],
@@ -282,8 +283,9 @@ WRONG = [
     ),
     (
         ["reward.py:openrlhf", "--data", "null.jsonl"],
-        "null.jsonl, line 2: reward.py:openrlhf needs the column 'answer' or 'ground_truth' or 'solution' or 'label' "
-        "or 'gt_answer' or 'reward_model' with a value (label and reward_model.ground_truth are null); columns found: "
+        "null.jsonl, line 2: reward.py:openrlhf needs the column 'answer' or 'ground_truth' or 'solution' or "
+        f"{NAMED} or 'label' or 'gt_answer' or 'reward_model' with a value (label and reward_model.ground_truth "
+        "are null); columns found: "
         "['label', 'prompt', 'reward_model']",
     ),
     (
@@ -301,7 +303,7 @@ WRONG = [
     (
         ["reward.py:compute_score", "--data", "bare.jsonl"],
         "bare.jsonl, line 1: reward.py:compute_score needs the column 'answer' or 'ground_truth' or 'solution' or "
-        "'label' or 'gt_answer' or 'reward_model'; columns found: ['prompt']",
+        f"{NAMED} or 'label' or 'gt_answer' or 'reward_model'; columns found: ['prompt']",
     ),
     (
         ["reward.py:length", "--eval-data", "bare.jsonl"],
