@@ -374,12 +374,14 @@ class Template:
     def name_untrained(self, message: Message, prompt: str, blocks: Sequence[tuple[int, int]], place: str) -> None:
         """Name, once, what of a turn stands outside of the `{% generation %}` blocks: a part of its text, or a call."""
         markup, decode = markup_of(self.tokenizer), self.tokenizer.decode
+        if "untrained" in markup.told:
+            return
         turn = blocks[len(encode(self.tokenizer, prompt)) :]
         written, trained = (str(decode([i for i, on in turn if on or not only])) for only in (False, True))
-        calls = [f"{call['function']['name']}" for call in message.get("tool_calls") or ()]
+        calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         parts = [part for key in TURN_TEXTS for part in reasoned(str(message.get(key) or ""))[0]]
         out = [part for part in (*parts, *calls) if part in written and part not in trained]
-        if out and trained and "untrained" not in markup.told:
+        if out and trained:
             markup.told.add("untrained")
             fact = "%s: the {%% generation %%} blocks of the chat template leave out %r, or a part of it, in a turn of "
             _log.warning(fact + "the assistant, which is not trained: move it into the block", place, out[0][:60])
