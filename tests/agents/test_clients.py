@@ -6,7 +6,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import nightly
 import numpy as np
 import pytest
 import torch
@@ -72,7 +71,7 @@ _SHARES = ((0, 1), (2, 3), (4, 5), (6,))  # the turns of each piece: the last ch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "package"),
-    nightly.only([("openai_responses", "openai"), ("anthropic_messages", "anthropic")], ("openai_responses", "openai")),
+    [("openai_responses", "openai"), ("anthropic_messages", "anthropic")],
 )
 async def test_other_formats(program, package, tmp_path):
     """Three conversations of two turns, each continued token by token."""

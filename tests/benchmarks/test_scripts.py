@@ -168,7 +168,7 @@ def test_every_file_has_a_test():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", [*RUNS, *(pytest.param(key, marks=pytest.mark.slow) for key in SLOW)])
+@pytest.mark.parametrize("script", [*RUNS, *SLOW])
 @pytest.mark.slow
 def test_its_smallest_run(script, tmp_path, request):
     flags, printed = (RUNS | SLOW)[script]

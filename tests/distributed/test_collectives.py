@@ -116,9 +116,9 @@ def kept_on_rank(rank, world, sizes, options):
     ("sizes", "options"),
     [
         ({"shard": 4}, {}),
-        pytest.param({"pp": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param({"tp": 2}, {"offload": True}, marks=pytest.mark.slow),
-        pytest.param({"cp": 2, "shard": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
+        ({"pp": 2}, {"activation_checkpointing": True}),
+        ({"tp": 2}, {"offload": True}),
+        ({"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
     ],
 )
 def test_kept_layers_are_gathered_once_and_give_the_same_gradients(ranks, sizes, options):

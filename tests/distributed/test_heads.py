@@ -140,8 +140,8 @@ def heads_on_rank(rank, world, folder, sizes, options):
     ("sizes", "options"),
     [
         ({"tp": 2, "cp": 2}, {"activation_checkpointing": True}),
-        pytest.param({"shard": 4}, {}, marks=pytest.mark.slow),
-        pytest.param({"cp": 4, "ulysses": True}, {}, marks=pytest.mark.slow),
+        ({"shard": 4}, {}),
+        ({"cp": 4, "ulysses": True}, {}),
     ],
 )
 def test_four_ranks_train_the_same_critic(ranks, folder, sizes, options):
@@ -181,7 +181,7 @@ def read_on_rank(rank, world, folder, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"shard": 4}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, {"shard": 4}])
 def test_each_rank_reads_its_shards_of_a_critic_and_a_judge(ranks, folder, sizes):
     for found in ranks.run(read_on_rank, folder, sizes):
         for name, (one, other) in found.items():
@@ -206,7 +206,7 @@ def frozen_on_rank(rank, world, folder, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, pytest.param({"cp": 4}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"tp": 2, "shard": 2}, {"cp": 4}])
 def test_a_frozen_model_in_bf16_computes_the_same_bits(ranks, folder, sizes):
     torch.manual_seed(7)
     options = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44, "seed": 9}

@@ -164,11 +164,11 @@ def lora_on_rank(rank, world, kind, sizes, options, folder):
 @pytest.mark.parametrize(
     ("kind", "sizes", "options"),
     [
-        pytest.param(base, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}, marks=pytest.mark.slow),
+        (base, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
         (moe, {"cp": 2, "shard": 2}, {"activation_checkpointing": True}),
-        pytest.param(base, {"shard": 4}, {}, marks=pytest.mark.slow),
-        pytest.param(moe, {"shard": 4}, {}, marks=pytest.mark.slow),
-        pytest.param(base, {"replicate": 2}, {}, marks=pytest.mark.slow),
+        (base, {"shard": 4}, {}),
+        (moe, {"shard": 4}, {}),
+        (base, {"replicate": 2}, {}),
     ],
 )
 def test_four_ranks_train_the_same_adapter(ranks, trained, tmp_path, kind, sizes, options):
@@ -201,11 +201,11 @@ def from_files_on_rank(rank, world, folder, sizes):
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        pytest.param(base, {"replicate": 2}, marks=pytest.mark.slow),
+        (base, {"replicate": 2}),
         (base, {"pp": 2, "offload": True}),
         (moe, {"pp": 2}),
-        pytest.param(base, {"shard": 4}, marks=pytest.mark.slow),
-        pytest.param(moe, {"shard": 4}, marks=pytest.mark.slow),
+        (base, {"shard": 4}),
+        (moe, {"shard": 4}),
     ],
 )
 def test_ranks_read_their_shards_and_start_with_the_adapter_of_one_process(ranks, tmp_path, kind, sizes):
@@ -259,7 +259,7 @@ def quantized_on_rank(rank, world, folder, sizes, lora):
     [
         (base, "nf4", 2, {"activation_checkpointing": True}),
         (base, "int8", 4, {"pp": 2, "cp": 2, "offload": True}),
-        pytest.param(moe, "nf4", 4, {"replicate": 2}, marks=pytest.mark.slow),
+        (moe, "nf4", 4, {"replicate": 2}),
     ],
 )
 def test_adapters_on_a_quantized_base_are_those_of_one_process(pool, tmp_path, kind, bits, world, sizes):
@@ -309,9 +309,7 @@ def adapter_on_rank(rank, world, folder, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"shard": 2, "pp": 2}, pytest.param({"shard": 4, "reshard_after_forward": False}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sizes", [{"shard": 2, "pp": 2}, {"shard": 4, "reshard_after_forward": False}])
 def test_ranks_train_an_adapter_on_and_keep_it_as_it_was_for_a_reference(ranks, tmp_path, sizes):
     base().save_pretrained(tmp_path / "model")
     save_adapter(trained_on_one(lambda: load_model(tmp_path / "model")), tmp_path / "adapter")

@@ -116,7 +116,7 @@ def replayed_on_rank(rank, world, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"ep": 2, "cp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"ep": 2, "cp": 2}, {"tp": 2, "ep": 2}])
 def test_given_experts_are_replayed_on_every_layout(ranks, sizes):
     one, own = replayed(prepare_model(model()), None), prepare_model(model())
     (data()[1] * forward(own, data()[0]).logp).sum().backward()
@@ -183,9 +183,7 @@ def read_on_rank(rank, world, folder, layouts, truth):
             assert all(torch.equal(whole(p), truth[n]) for n, p in again.named_parameters()), sizes
 
 
-@pytest.mark.parametrize(
-    "readers", [({"ep": 4}, {"tp": 2}), pytest.param(({"ep": 2, "cp": 2}, {"pp": 2}), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("readers", [({"ep": 4}, {"tp": 2}), ({"ep": 2, "cp": 2}, {"pp": 2})])
 @pytest.mark.slow
 def test_checkpoints_and_exports_reshard_experts(ranks, truth, tmp_path, readers):
     """Written on tp2 x ep2, read by one process, written again and read on other layouts; exports are transformers'."""

@@ -203,7 +203,7 @@ def bf16_on_rank(rank, world, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), {"tp": 2, "cp": 2}])
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "cp": 2}])
 def test_bf16_compute_over_fp32_masters(ranks, sizes):
     with torch.no_grad():
         true = forward(prepare_model(model()), batch()).logp

@@ -85,7 +85,7 @@ LAYOUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}])
 def test_recorded_tokens_give_every_rank_the_log_probs_of_one_process(pool, sizes):
     alone = logged(None, support=True)
     assert alone["kept_mass"] == pytest.approx(0.8)

@@ -154,7 +154,7 @@ EXPORTS = {  # tied, layouts: what an export writes are the weights that `stream
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * ("other" in x)) for x in EXPORTS])
+@pytest.mark.parametrize("name", EXPORTS)
 def test_export_loads_from_every_layout(ranks, tmp_path, name):
     ranks.run(export_on_rank, tmp_path, *EXPORTS[name])
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
@@ -171,9 +171,7 @@ def compiled_on_rank(rank, world, folder, tied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "tied"), [(1, False), pytest.param(4, True, marks=pytest.mark.slow)], ids=["one rank", "four ranks"]
-)
+@pytest.mark.parametrize(("world", "tied"), [(1, False), (4, True)], ids=["one rank", "four ranks"])
 def test_compiled_layers_keep_their_names(pool, tmp_path, world, tied):
     pool(world).run(compiled_on_rank, tmp_path, tied)
 

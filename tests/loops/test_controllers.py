@@ -148,7 +148,7 @@ def test_a_controller_moves_its_coefficient_and_goes_on_after_a_resume(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [pytest.param(grpo, marks=pytest.mark.slow), ppo])
+@pytest.mark.parametrize("loop", [grpo, ppo])
 def test_a_resumed_run_has_the_same_bits_in_every_controller(tmp_path, loop):
     args = {"kl_coef": COEF, **RULES["pid"], **LIMITS}
     run(loop, tmp_path / "whole", args, steps=STEPS)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from statistics import stdev
 
-import nightly
 import pytest
 import small
 import torch
@@ -173,7 +172,7 @@ def test_masked_old_tokens_make_partial_rollout_on_policy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [grpo, pytest.param(async_grpo, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loop", [grpo, async_grpo])
 def test_with_an_adapter_the_kl_is_to_the_model_without_it(tmp_path, loop):
     """Of an adapter that is not 0 from the start, while the engine samples with it."""
     lines = []
@@ -219,7 +218,7 @@ def test_truncated_answers_are_not_trained_on(tmp_path, capsys, loop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", nightly.only([0.0, 1.0, 2.0], 2.0))
+@pytest.mark.parametrize("staleness", [0.0, 1.0, 2.0])
 def test_the_asynchronous_loop_stays_inside_its_budget(tmp_path, staleness):
     model, engine = small_model(), CopyEngine()
     path = run(

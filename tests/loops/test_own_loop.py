@@ -50,7 +50,7 @@ def bits(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly.only(LOOPS, "two functions"))
+@pytest.mark.parametrize("name", LOOPS)
 def test_it_learns_and_a_killed_run_repeats_its_bits(tmp_path, name):
     whole = start(tmp_path / "whole", name)
     out, _ = whole.communicate(timeout=250)

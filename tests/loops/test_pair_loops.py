@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from functools import cache, partial
 
-import nightly
 import pytest
 import torch
 from small import call
@@ -125,7 +124,7 @@ def test_a_loss_without_reference_reads_mean_log_probs_and_adds_the_likelihood(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", nightly.only([dpo, reward_model], reward_model))
+@pytest.mark.parametrize("loop", [dpo, reward_model])
 def test_the_size_of_micro_batches_changes_nothing(tmp_path, loop):
     """Pairs of up to 19 tokens in micro-batches of 20, so of one or two, against all at once."""
     lines = []

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 import screens
 import warm
@@ -72,7 +71,7 @@ def test_a_folder_without_a_run_is_not_resumed(task, tmp_path, script):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("script", nightly.only(FLAGS, "grpo"))
+@pytest.mark.parametrize("script", FLAGS)
 def test_a_damaged_checkpoint_is_skipped_and_named(task, tmp_path, script):
     """The run goes on from the one before it, to the same numbers; without any that is whole it changes nothing."""
     output = tmp_path / "run"

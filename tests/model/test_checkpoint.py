@@ -442,7 +442,7 @@ def check(folder, width=64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [6, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, 15])
 def test_killed_at_random_moments(tmp_path, kills):
     script = (
         COMMON

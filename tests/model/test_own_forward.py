@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import nightly
 import pytest
 import torch
 import transformers as hf
@@ -108,7 +107,7 @@ def test_unpacked(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", nightly.only(REST, *REST[:3]))
+@pytest.mark.parametrize("model_type", REST)
 def test_rarer_types(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("not in this version of transformers")

@@ -6,7 +6,6 @@ import re
 import shutil
 import stat
 
-import nightly
 import pytest
 import torch
 import transformers as hf
@@ -221,7 +220,7 @@ COMMANDS = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("command", nightly.only(COMMANDS, *({*COMMANDS} - {"ppo", "distill"})))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_exports_what_it_read(command, tiny, tmp_path, monkeypatch, capfd):
     """Also the second half of a run that is resumed."""
     _, before = tiny

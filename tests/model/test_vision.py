@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import nightly
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -62,9 +61,7 @@ def sampled(groups: list[list[Trajectory]]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", nightly.only(vision.TYPES, *(k for k in vision.TYPES if not k.endswith("_moe") and k != "qwen3_5"))
-)
+@pytest.mark.parametrize("kind", vision.TYPES)
 def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
     model = small(kind)
     groups = shown(model.config)
@@ -85,9 +82,7 @@ def test_log_probs_and_gradients_are_those_of_the_own_forward(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [k if k in ("qwen3_vl", "gemma3") else pytest.param(k, marks=pytest.mark.slow) for k in vision.TYPES]
-)
+@pytest.mark.parametrize("kind", vision.TYPES)
 def test_values_and_rewards_are_of_the_own_hidden_states(kind, tmp_path):
     """Of the policy's checkpoint, from which a critic and a reward model start at 0."""
     body = small(kind)

@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import nightly
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -130,9 +129,7 @@ def test_ctrl_c_in_the_trial_ends_the_command_and_its_pool(folder):
     assert code == -signal.SIGINT
 
 
-@pytest.mark.parametrize(
-    ("reward", "flags"), [("slowly", ["--no-trial"]), pytest.param("kept", [], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("reward", "flags"), [("slowly", ["--no-trial"]), ("kept", [])])
 @pytest.mark.slow
 def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder, reward, flags):
     """Also with a pool that the trial has started, before the run."""
@@ -144,9 +141,7 @@ def test_ctrl_c_while_a_pool_works_ends_the_step_and_saves(folder, reward, flags
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "expected"), nightly.only([((), 2), (("--no-trial",), 1)], ((), 2)), ids=["trial", "run"]
-)
+@pytest.mark.parametrize(("flags", "expected"), [((), 2), (("--no-trial",), 1)], ids=["trial", "run"])
 def test_a_file_that_spawned_processes_cannot_import_is_named_as_the_reason(folder, flags, expected):
     code, printed = ended(start(folder, ["sub/copy.py:spawned"], "--steps", "1", "--reward-timeout", "3", *flags))
     assert code == expected, printed

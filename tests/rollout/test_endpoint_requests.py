@@ -5,7 +5,6 @@ import http.client
 import json
 from urllib.parse import urlsplit
 
-import nightly
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,14 +255,10 @@ def changed(draw, good):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "path"),
-    nightly.only(
-        [
-            *((t, "/chat/completions") for t in ("chatml", "qwen3", "llama3")),
-            *(("chatml", p) for p in ("/responses", "/messages")),
-        ],
-        ("chatml", "/chat/completions"),
-        ("chatml", "/messages"),
-    ),
+    [
+        *((t, "/chat/completions") for t in ("chatml", "qwen3", "llama3")),
+        *(("chatml", p) for p in ("/responses", "/messages")),
+    ],
 )
 @given(data=st.data())
 def test_every_request_is_answered_with_200_or_400(template, path, data):

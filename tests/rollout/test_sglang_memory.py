@@ -70,7 +70,6 @@ def test_close_frees_shared_memory_that_a_running_server_has_mapped():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_exiting_trainer_closes_its_pipes_while_a_server_maps_its_memory(tmp_path):
     """As in `... 2>&1 | tee log`: torch's shared-memory helper outlives the trainer and must not keep its stderr."""
     command = [sys.executable, "-c", TRAINER, SERVER, str(tmp_path / "said")]

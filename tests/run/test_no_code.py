@@ -11,7 +11,6 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 
-import nightly
 import pytest
 import torch
 import warm
@@ -127,7 +126,7 @@ def test_runs_of_the_first_format_go_on_and_answer(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", nightly.only(["whole", "planner", "property", "place", "key", "getattr"], "getattr"))
+@pytest.mark.parametrize("where", ["whole", "planner", "property", "place", "key", "getattr"])
 def test_the_table_of_tensors_runs_nothing(folder, where):
     def make(path):
         mark = folder / "mark"
@@ -140,7 +139,7 @@ def test_the_table_of_tensors_runs_nothing(folder, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", nightly.only(["tensor", "bytes"], "tensor"))
+@pytest.mark.parametrize("kind", ["tensor", "bytes"])
 def test_the_tensors_run_nothing(folder, kind):
     """torch reads what its table calls bytes with weights_only=False."""
     data = saved(Payload(folder / "mark"))
@@ -162,8 +161,8 @@ def test_the_tensors_run_nothing(folder, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly.only(["state.pt", "rank_00000.pt"], "state.pt"))
-@pytest.mark.parametrize("make", nightly.only([saved, pickle.dumps], saved))
+@pytest.mark.parametrize("name", ["state.pt", "rank_00000.pt"])
+@pytest.mark.parametrize("make", [saved, pickle.dumps])
 def test_the_state_runs_nothing(folder, name, make):
     plant(folder, {name: lambda _: make({"format": 2, "state": {"stream": [Payload(folder / "mark")]}})})
     for command in (SFT, GRPO, *([CHAT] if name == "state.pt" else [])):
@@ -215,7 +214,7 @@ def test_what_a_run_leaves_besides_is_never_unpickled(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("indexed", nightly.only([False, True], False))
+@pytest.mark.parametrize("indexed", [False, True])
 def test_weights_in_a_pickle_run_nothing(folder, indexed):
     (folder / "model/model.safetensors").unlink()
     name = "part.bin" if indexed else "pytorch_model.bin"

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 
-import nightly
 import pytest
 import screens
 import torch
@@ -62,7 +61,7 @@ def adapter_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", nightly.only(ROADS, "grpo", "sft"))
+@pytest.mark.parametrize("script", ROADS)
 def test_training_goes_on_in_the_adapter(script, command, task, tmp_path, capsys):
     command(f"{script} --model adapter {ROADS[script]} --steps 1 --lr 0.01 --output {tmp_path}/run")
     said = capsys.readouterr().out

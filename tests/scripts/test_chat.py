@@ -10,7 +10,6 @@ import signal
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 import screens
 import torch
@@ -182,9 +181,7 @@ def test_ctrl_c_ends_an_answer_in_a_pipe(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", nightly.only([[], ["--lora-rank", "2"]], ["--lora-rank", "2"]), ids=["all weights", "LoRA"]
-)
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "2"]], ids=["all weights", "LoRA"])
 def test_a_run_answers_with_its_model_or_newest_checkpoint(tmp_path, capsys, monkeypatch, flags):
     if flags:
         pytest.importorskip("peft")

@@ -81,7 +81,7 @@ def steps_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", nightly.only(DATA, "ppo"))
+@pytest.mark.parametrize("script", DATA)
 def test_a_base_model_trains_from_the_command_line(task, tmp_path, script):
     command = [sys.executable, "-m", f"rlkit.scripts.{script}"]
     command += flags_of(task, script, tmp_path, "--no-chat-template", model="base")
@@ -368,7 +368,7 @@ def test_every_script_goes_to_the_gpu_where_there_is_one(task, tmp_path, monkeyp
     assert (said["device"], said["dtype"]) == ("cuda", "bf16")
 
 
-@pytest.mark.parametrize("name", ["chat", pytest.param("base", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["chat", "base"])
 @pytest.mark.slow
 def test_an_adapter_loads_by_its_folder_alone(task, tmp_path, monkeypatch, name):
     """Also after a resume, and where the model was given by a relative path."""

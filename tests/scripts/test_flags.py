@@ -573,7 +573,7 @@ def test_a_wrong_flag_or_file_is_one_line_before_torch_is_loaded(where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [pytest.param("grpo", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.parametrize("script", ["grpo", "dpo"])
 def test_a_copied_script_has_the_same_flags(tmp_path, script, capsys):
     cli.main(["copy", script, str(tmp_path / "mine.py")])
     assert "run it with python" in capsys.readouterr().out

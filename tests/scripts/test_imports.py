@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 import screens
 
@@ -68,7 +67,7 @@ WRONG = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
+@pytest.mark.parametrize("where", screens.EVERYWHERE)
 def test_a_mistake_is_answered_before_torch_is_loaded(task, tmp_path, where):
     (task / "broken.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')
     (task / "metrics.jsonl").write_text("")

@@ -10,7 +10,6 @@ from contextlib import nullcontext as ok
 from pathlib import Path
 from types import SimpleNamespace
 
-import nightly
 import pytest
 import torch
 import warm
@@ -170,9 +169,7 @@ def ranked(chosen, rejected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "name"), nightly.only([("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")], ("dpo", "pair"))
-)
+@pytest.mark.parametrize(("script", "name"), [("dpo", "pair"), ("kto", "single"), ("reward_model", "ranked")])
 def test_a_loss_in_a_file_trains_like_the_same_loss_by_name(task, tmp_path, script, name):
     (tmp_path / "own.py").write_text(OWN)
     module = importlib.import_module(f"rlkit.scripts.{script}")

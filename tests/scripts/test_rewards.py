@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import nightly
 import numpy as np
 import pytest
 import screens
@@ -313,7 +312,7 @@ WRONG = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", nightly.only(screens.EVERYWHERE, "terminal"))
+@pytest.mark.parametrize("where", screens.EVERYWHERE)
 def test_what_is_wrong_with_a_reward_is_one_line_before_torch_is_imported(task, where):
     wrong = WRONG if where == "pipe" else WRONG[::4]
     data = ["--data", "rows.jsonl"]

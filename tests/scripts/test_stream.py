@@ -32,7 +32,7 @@ def run(task, output, command, *data, steps=4, flags=()):
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     "data",
-    [pytest.param(("sft.jsonl", "sft.jsonl"), marks=pytest.mark.slow), ("sft.jsonl=1", "alpaca.jsonl=2")],
+    [("sft.jsonl", "sft.jsonl"), ("sft.jsonl=1", "alpaca.jsonl=2")],
     ids=["joined", "mixed"],
 )
 def test_a_run_that_streams_takes_the_same_steps(task, tmp_path, data):
@@ -44,7 +44,7 @@ def test_a_run_that_streams_takes_the_same_steps(task, tmp_path, data):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("command", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["dpo", "reward_model"])
 def test_pairs_stream_too(task, tmp_path, command):
     held = run(task, tmp_path / "held", command, "pairs.jsonl", steps=2)
     assert run(task, tmp_path / "disk", command, "pairs.jsonl", steps=2, flags=["--stream"]) == held

@@ -171,8 +171,8 @@ print("handler", signal.getsignal(signal.SIGINT) is before)
 @pytest.mark.parametrize(("form", "again"), [
     pytest.param("grpo_sync", False, id="grpo_sync-once"),
     pytest.param("await grpo", True, id="await grpo-twice"),
-    pytest.param("grpo_sync", True, id="grpo_sync-twice", marks=pytest.mark.slow),
-    pytest.param("await grpo", False, id="await grpo-once", marks=pytest.mark.slow),
+    pytest.param("grpo_sync", True, id="grpo_sync-twice"),
+    pytest.param("await grpo", False, id="await grpo-once"),
 ])  # fmt: skip
 def test_one_interrupt_of_a_cell_saves_and_a_second_aborts(tmp_path, monkeypatch, form, again):
     how = 'Task(prompts, interrupting), rollouts, Schedule(Path("run"), steps=500), Optim(lr=1e-3)'

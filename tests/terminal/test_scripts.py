@@ -9,7 +9,6 @@ import signal
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 from screen import ROOT, Terminal, assert_clean, steps_on
 
@@ -46,11 +45,10 @@ def assert_a_line_a_step(terminal: Terminal, steps: list[int]) -> None:
 
 
 SIZES = [(script, columns) for columns in (80, 120) for script in SCRIPTS]
-NOW = (("sft", 80), ("grpo --overlap", 80))  # 80: the harder case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "columns"), nightly.only(SIZES, *NOW))
+@pytest.mark.parametrize(("script", "columns"), SIZES)
 def test_every_script_runs_in_a_terminal(task, tmp_path, script, columns):
     line = command(task, script, tmp_path / "run")
     if script == "grpo":  # a group takes longer than the bar is still
