@@ -257,7 +257,7 @@ def bars() -> list[tuple[str, float, float, float]]:
         step = next(row for row in load(name)["table"] if row["figure"] == "step, s")
         rows.append((text, *step["better by"]))
     for row in load("generation_cpu_smollm")["rows"]:
-        (pair,) = row["pairs"].values()
+        pair = row["pairs"]["engine / generate"]
         rows.append((f"answers of {row['lengths']} lengths", pair["ratio"], pair["low"], pair["high"]))
     return rows
 
@@ -282,7 +282,7 @@ def draw(path: Path) -> None:
     second = "SmolLM2-135M, generation: times as fast as transformers' generate"
     ax.text(0, places[len(CHART)] - 0.6, second, **title)
     ax.set_ylim(places[-1] + 0.5, -1.0)
-    ax.set_xlim(0, 10)
+    ax.set_xlim(0, 1.1 * max(high for *_, high in rows))
     ax.tick_params(axis="x", labelsize=8, colors=MUTED)
     ax.spines[["top", "right", "left"]].set_visible(False)
     figure.tight_layout()
