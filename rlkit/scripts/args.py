@@ -486,6 +486,11 @@ class Episodes:
         return self.env is None and not self.tools and self.agent is None
 
     @property
+    def has_judge(self) -> bool:
+        """Whether a reward, an environment or an agent judges samples."""
+        return bool(self.reward) or self.env is not None or self.agent is not None
+
+    @property
     def max_failed(self) -> float:
         """`reward_max_failed` with its default."""
         return (0.0 if self.agent is None else 0.5) if self.reward_max_failed is None else self.reward_max_failed

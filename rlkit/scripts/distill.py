@@ -134,7 +134,7 @@ class Args:
     engine: Flat[Engines] = Engines()
 
     def __post_init__(self) -> None:
-        judged = self.episodes.reward or self.episodes.env or self.episodes.agent
+        judged = self.episodes.has_judge
         refuse_if(
             self.rollouts.group_size < 2 and judged,
             "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
@@ -206,7 +206,7 @@ def teacher_prompt_of(args: Args, place: Place, task: Any) -> Callable[[Any, Any
         place.tokenizer, data["system_prompt"], data["apply_chat_template"], load_tools(episodes) or None,
         data["template_args"], of_run=True,
     )  # fmt: skip
-    judged, names = episodes.reward or episodes.env or episodes.agent, {*columns} - {"prompt"}
+    judged, names = episodes.has_judge, {*columns} - {"prompt"}
     readable = [prompt for prompt in task.prompts if not judged or names <= prompt.row.keys()]
     longest = max((len(reworded(x, text, template)) for x in readable), default=0)
     most = longest + args.rollouts.max_new_tokens
@@ -242,9 +242,8 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[Any], Any
 
 def _teaches_nothing(args: Args) -> bool:
     """Whether every teacher is the model as it begins, and nothing else trains."""
-    model, part = args.model, args.episodes
-    judged = part.reward or part.env or part.agent
-    changed = model.adapter or args.lora.lora_base or judged or args.loss.teacher_prompt or ":" in args.loss.loss
+    model = args.model
+    changed = model.adapter or args.lora.lora_base or args.episodes.has_judge or args.loss.teacher_prompt or ":" in args.loss.loss
     paths = {model.model, *args.loss.teachers().values()}
     return not changed and len({Path(path).resolve() if Path(path).is_dir() else path for path in paths}) == 1
 

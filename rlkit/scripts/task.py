@@ -119,7 +119,7 @@ def judged(episodes: Episodes, files: Sequence[str]) -> Episodes:
     where there is none."""
     from rlkit.data.packages import package_of
 
-    if episodes.reward or episodes.env is not None or episodes.agent is not None:
+    if episodes.has_judge:
         return episodes
     scorers = {package.reward if package else "" for package in map(package_of, files)}
     lacking = scorers == {""} or len(scorers) != 1
