@@ -242,9 +242,9 @@ def checked_teachers(args: Args, place: Place, task: Any) -> Callable[[Any], Any
 
 def _teaches_nothing(args: Args) -> bool:
     """Whether every teacher is the model as it begins, and nothing else trains."""
-    model = args.model
-    changed = model.adapter or args.lora.lora_base or args.episodes.has_judge or args.loss.teacher_prompt or ":" in args.loss.loss
-    paths = {model.model, *args.loss.teachers().values()}
+    model, loss = args.model, args.loss
+    changed = model.adapter or args.lora.lora_base or args.episodes.has_judge or loss.teacher_prompt or ":" in loss.loss
+    paths = {model.model, *loss.teachers().values()}
     return not changed and len({Path(path).resolve() if Path(path).is_dir() else path for path in paths}) == 1
 
 
