@@ -216,10 +216,10 @@ def test_groups_of_one_are_named_where_their_advantages_are_0():
 
 
 def test_sums_of_log_probs_are_no_averages():
-    average = torch.tensor([-1.5, -0.4])
+    average = torch.tensor([-1.5, -0.4])  # a model that diverges has the others, too
     for function in (simpo, orpo):
-        summed = partial(function, average * 100, average * 90, beta=1.0)
-        refused(summed, "chosen_logp must be averages over tokens")
+        with pytest.warns(UserWarning, match="must be averages over tokens"):
+            function(average * 100, average * 90, beta=1.0)
         function(average, average - 1, beta=1.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from numbers import Integral
@@ -99,13 +100,12 @@ def check_log_probs(**tensors: Tensor) -> None:
 
 
 def check_averaged(**tensors: Tensor) -> None:
-    """ValueError for log-probs that are all below -20, which are sums over tokens (CPU, outside compilation)."""
+    """Warn of log-probs that are all below -20: sums over tokens, or a model that diverges (CPU, not compiled)."""
     for name, x in tensors.items():
         if readable(x) and x.numel() > 1 and (x < -20).all():
             mean = float(x.detach().mean())
-            raise ValueError(
-                f"{name} must be averages over tokens, got {mean:.4g} on average: divide the sums by lengths"
-            )
+            fault = f"{name} must be averages over tokens, got {mean:.4g} on average: are they sums?"
+            warnings.warn(f"{fault} divide those by the lengths", stacklevel=3)
 
 
 def check_logits(**tensors: Tensor) -> None:

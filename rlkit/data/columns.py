@@ -34,6 +34,9 @@ GOOD, BAD = "chosen|preferred|accepted|better|good|winner", "rejected|dispreferr
 _NO = re.compile(rf"{BAD}|incorrect|wrong|fail(ed)?|reject|unsafe|invalid|disapproved", re.IGNORECASE)
 _VERDICT = re.compile(rf"{GOOD}|correct|right|pass(ed)?|accept|safe|valid|approved|{_NO.pattern}", re.IGNORECASE)
 _YES = re.compile(rf"(is_)?({GOOD}|correct|valid|verified|passed|approved)", re.IGNORECASE)  # a key that is to be true
+_CHOICE = re.compile(  # a column that may say which response is better: winner, better_response_id
+    rf"({GOOD}|{BAD}|safer|best|preference)(_(response|answer|completion|output|model|choice))?(_(id|idx|index))?"
+)
 _PAIRS = product(("{}_{}", "{}-{}", "{1}_{0}"), SCORES)
 OF_PAIRS = [tuple(form.format(side, score) for side in PAIRED) for form, score in _PAIRS]
 _SCORED = {*SCORES, "stars", "grade", "quality", "toxicity", *chain(*OF_PAIRS)}
@@ -213,11 +216,12 @@ class Unused:
         prompt = "" if bad or row.get("images") else "\n".join(asked)
         said = answers or [str(gold) for gold in map(raw.get, GOLD) if not is_empty(gold)][:1]
         for name, value in raw.items():
-            if _is_verdict(value) or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
+            chooses = _CHOICE.fullmatch(name) is not None and len(str(value)) < _COPY
+            if chooses or _is_verdict(value) or (name in LABELS and isinstance(value, str) and len(value) < _COPY):
                 self._verdicts.setdefault(name, Counter())[str(value).lower()] += 1
             if ("column", name) in columns or name in used or is_empty(value):
                 continue
-            if _IDENTITY.fullmatch(name):
+            if _IDENTITY.fullmatch(name) and not chooses:
                 for path, leaf in _leaves(value, name):
                     if not (is_copied(leaf, asked, 1) or is_copied(leaf, answers)):
                         self._note(file, path, leaf, prompt, said)

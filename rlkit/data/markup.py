@@ -53,6 +53,12 @@ _SPEAKERS = (
     ("\n\nHuman:", "\n\nAssistant:"), ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
     ("USER:", "ASSISTANT:"),
 )  # fmt: skip
+_TURNS = (
+    ("<|im_start|>user", "<|im_start|>assistant"), ("<start_of_turn>user", "<start_of_turn>model"),
+    ("<|start_header_id|>user", "<|start_header_id|>assistant"), ("[INST]", "[/INST]"),
+    ("<|user|>", "<|assistant|>"), ("<｜User｜>", "<｜Assistant｜>"), ("<|turn>user", "<|turn>model"),
+    ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
+)  # fmt: skip
 _NAMES = "(?:### ?)?(?:Assistant|ASSISTANT)|### ?Response|AI|Bot|BOT|Chatbot"
 _STARTS = re.compile(rf"\s*((?:{_NAMES}):)")
 _ENDS = re.compile(rf"\n\s*((?:{_NAMES}|A):|###)\Z")  # the last is of OpenAI's older completions
@@ -462,6 +468,12 @@ def speaker_of(text: str, *, answer: bool) -> str:
         return "Assistant:"
     speaker = _ENDS.search(end[-_TAIL:])
     return speaker[1] if speaker else ""
+
+
+def dialogue_in(text: str) -> str:
+    """The markup of a question and of the answer after it in a text, of any family; "" for none."""
+    found = next(((a, b) for a, b in _TURNS if 0 <= text.find(a) < text.rfind(b)), ())
+    return " ... ".join(found)
 
 
 def opened_by(text: str) -> str:

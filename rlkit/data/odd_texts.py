@@ -101,6 +101,7 @@ _SHEET = re.compile(rf"\d{{1,2}}-({_MONTHS})|({_MONTHS})-\d\d|\d(\.\d+)?E\+\d\d"
 _REASONED_TWICE = re.compile(r"</(think|thinking|thought|reasoning)>\s*<\1>\s*</\1>")
 _REASONING = re.compile(r"\s*<(think|thinking|thought|reasoning|reflection|scratchpad)>")
 _SHORTENED = re.compile(r"(\.\.\.|\u2026)\Z")  # as a table is shown
+_WITHIN = re.compile(r"([^\W\d]|[ ,])(\.\.\.|\u2026)?\Z")
 _UNENDED = re.compile(r"[.!?] [^\n.!?:]{2,}[^\W\d]\s*\Z")  # prose, after a sentence of the same line
 _SENTENCE = re.compile(r"[.!?\n。！？]+")
 _UNSEEN = {"\ufeff": "U+FEFF", "\u200b": "U+200B", "\u2060": "U+2060"}  # at the start of a text
@@ -194,7 +195,9 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     reasoned = [f"<{match[1]}>" for text in said if "<" in text and (match := _REASONED_TWICE.search(text))]
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
-    unended = [longest] * bool(len(longest) >= _LONG and re.search(r"([^\W\d]|[ ,])(\.\.\.|\u2026)?\Z", longest))
+    unended = [longest] * bool(len(longest) >= _LONG and _WITHIN.search(longest))
+    question = asked[-1] if asked and answers is not asked else ""
+    cut = [question] * bool(len(question) >= _LONG and _WITHIN.search(question))
     broken = [longest[-30:]] * bool(len(longest) >= _MANY and _UNENDED.search(longest[-_MANY:]))
     asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]
@@ -207,7 +210,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
         *(missing, odd, _parts(_ROLES.match, texts), results, turns, errors, damaged, reasoned, _bare_calls(row, said)),
         *(values, escapes, entities, null_arguments(row), sorted(places), _slots(asked, said)),
         *(unended, loops, given, plain, differing, no_choice, bodies, _parts(_OF_PAGE.search, said)),
-        *([repr(x) for x in broken], _parts(_REASONING.match, said)[:1]),
+        *(cut, [repr(x) for x in broken], _parts(_REASONING.match, said)[:1]),
     )
     return [", ".join(dict.fromkeys(notes)) for notes in every]
 
@@ -278,14 +281,15 @@ def _two_choices(row: Converted) -> Iterable[str]:
 def _no_choice(prompt: str, gold: str) -> str:
     """A gold answer that is none of the letters of the choices that a prompt has on lines of their own; "" for none.
 
-    A text counts where it is that of a choice, and the prompt asks for a letter.
+    A text counts where it is that of a choice, and a digit as a place, if the prompt asks for a letter.
     """
     options = dict(_OPTION.findall(prompt))
     letters = "".join(options)
     if len(options) < 2 or not ascii_uppercase.startswith(letters) or gold in letters:
         return ""
     letter = gold in ascii_uppercase[:SOME] and not re.search(rf"\b{gold}[.):]", prompt)
-    text = gold in options.values() and re.search(r"\bletter\b", prompt) is not None
+    is_choice = gold in options.values() or (len(gold) == 1 and gold.isdecimal())
+    text = is_choice and re.search(r"\bletter\b", prompt) is not None
     return f"{gold[:30]!r} of A to {letters[-1]}" if letter or text else ""
 
 
@@ -415,6 +419,7 @@ OF_TEXTS: tuple[tuple[str, Callable[[Sequence[str]], Sequence[str]]], ...] = (
     ("have a gold answer that is none of the letters of the choices in the prompt", list),
     ("have the whole response of an API for an answer, which is a part of it", list),
     ("have what a web page shows round an answer in the answer, and train on it", list),
+    ("have a prompt that ends within a sentence at the same length, as if it was cut", _cut),
     ("have a long answer that ends within a sentence, as if it was cut", _mostly),
     ("begin an answer with another tag of reasoning than most answers", _differing),
 )

@@ -15,7 +15,7 @@ from rlkit.data import columns
 from rlkit.data.drop import drop
 from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
-from rlkit.data.markup import Markup
+from rlkit.data.markup import Markup, dialogue_in
 from rlkit.data.messages import CALLS, Converted, json_of, mappings, name_of
 from rlkit.data.odd_texts import FEW, OF_SHEET, OF_TEXTS, REPEATED, SOME, golds_of
 from rlkit.data.schema import ANSWERS, OF_MESSAGES, PAIRED, RESPONSES
@@ -29,6 +29,7 @@ _LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
     re.IGNORECASE,
 )
 _QUESTION = re.compile(r"\W*(?:question|q|prompt|problem|instruction|input|user|human)\W*:\s*", re.IGNORECASE)
+_JOINT = 10  # characters on each side
 _ALL = 1  # of several rows
 _NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
 
@@ -58,8 +59,11 @@ def name_two_golds(
             golds[prompt] |= {gold.casefold(): gold[:30] for gold in golds_of(row)[:1]}
     notes = [(index, [*golds.get(prompt, {}).values()]) for index, prompt in enumerate(asked)]
     why = "stand there with another gold answer too"
-    several, shown = (lambda note: len(note) > 1), (lambda note: f" ({' and '.join(note)})")
-    drop(rows, notes, several, unit="prompts", why=why, keep=True, note=shown)
+
+    def shown(note: Sequence[str]) -> str:
+        return f" ({' and '.join(note[:3])}{', ...' * (len(note) > 3)})"
+
+    drop(rows, notes, lambda note: len(note) > 1, unit="prompts", why=why, keep=True, note=shown)
 
 
 def _name_reversed_scores(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]]) -> None:
@@ -83,8 +87,8 @@ def name_repeats(rows: Sequence[Row], read: Sequence[tuple[Form, Converted]], tu
     if len(turns) < FEW or any(turn.images for of_row in turns for turn in of_row):
         return
     num = len({hash(tuple((turn.whole, turn.label) for turn in of_row)) for of_row in turns})
-    first, same, pairs = turns[0][0], list[str](), form is PAIR
-    if first.prompt and all(of_row[0].prompt == first.prompt for of_row in turns):
+    first, same, pairs = turns[0][-1], list[str](), form is PAIR
+    if first.prompt and all(of_row[-1].prompt == first.prompt for of_row in turns):  # and all turns before
         same.append("prompt")
     said = [[turn.whole.removeprefix(turn.prompt) for turn in (of_row[:1] if pairs else of_row)] for of_row in turns]
     if all(answers == said[0] for answers in said):  # conversations may end with the same word
@@ -119,6 +123,23 @@ def name_foreign(rows: Sequence[Row], texts: Sequence[str], markup: Markup) -> N
     starts = [(index, markup.foreign_start(text)) for index, text in enumerate(texts)]
     why = "begin with markup of another model, of which this tokenizer has no token: it is read as letters"
     drop(rows, starts, bool, unit="texts", why=why, keep=True, note=lambda start: f" ({start})")
+
+
+def name_dialogues(rows: Sequence[Row], texts: Sequence[str]) -> None:
+    """Log texts that hold a question and an answer as a template writes them, where most do."""
+    notes = [(index, dialogue_in(text)) for index, text in enumerate(texts)]
+    if sum(bool(note) for _, note in notes) >= max(FEW, len(texts) / 2):
+        why = "hold the turns of a dialogue, of which every token trains, also the question's: give them as messages"
+        drop(rows, notes, bool, unit="texts", why=why, keep=True, note=lambda note: f" ({note})")
+
+
+def name_joined(rows: Sequence[Row], turns: Sequence[Turn]) -> None:
+    """Log ready-made responses that follow a prompt's last mark without a blank, where nearly all do."""
+    joints = [(turn.prompt[-_JOINT:], turn.whole[len(turn.prompt) :][:_JOINT]) for turn in turns]
+    notes = [(i, f"{a}{b}" if re.search(r"[:.?!]\Z", a) and b[:1].isalnum() else "") for i, (a, b) in enumerate(joints)]
+    if sum(bool(note) for _, note in notes) >= max(FEW, 0.9 * len(turns)):
+        why = "follow their prompt without a blank or line break, and train so"
+        drop(rows, notes, bool, unit="responses", why=why, keep=True, note=lambda note: f" ({note!r})")
 
 
 def _was_text(row: Converted) -> bool:
@@ -238,6 +259,17 @@ def _asks_twice(row: Converted) -> bool:
     return not row.get("images") and any(a and a == b for of in asked for a, b in pairwise(of))
 
 
+def _system_again(row: Converted) -> bool:
+    """Whether a system message is the same as another one, or stands within a message of a user."""
+    for said in _said_in(row):
+        texts = [(m.get("role"), str(m.get("content")).strip()) for m in said]
+        system = [text for role, text in texts if role in SYSTEM and len(text) >= REPEATED]
+        asked = [text for role, text in texts if role == "user"]
+        if len({*system}) < len(system) or any(a in b for a in system for b in asked):
+            return True
+    return False
+
+
 def _only_system(row: Converted) -> bool:
     """Whether all messages of a prompt, which are given as such, are of the system."""
     said = mappings(row.get("messages") or row.get("prompt"))
@@ -288,6 +320,7 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((), "rows", _calls_twice, "have a call in a message's text and in its tool_calls, so that it stands twice", 0),
     ((), "rows", _tools_twice, "have their tools in a system message too: the template writes them again", 0),
     ((), "rows", _asks_twice, "have the same message of a user twice in a row", 0),
+    ((), "rows", _system_again, "have their system message a second time, in a user's message or as it is", 0.5),
     ((PROMPT,), "prompts", _only_system, "are a system message alone: the question is to be a user message", 0),
     ((), "rows", _was_text, "have a response that is the JSON text of messages, and train on their contents", 0),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,7 @@ from rlkit.data.drop import TooLong, check_begun, drop, shorten
 from rlkit.data.images import COLUMNS, ImageReader
 from rlkit.data.load import Row, place_of, place_of_prompt
 from rlkit.data.messages import decoded
+from rlkit.data.odd_texts import SOME
 from rlkit.data.prompt_columns import columns_in, filled
 from rlkit.data.rows import read_rows
 from rlkit.data.schema import OF_TEMPLATE, PROMPTS
@@ -108,13 +110,16 @@ def rl_prompts(
 
 
 def _note_identical(prompts: Sequence[Prompt]) -> None:
-    """Log that at least half of the prompts repeat others."""
-    num = len({tuple(prompt.ids) for prompt in prompts})
-    if num <= len(prompts) / 2 and not any(prompt.images for prompt in prompts):
-        texts = "all the same text" if num == 1 else f"{num} different texts"
-        _log.warning(
-            "the %d prompts are %s: a column with the rest of the question may be left out", len(prompts), texts
-        )
+    """Log that at least half of the prompts repeat others, or a third of them one."""
+    times = Counter(tuple(prompt.ids) for prompt in prompts if not prompt.images)
+    num, most, whole = len(times), max(times.values(), default=0), times.total()
+    if whole < len(prompts) or not whole:
+        return
+    fact = f"the {whole} prompts are {'all the same text' if num == 1 else f'{num} different texts'}"
+    if num > whole / 2:
+        fact = f"{most} of the {whole} prompts are the same text" if most >= max(SOME, whole / 3) else ""
+    if fact:
+        _log.warning("%s: a column with the rest of the question may be left out", fact)
 
 
 def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, limit: int, left: bool) -> Prompt | None:

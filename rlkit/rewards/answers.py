@@ -26,6 +26,7 @@ _LIST = re.compile(r"""\[\s*["'](.+?)["']\s*,\s*["'].*["']\s*\]""", re.DOTALL)  
 _CHOICE = re.compile(r"\(?([A-J])[.):]\s+\S")
 _WITH_UNIT = re.compile(r"([$€£]?-?\d[\d.,/]*)\s+[^\W\d]+\.?")
 _CAPTURES = re.compile(r"\((?:\?P<\w+>)?[.\\\[-]")  # a text that is a regular expression
+_TAGGED = re.compile(r"<\w+>(?:\\[sn][*+]?)?(?:\.|\[\\s\\S\])[*+]")  # one that captures nothing, of a form
 _TOKEN = re.compile(  # of a regular expression: what it captures, what may be missing, any text, blanks, a character
     r"(?P<group>\((?:\?P<\w+>)?(?!\?)(?:\\.|\[(?:\\.|[^]])*\]|[^()\\])*\)[?*+]*)|(?P<none>\(\?[a-z]+\)|\(\?:[^()]*\)[?*]|"
     r"\\[AZb]|[\^$?])|(?P<any>(?:\.|\[\\s\\S\]|\[\^[^]]*\])[*+]\??)|(?P<blank>\\s[*+]?\??)|\\(?P<char>.)"
@@ -38,7 +39,7 @@ def forms_of(function: Callable[..., Any]) -> list[str]:
     forms, keys = [*FORMS], [text for text in texts if isinstance(text, str) and text.isidentifier()]
     for text in texts:
         pattern = text if isinstance(text, re.Pattern) else None
-        if pattern or _CAPTURES.search(text):
+        if pattern or _CAPTURES.search(text) or _TAGGED.search(text):
             forms += _of_pattern(pattern or text)
         elif _MARK.fullmatch(text) and not text.startswith("</"):
             mark, close = _escaped(text.rstrip()), _escaped(f"</{text[1:]}")
@@ -52,19 +53,20 @@ def _escaped(text: str) -> str:
 
 
 def _of_pattern(pattern: str | re.Pattern[str]) -> list[str]:
-    """The text in which a regular expression captures an answer, if one can be made of it."""
-    written = {"group": "\0", "none": "", "any": "1", "blank": " "}
+    """The text in which a regular expression captures an answer, or has it last, if one can be made of it."""
+    written = {"group": "\0", "none": "", "any": "\1", "blank": " "}
 
     def text_of(token: re.Match[str]) -> str:
         return written.get(kind := token.lastgroup or "", "\n" if token[kind] == "n" else token[kind])
 
     try:
         compiled = re.compile(pattern, 0 if isinstance(pattern, re.Pattern) else re.DOTALL)
-        text = _TOKEN.sub(text_of, compiled.pattern)
+        before, last, after = _TOKEN.sub(text_of, compiled.pattern).rpartition("\1")
+        text = f"{before}{last if compiled.groups else last and chr(0)}{after}".replace("\1", "1")
         found = compiled.search(text.replace("\0", "7"))
     except (re.error, TypeError, OverflowError):
         return []
-    return [_escaped(text)] if found and "7" in found.groups() else []
+    return [_escaped(text)] if found and "7" in (found.groups() or text.replace("\0", "7")) else []
 
 
 def answers(gold: str) -> list[str]:

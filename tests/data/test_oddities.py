@@ -627,6 +627,14 @@ def test_answers_that_were_cut_at_one_length_are_named(said):
     assert said(*[{"text": text[:120]} for text in STORIES]) == []  # pieces of a corpus
 
 
+def test_prompts_that_were_cut_at_one_length_are_named(said):
+    cut = "have a prompt that ends within a sentence at the same length, as if it was cut: row 1 (60 characters)"
+    for answer in ({"answer": "1"}, {"response": "1"}):
+        for texts, num in (([text[:60] for text in STORIES[:5]], 1), (STORIES[:5], 0), (["Ann walked to"] * 2, 0)):
+            rows = [{"prompt": text, **answer} for text in texts]
+            assert sum(cut in x for x in said(*rows, road="prompts" if "answer" in answer else "sft")) == num
+
+
 GIVEN = "rows that have a prompt that ends with its own answer, or states it: "
 
 
@@ -1011,6 +1019,43 @@ def test_a_message_of_a_user_that_stands_twice_in_a_row_is_named(said):
     again = [user("2+2?"), assistant("4"), user("2+2?"), user("And 3+3?"), assistant("4, 6")]
     whole = {x: [*twice[:1], assistant(x)] for x in ("chosen", "rejected")}
     assert said({"messages": again}) == said({"prompt": twice[:1], **whole}, road="pairs") == []
+
+
+def test_a_system_message_that_stands_twice_is_named(said):
+    line = "rows that have their system message a second time, in a user's message or as it is: row 1, row 2"
+    system, asked = {"role": "system", "content": "You answer in one word."}, [user("2+2?"), user("3+3?")]
+    again = [user(f"You answer in one word.\n\n{m['content']}") for m in asked]
+    for twice in ([[system, x] for x in again], [[system, system, x] for x in asked]):
+        assert said(*({"prompt": x} for x in twice), road="prompts") == [f"kept 2 of 2 {line}"]
+        assert said(*({"messages": [*x, assistant("4")]} for x in twice)) == [f"kept 2 of 2 {line}"]
+    once, short = [{"prompt": [system, x]} for x in asked], {"role": "system", "content": "2+2"}
+    assert said(*once, road="prompts") == said({"prompt": [short, asked[0]]}, road="prompts") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>", "<|im_start|>user ... <|im_start|>assistant"),
+        ("### Instruction:\n{}\n\n### Response:\nYes.", "### Instruction: ... ### Response:"),
+        ("<s>[INST] {} [/INST] Yes.</s>", "[INST] ... [/INST]"),
+    ],
+)  # fmt: skip
+def test_texts_that_hold_a_dialogue_are_named(text, found, said):
+    rows = [{"text": text.format(f"Is {i} even?")} for i in range(4)]
+    why = "texts that hold the turns of a dialogue, of which every token trains, also the question's: give them as messages"
+    assert [x for x in said(*rows) if x.startswith(f"kept 4 of 4 {why}: row 1 ({found})")]
+    for ordinary in (rows[:3], [*rows[:1], *({"text": f"{x}."} for x in STORIES)]):
+        assert not [x for x in said(*ordinary) if "dialogue" in x]
+
+
+def test_conversations_that_begin_alike_have_not_the_same_prompt(said):
+    rows = [
+        {"messages": [user("Hi!"), assistant("Hello, how can I help?"), user(f"Is {i} even?"), assistant(f"{i}!")]}
+        for i in range(12)
+    ]
+    assert said(*rows) == []
+    one = [{"messages": [user("Hi!"), assistant(f"{i}")]} for i in range(12)]
+    assert said(*one) == ["all 12 rows have the same prompt: check which columns hold the texts"]
 
 
 RESPONSE_OF_API = (

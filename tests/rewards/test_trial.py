@@ -301,6 +301,17 @@ MISTAKES = {
     "no line break in a form": (
         "return float(bool(re.match(r'^<think>(.*?)</think>\\s*<answer>(.*?)</answer>$', completion)))", NUMBERS,
         "~a point in a regular expression takes a line break with re.DOTALL only"),
+    "a line break at the end": (
+        "m = re.match(r'^<think>\\n.*?\\n</think>\\n<answer>\\n.*?\\n</answer>\\n$', completion, re.DOTALL)\n"
+        "return float(bool(m) and row['answer'] in completion)", NUMBERS,
+        "~and 0 without the white space at its end, which a model seldom writes"),
+    "the distance to a length": (
+        "return float(abs(20 - len(completion)))", [{"prompt": "p"}],
+        "~gives 480 to 'word word ...', 500 characters, and 980 to 1000: is the sign of a length in it meant?"),
+    "words of the prompt": (
+        "words = set(row['prompt'].split())\nreturn len(words & set(completion.split())) / len(words)",
+        [{"prompt": "Name one thing that is red."}],
+        "~gives 1 to the row's own prompt, the most of all texts that were tried: is it won by a copy?"),
     "any number": (
         "return float(row['answer'] in re.findall(r'\\d+', completion))", NUMBERS,
         "~gives 1 to '661, 662', ..., 101 numbers, as much as to '711': does any number of a text count?"),
@@ -399,6 +410,13 @@ RIGHT = {
         "return float(bool(m) and m[2].strip() == row['answer'])", NUMBERS),
     "a form with line breaks": (
         "return float(bool(re.match(r'(?s)^<think>(.*?)</think>\\s*<answer>(.*?)</answer>$', completion)))", NUMBERS),
+    "a form that captures nothing": (
+        "m = re.match(r'^\\s*<why>.*?</why>\\s*<answer>.*?</answer>\\s*$', completion, re.DOTALL)\n"
+        "return float(bool(m) and completion.split('<answer>')[1].split('<')[0].strip() == row['answer'])", NUMBERS),
+    "long, up to a bound": ("return min(len(completion), 200) / 200", [{"prompt": "p"}]),
+    "few words of the prompt": (
+        "words = set(row['prompt'].split())\nreturn -len(words & set(completion.split()))",
+        [{"prompt": "Name one thing that is red."}]),
     "tags, up to two": (
         "return min(1.0, 0.5 * completion.count('<think>')) + float(completion.strip() == row['answer'])", PARIS),
     "a tag, once": (
@@ -488,7 +506,7 @@ RIGHT = {
         "import random\n\nrandom.seed(0)\n\ndef f(completion, row):\n"
         "    return float(completion == row['answer']) + 1e-6 * random.random()\n", PARIS),
     "async": ("async def f(completion, row):\n    await asyncio.sleep(0)\n    return float(completion == row['answer'])\n", ROWS),
-    "ids": ("def f(completion, row, completion_ids, truncated, index):\n    return len(completion_ids) + index\n", ROWS),
+    "ids": ("def f(completion, row, completion_ids, truncated, index):\n    return min(len(completion_ids), 9) + index\n", ROWS),
     "TRL": ("def f(completions, answer, **kwargs):\n    return [c[0]['content'] == a for c, a in zip(completions, answer)]\n",
             MESSAGES),
     "verl": ("def f(data_source, solution_str, ground_truth, extra_info=None):\n"

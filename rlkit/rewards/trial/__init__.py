@@ -39,6 +39,7 @@ from rlkit.rewards.trial._doubts import (
     all_the_same,
     always_true,
     before_tests,
+    blank_end,
     broken,
     elsewhere,
     for_nothing,
@@ -48,6 +49,7 @@ from rlkit.rewards.trial._doubts import (
     moved,
     no_more,
     of_empty,
+    of_length,
     random,
     runs_text,
     unbounded,
@@ -135,6 +137,7 @@ async def _of_golds(case: Case, trial: Trial, *, alone: bool, stop: bool) -> Tri
         note = note or await for_nothing(case, trial.tried) or await before_tests(case) or always_true(case)
         await runs_text(case)
         note = note or await broken(case) or await unbounded(case)
+        note = note or ("" if reads_gold(case) else await of_length(case, trial.tried))
         trial = replace(trial, note=note)
     if trial.note or (column := _column(case)) is None:
         return trial
@@ -165,8 +168,8 @@ async def _of_gold(case: Case, trial: Trial, *, alone: bool) -> Trial:
         given = f"{case.name} gives {number(result):g} to {whole_text}, and too little to "
         right = f"{shown(ending)} alone: right if a completion is to repeat that text; else {COMPARE}"
         return replace(trial, note=given + right)
-    note = await lower_only(case, form) or await elsewhere(case, form) or await loose(case, form)
-    note = note or unpaid(case, trial.tried)
+    note = await blank_end(case, form) or await lower_only(case, form) or await elsewhere(case, form)
+    note = note or await loose(case, form) or unpaid(case, trial.tried)
     return replace(trial, note=note or all_the_same(case))
 
 

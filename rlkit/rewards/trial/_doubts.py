@@ -30,6 +30,8 @@ from rlkit.rewards.trial._case import (
 
 _SAME = 10  # rows: fewer may have one gold answer by chance
 _LONG = 8000  # characters of a completion of 2,000 tokens
+_LENGTH = 1000  # characters
+_COPIED = 4  # words of a prompt
 _RIVALS = 20  # gold answers of other rows
 _WORDS = 8  # that a function names
 _SHAPES = 4  # of gold answers that have wrong ones near them: a number, one with a sign, a word, words
@@ -165,6 +167,24 @@ async def unbounded(case: Case) -> str:
     return ""
 
 
+async def of_length(case: Case, tried: Sequence[tuple[str, str, Any]]) -> str:
+    """The line about a function that gives more for each further word, whatever it is, or the most to the row's own
+    prompt; else empty."""
+    given = [number(result) for *_, result in tried]
+    half, whole, twice = await case.numbers(["word " * (_LENGTH * num // 10) for num in (1, 2, 4)])
+    if twice > whole > half > max(given):
+        many = f"{half:g} to 'word word ...', {_LENGTH // 2} characters, and {whole:g} to {_LENGTH}"
+        return f"{case.name} gives {many}: is the sign of a length in it meant? without a bound it is won by length"
+    prompt = case.rows[case.index].get("prompt")
+    if not isinstance(prompt, str) or not case.seen & {*PROMPTS} or len(prompt.split()) < _COPIED:
+        return ""
+    (copied,) = await case.numbers([prompt])
+    if not copied > max(given):
+        return ""
+    most = f"{case.name} gives {copied:g} to the row's own prompt, the most of all texts that were tried"
+    return f"{most}: is it won by a copy?"
+
+
 def always_true(case: Case) -> str:
     """The line about a function with a text alone beside `and` or `or`; empty for none."""
     text = constant_operand(case.function)
@@ -180,6 +200,16 @@ def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
         return ""
     given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
     return f"{name} gives {given}: does it look for the completion in the answer? '' is in every text"
+
+
+async def blank_end(case: Case, form: str) -> str:
+    """The line about a function that takes an answer with white space at its end, and not without; else empty."""
+    if form == form.rstrip():
+        return ""
+    text = form.format(case.answer)
+    taken, plain, nothing = await case.numbers([text, text.rstrip(), ""])
+    given = f"{case.name} gives {taken:g} to {shown(text)} and {plain:g} without the white space at its end"
+    return f"{given}, which a model seldom writes: take both, as \\s*$ does" if taken > nothing >= plain else ""
 
 
 async def lower_only(case: Case, form: str) -> str:
