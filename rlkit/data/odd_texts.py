@@ -196,8 +196,7 @@ def odd_texts(row: Converted, used: Iterable[str], asked: Sequence[str], answers
     loops = [repr(loop[:30]) for text in said if (loop := _repeated(text)) and not any(loop in x for x in asked)]
     longest = max(said, key=len, default="")
     unended = [longest] * bool(len(longest) >= _LONG and _WITHIN.search(longest))
-    question = asked[-1] if asked and answers is not asked else ""
-    cut = [question] * bool(len(question) >= _LONG and _WITHIN.search(question))
+    cut = [x for x in asked[-1:] if answers is not asked and len(x) >= _LONG and _WITHIN.search(x)]
     broken = [longest[-30:]] * bool(len(longest) >= _MANY and _UNENDED.search(longest[-_MANY:]))
     asks = [asked[0], asked[-1]] if asked and not answers else []  # a system message, and the question
     given = [text[:30] for text in said if asked and _ends_with(asked[-1], text)]

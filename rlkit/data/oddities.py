@@ -118,23 +118,18 @@ def _source(rows: Sequence[Row]) -> str:
     return f"{rows.source}: " if isinstance(rows, Rows) and rows.source else ""
 
 
-def name_foreign(rows: Sequence[Row], texts: Sequence[str], markup: Markup) -> None:
-    """Log the ready-made texts with markup of another model."""
-    starts = [(index, markup.foreign_start(text)) for index, text in enumerate(texts)]
-    why = "begin with markup of another model, of which this tokenizer has no token: it is read as letters"
-    drop(rows, starts, bool, unit="texts", why=why, keep=True, note=lambda start: f" ({start})")
-
-
-def name_dialogues(rows: Sequence[Row], texts: Sequence[str]) -> None:
-    """Log texts that hold a question and an answer as a template writes them, where most do."""
-    notes = [(index, dialogue_in(text)) for index, text in enumerate(texts)]
-    if sum(bool(note) for _, note in notes) >= max(FEW, len(texts) / 2):
+def name_ready_made(rows: Sequence[Row], turns: Sequence[Turn], markup: Markup | None) -> None:
+    """Log ready-made texts: dialogues of which every token trains, markup of another model than that of `markup`, and
+    responses that follow their prompt's last mark at once. The first and the last where most of them do."""
+    notes = [(i, "" if turn.prompt else dialogue_in(turn.whole)) for i, turn in enumerate(turns)]
+    if sum(bool(note) for _, note in notes) >= max(FEW, len(turns) / 2):
         why = "hold the turns of a dialogue, of which every token trains, also the question's: give them as messages"
         drop(rows, notes, bool, unit="texts", why=why, keep=True, note=lambda note: f" ({note})")
-
-
-def name_joined(rows: Sequence[Row], turns: Sequence[Turn]) -> None:
-    """Log ready-made responses that follow a prompt's last mark without a blank, where nearly all do."""
+    if markup is None:
+        return
+    starts = [(i, markup.foreign_start(turn.whole or turn.prompt)) for i, turn in enumerate(turns)]
+    why = "begin with markup of another model, of which this tokenizer has no token: it is read as letters"
+    drop(rows, starts, bool, unit="texts", why=why, keep=True, note=lambda start: f" ({start})")
     joints = [(turn.prompt[-_JOINT:], turn.whole[len(turn.prompt) :][:_JOINT]) for turn in turns]
     notes = [(i, f"{a}{b}" if re.search(r"[:.?!]\Z", a) and b[:1].isalnum() else "") for i, (a, b) in enumerate(joints)]
     if sum(bool(note) for _, note in notes) >= max(FEW, 0.9 * len(turns)):

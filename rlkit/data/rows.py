@@ -21,7 +21,7 @@ from rlkit.data.load import Row, column_error, place_of
 from rlkit.data.markup import markup_of
 from rlkit.data.messages import Converted, decoded, mappings
 from rlkit.data.odd_texts import odd_texts
-from rlkit.data.oddities import name_dialogues, name_foreign, name_joined, name_oddities, name_repeats, name_two_golds
+from rlkit.data.oddities import name_oddities, name_ready_made, name_repeats, name_two_golds
 from rlkit.data.schema import FOR_REWARDS, IN_SFT, LABELS, OF_TEMPLATE, PAIRED, PROMPTS, RESPONSES
 from rlkit.data.template import NO_PROMPT, RESULTS, Template
 from rlkit.data.turns import (
@@ -84,11 +84,8 @@ def read_rows(
     unused.report(template.not_read, where=where)
     name_oddities(rows, converted, odd)
     (name_two_golds if form is PROMPT else name_repeats)(rows, converted, turns)
-    if form is TEXT:
-        name_dialogues(rows, [turn.whole for turn, *_ in turns])
-    if not template.apply:
-        name_foreign(rows, [turn.whole or turn.prompt for turn, *_ in turns], markup_of(template.tokenizer))
-        name_joined(rows, [turn for turn, *_ in turns])
+    if form is TEXT or not template.apply:
+        name_ready_made(rows, [turn for turn, *_ in turns], None if template.apply else markup_of(template.tokenizer))
     markup_of(template.tokenizer).report_opened(turns[0][0].prompt if form is PROMPT else "")
     return turns
 

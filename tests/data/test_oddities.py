@@ -1035,15 +1035,15 @@ def test_a_system_message_that_stands_twice_is_named(said):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>", "<|im_start|>user ... <|im_start|>assistant"),
+        ("<|user|>\n{}</s>\n<|assistant|>\nYes.</s>", "<|user|> ... <|assistant|>"),
         ("### Instruction:\n{}\n\n### Response:\nYes.", "### Instruction: ... ### Response:"),
         ("<s>[INST] {} [/INST] Yes.</s>", "[INST] ... [/INST]"),
     ],
 )  # fmt: skip
 def test_texts_that_hold_a_dialogue_are_named(text, found, said):
     rows = [{"text": text.format(f"Is {i} even?")} for i in range(4)]
-    why = "texts that hold the turns of a dialogue, of which every token trains, also the question's: give them as messages"
-    assert [x for x in said(*rows) if x.startswith(f"kept 4 of 4 {why}: row 1 ({found})")]
+    why = "hold the turns of a dialogue, of which every token trains, also the question's: give them as messages"
+    assert [x for x in said(*rows) if x.startswith(f"kept 4 of 4 texts that {why}: row 1 ({found})")]
     for ordinary in (rows[:3], [*rows[:1], *({"text": f"{x}."} for x in STORIES)]):
         assert not [x for x in said(*ordinary) if "dialogue" in x]
 
