@@ -322,12 +322,19 @@ def _delimiter(header: str, path: Path) -> str:
 def _table(path: Path) -> Placed:
     datasets, kind = need_datasets(path), format_of(path)
     with reading(path, kind[1:]):
-        if kind == ".parquet":  # streaming: without a copy in the cache
-            files = [escape(str(path))]
+        if kind == ".parquet":
             if check_parquet(path):
-                yield from numbered(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
+                yield from numbered(parquet_table(path, streaming=True))  # without a copy in the cache
         else:
             yield from numbered(_arrow(path, datasets))
+
+
+def parquet_table(path: Path, *, streaming: bool) -> Any:
+    """The rows of a Parquet file by `datasets`: its `load_dataset` asks the network to count this, of any file."""
+    need_datasets(path)
+    from datasets.io.parquet import ParquetDatasetReader
+
+    return ParquetDatasetReader(escape(str(path)), streaming=streaming).read()
 
 
 @contextmanager

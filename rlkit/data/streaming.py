@@ -19,7 +19,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from glob import escape
 from itertools import accumulate, chain
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from rlkit._util import untrusted
 from rlkit._util.text import Explained
 from rlkit.data.drop import NothingLeft
-from rlkit.data.files import check_parquet, format_of, need_datasets, parsed_line
+from rlkit.data.files import check_parquet, format_of, parquet_table, parsed_line
 from rlkit.data.load import Rows, checked_row, sources_of
 
 X = TypeVar("X")
@@ -139,7 +138,7 @@ def _opened(name: str) -> _File:
     untrusted.check_file(path)
     if kind == ".parquet":
         check_parquet(path)
-        table = need_datasets(path).load_dataset("parquet", data_files=[escape(str(path))], split="train")
+        table = parquet_table(path, streaming=False)
         return _File(name, len(table), lambda i: (f"row {i + 1}", table[i]))
     starts, numbers, at = array("Q"), array("I"), 0
     file = path.open("rb")  # open as long as its rows are read

@@ -6,11 +6,13 @@ import bz2
 import gzip
 import json
 import lzma
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from rlkit.data.files import parquet_table
 from rlkit.data.load import load_rows, place_of
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "é漢", "answer": "x\ny"}, {"prompt": "c", "answer": ""}]
@@ -153,6 +155,20 @@ def test_arrow_files_of_pyarrow_in_all_its_formats(tmp_path):
         writer.write_table(both)
     with pytest.raises(ValueError, match=r"twice\.arrow: cannot be read as arrow: .*two columns have the same name"):
         load_rows(tmp_path / "twice.arrow")
+
+
+def test_a_parquet_file_is_read_without_the_network(tmp_path, monkeypatch):
+    """`load_dataset` asks a server to count the download, and waits for it where there is none."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *place, **_: asked.append(place))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert load_rows(tmp_path / "a.parquet") == ROWS
+    assert len(parquet_table(tmp_path / "a.parquet", streaming=False)) == len(ROWS)
+    assert asked == []
 
 
 def test_a_parquet_file_may_have_the_characters_of_a_glob_in_its_name(tmp_path):
