@@ -7,7 +7,7 @@ INSTALL := pip install --quiet --disable-pip-version-check
 # On all cores, where pip takes one; some packages have files of other Pythons.
 COMPILE := $(VENV)/bin/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 # Bytecode is kept, also where the environment says otherwise: each process of the tests would compile its modules anew.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 3 --dist worksteal
 NEWER   = $(firstword $(foreach x,python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python),$(shell $(x) -c "" 2>/dev/null && echo $(x))))
 FLAGS ?=  # of the benchmarks: --rehearse for tiny shapes on a CPU, --rest, --only ...
 
