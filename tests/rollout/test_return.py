@@ -154,6 +154,27 @@ async def test_an_update_waits_for_a_server(tmp_path: Path) -> None:
     await server.stop()
 
 
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_server_that_was_restarted_between_two_requests_samples_nothing(tmp_path: Path) -> None:
+    """No request has failed: the version in its answer tells that it has the weights that it started with."""
+    servers = [Restartable(), Restartable()]
+    for server in servers:
+        await server.start()
+    urls = [server.url for server in servers]
+    async with SGLang(urls, transport=FromDisk(tmp_path), vocab_size=97) as engine:
+        for version in (1, 2):
+            await engine.update_weights(iter(WEIGHTS), version=version)
+            assert [server.version for server in servers] == [str(version)] * 2
+            servers[0].version = "default"
+            calls = [engine.generate([1, 2], params=PARAMS) for _ in range(4)]
+            assert [out.versions for out in await asyncio.gather(*calls)] == [[version] * 3] * 4
+        servers[1].version = "1"
+        with pytest.raises(EngineError, match="it was restarted and serves version 1, not 2: call update_weights"):
+            await engine.generate([1, 2], params=PARAMS)
+    for server in servers:
+        await server.stop()
+
+
 class FailsOnce(LoraServer):
     """Its second update of the weights fails."""
 

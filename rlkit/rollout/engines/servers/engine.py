@@ -403,13 +403,15 @@ class ServerEngine:
                 reply = await self._serving.request(replica, self._api.generate, sent, timeout=self._timeout)
                 done = self._api.completion(reply, named, limits, url=replica.url, version=version)
                 self._servers.note_drafts(len(done.ids), self._api.num_verified(reply))
-                return done
+                if self._serving is not self._servers or (oldest := min(done.versions, default=version)) >= version:
+                    return done
+                self._servers.forget(replica, f"serves version {oldest}, not {version}")  # between two requests
             except Busy:
                 raise
             except Refused:
                 if not await self._servers.lacks_adapter(replica):
                     raise
-                self._servers.forget(replica)
+                self._servers.forget(replica, "lacks the adapter")
             except ReplicaError as error:
                 failures += 1
                 deaths += await self._serving.suspect(replica) and not isinstance(error, Unreached)

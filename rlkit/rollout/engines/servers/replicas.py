@@ -215,10 +215,10 @@ class Replicas:
         except (ReplicaError, TimeoutError):
             return True
 
-    def forget(self, replica: Replica) -> None:
+    def forget(self, replica: Replica, state: str) -> None:
         """Leave out a server that was restarted, until it is given the weights."""
         replica.forgot = True
-        self._note(replica, "it was restarted and lacks the adapter: call update_weights")
+        self._note(replica, f"it was restarted and {state}: call update_weights")
 
     async def revive(self) -> list[Replica]:
         """The servers that new weights go to: all that answer, including those that have come back."""
