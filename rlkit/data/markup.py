@@ -49,15 +49,13 @@ _HEADER = re.compile(  # the start of a first turn, after the bos of its model
     r"|\[THINK\](?=.*\[/THINK\])|<\|python_tag\|>|\[TOOL_CALLS\](?=\s*\[?[{\w])|<\|tool_calls_section_begin\|>)",
     re.DOTALL,
 )  # fmt: skip
-_SPEAKERS = (
-    ("\n\nHuman:", "\n\nAssistant:"), ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
-    ("USER:", "ASSISTANT:"),
-)  # fmt: skip
+_SECTIONS = (("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"))
+_SPEAKERS = (("\n\nHuman:", "\n\nAssistant:"), *_SECTIONS, ("USER:", "ASSISTANT:"))
 _TURNS = (
     ("<|im_start|>user", "<|im_start|>assistant"), ("<start_of_turn>user", "<start_of_turn>model"),
     ("<|start_header_id|>user", "<|start_header_id|>assistant"), ("[INST]", "[/INST]"),
     ("<|user|>", "<|assistant|>"), ("<｜User｜>", "<｜Assistant｜>"), ("<|turn>user", "<|turn>model"),
-    ("### Instruction:", "### Response:"), ("### Human:", "### Assistant:"),
+    *_SECTIONS,
 )  # fmt: skip
 _NAMES = "(?:### ?)?(?:Assistant|ASSISTANT)|### ?Response|AI|Bot|BOT|Chatbot"
 _STARTS = re.compile(rf"\s*((?:{_NAMES}):)")

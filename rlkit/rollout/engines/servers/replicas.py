@@ -252,10 +252,13 @@ class Replicas:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await replica.version(timeout=self._patience)
-            replica.forgot = served != self.version or await self.lacks_adapter(replica)
-            state = "lacks the adapter" if served == self.version else f"serves version {served}, not {self.version}"
-            other = f"it was restarted and {state}: call update_weights"
-            self._note(replica, other if replica.forgot else None)
+            if served != self.version:
+                self.forget(replica, f"serves version {served}, not {self.version}")
+            elif await self.lacks_adapter(replica):
+                self.forget(replica, "lacks the adapter")
+            else:
+                replica.forgot = False
+                self._note(replica, None)
 
     async def _check(self, replica: Replica, path: str, *, tries: int = 1, then: str = "") -> None:
         """Note the server as down unless it answers `path`. Concurrent callers share one check."""
