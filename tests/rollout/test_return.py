@@ -175,6 +175,25 @@ async def test_a_server_that_was_restarted_between_two_requests_samples_nothing(
         await server.stop()
 
 
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_a_server_whose_samples_contradict_its_version_is_an_error(tmp_path: Path) -> None:
+    """As two processes behind one address are, of which one was restarted."""
+
+    class Two(Restartable):
+        async def _info(self, _request: web.Request) -> web.Response:
+            return web.json_response({"weight_version": "1"})
+
+    server = Two()
+    await server.start()
+    async with SGLang([server.url], transport=FromDisk(tmp_path), vocab_size=97) as engine:
+        await engine.update_weights(iter(WEIGHTS), version=1)
+        assert (await engine.generate([1, 2], params=PARAMS)).versions == [1, 1, 1]
+        server.version = "default"
+        with pytest.raises(EngineError, match="says that it serves version 1, and samples of 0"):
+            await asyncio.wait_for(engine.generate([1, 2], params=PARAMS), 20)
+    await server.stop()
+
+
 class FailsOnce(LoraServer):
     """Its second update of the weights fails."""
 

@@ -392,10 +392,12 @@ class ServerEngine:
 
     async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
         failures = deaths = 0
+        stale: list[Replica] = []
         while not call.aborted.is_set():
             replica = await self._pick(call)
             if replica is None or call.aborted.is_set():
                 break
+            given = self._servers.version
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
             named, version = self._api.named(request(), call.wire), self.version
             sent = self._api.showing(named, call.images) if call.images else named
@@ -403,9 +405,12 @@ class ServerEngine:
                 reply = await self._serving.request(replica, self._api.generate, sent, timeout=self._timeout)
                 done = self._api.completion(reply, named, limits, url=replica.url, version=version)
                 self._servers.note_drafts(len(done.ids), self._api.num_verified(reply))
-                if self._serving is not self._servers or (oldest := min(done.versions, default=version)) >= version:
+                if self._serving is not self._servers or (oldest := min(done.versions, default=given)) >= given:
                     return done
-                self._servers.forget(replica, f"serves version {oldest}, not {version}")  # between two requests
+                if replica in stale:  # taken back, as what it says of itself is right
+                    raise ReplicaError(f"{replica.url} says that it serves version {given}, and samples of {oldest}")
+                stale.append(replica)
+                self._servers.forget(replica, f"serves version {oldest}, not {given}")  # between two requests
             except Busy:
                 raise
             except Refused:
