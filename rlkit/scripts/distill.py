@@ -68,7 +68,9 @@ class Loss:
     teacher_prompt: str | None = None
     """what the teacher reads as the last user message: a format string of {prompt}, of columns of the row, and of texts
     and numbers that the reward returned by name, as "{prompt}\\n\\nHint: {answer}". None: what the student reads"""
-    teacher_ema: Annotated[Share, Without("lora_rank", "adapter", why="it copies whole weights; drop one")] = 0.0
+    teacher_ema: Annotated[
+        Share, For("teacher", "self"), Without("lora_rank", "adapter", why="it copies whole weights; drop one")
+    ] = 0.0
     """--teacher self: the teacher is a copy that moves this share of the way to the model after each step
     (0: the current weights)"""
     loss: Annotated[str, named("reverse_kl", "forward_kl", "jsd", "advantage", "uld")] = "reverse_kl"
@@ -99,8 +101,6 @@ class Loss:
         what = f"`loss` uld needs all log-probs of {served}: load that model here" if self.loss == "uld" else what
         refuse_if(served and self.loss != "advantage" and not self.teacher_top_k, what)
         check_column_flag(self, "teacher", self.teachers())
-        alone = [*self.teachers().values()] == ["self"]
-        refuse_if(self.teacher_ema and not alone, "`teacher_ema` is for `teacher` self alone")
         names = columns_in(self.teacher_prompt, flag="teacher_prompt") if self.teacher_prompt is not None else []
         refuse_if(
             "self" in self.teachers().values() and set(names) <= {"prompt"},

@@ -687,7 +687,7 @@ def test_an_engine_that_is_gone_is_one_line_also_on_several_ranks(monkeypatch, r
         ({"teacher": "a", "teacher_column": "x"}, "`teacher_column` chooses among several"),
         ({"teacher": "self"}, "`teacher` self says what the model says: add `teacher_prompt` with more"),
         ({"teacher": "self", "teacher_prompt": "Q: {prompt}"}, "`teacher` self says what the model says"),
-        ({"teacher": "a", "teacher_ema": 0.1}, "`teacher_ema` is for `teacher` self alone"),
+        ({"teacher": "a", "teacher_ema": 0.1}, "`teacher_ema` is for `teacher` self, not a"),
         (
             {"teacher": "a", "teacher_prompt": "{prompt} {}"},
             "`teacher_prompt` '{prompt} {}': a column is written {name}",
