@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,14 @@ async def test_the_server_is_not_asked_before_its_retry_after():
     slept, outcome = await waits([Later("full"), Full("full")], backoff_s=0.01)
     assert (slept[0], outcome) == (7.0, "done")
     assert slept[1] <= 0.03
+
+
+async def test_the_total_counts_from_the_first_error(monkeypatch):
+    """A generation may take hours until its server is busy."""
+    clock = iter([7200.0, 7201.0, 7207.0, 7207.0])
+    monkeypatch.setattr("rlkit._util.retrying.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    slept, outcome = await waits([Full("full"), Full("full"), Full("full")], total_s=6.0)
+    assert (len(slept), str(outcome)) == (1, "full, tried 2 times")
 
 
 async def test_the_number_of_retries_and_the_total_are_bounds():

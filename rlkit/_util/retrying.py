@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -48,14 +49,15 @@ async def retried(
         wait_n = max(min(60, backoff_s 2^n) u_n, error.retry_after_s)        u_n ~ U[0.5, 1.5],  n = 0, 1, ...
 
     Errors: raises the last error, with the number of attempts in its message, after `max_retries` retries (None: no
-    limit), or if the next wait would end more than `total_s` seconds after the first attempt began.
+    limit), or if the next wait would end more than `total_s` seconds after the first of them.
     Reference: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
-    end = time.monotonic() + total_s
+    end = math.inf
     for n in itertools.count():
         try:
             return await attempt()
         except on as error:
+            end = min(end, time.monotonic() + total_s)
             asked = getattr(error, "retry_after_s", 0.0)
             wait = max(min(_LONGEST_S, backoff_s * 2.0 ** min(n, 30)) * random.uniform(0.5, 1.5), asked)
             if n == max_retries or time.monotonic() + wait > end:

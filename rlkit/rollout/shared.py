@@ -80,7 +80,7 @@ async def sampled(
     Where a sampler lost all its servers and one has come back without the weights (`ServerEngine.lost`), all ranks call
     `resend`; the work waits meanwhile.
     """
-    if not hasattr(engine, "lost"):
+    if resend is None or not hasattr(engine, "lost"):
         return await gathered(work, samplers=samplers)
     task: asyncio.Future[X] | None = None
 
@@ -97,7 +97,6 @@ async def sampled(
 
     try:
         while not all(shares := await gathered(until_lost, samplers=samplers)):
-            assert resend is not None
             await resend()
         return [x for of_sampler in shares for x in of_sampler]
     finally:

@@ -144,6 +144,20 @@ async def test_every_token_is_trained_in_the_context_it_was_sampled_in(name, tur
         assert len(pieces) == 1
 
 
+async def test_messages_before_the_first_turn_are_read():
+    tokenizer = tokenizer_with("chatml")
+    script = Script(tokenizer, "a", "b")
+    chat = Chat(prompt_of(tokenizer), script, tokenizer=tokenizer)
+    chat.add(user("a hint"))
+    await chat.turn()
+    chat.add("go on")
+    await chat.turn()
+    (piece,) = pieces = chat.end(reward=1.0)
+    check_exact(pieces, script.calls)
+    messages = [user("question"), user("a hint")]
+    assert piece.prompt_ids == render(tokenizer, messages, add_generation_prompt=True)
+
+
 @pytest.mark.parametrize("message", [5, None, ["a"], object()])
 def test_what_is_no_message_is_refused(message):
     tokenizer = tokenizer_with("chatml")

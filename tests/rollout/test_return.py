@@ -9,10 +9,12 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nightly
@@ -28,9 +30,12 @@ from rlkit.loops.grpo import grpo
 from rlkit.loops.rl import Task
 from rlkit.model.forward import prepare_model
 from rlkit.rollout.engines import EngineError
+from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.servers import process
 from rlkit.rollout.engines.servers.process import kept_running
 from rlkit.rollout.engines.sglang import FromDisk, SGLang, launch
+from rlkit.rollout.engines.vllm import weights
+from rlkit.rollout.shared import shared_rollout
 from rlkit.rollout.stream import Pausable
 from rlkit.settings import Optim, Rollouts, Schedule
 from rlkit.testing import FakeEngine
@@ -192,6 +197,62 @@ async def test_a_server_whose_samples_contradict_its_version_is_an_error(tmp_pat
         with pytest.raises(EngineError, match="says that it serves version 1, and samples of 0"):
             await asyncio.wait_for(engine.generate([1, 2], params=PARAMS), 20)
     await server.stop()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_servers_of_another_run_are_taken_back_as_they_are(tmp_path: Path) -> None:
+    """An evaluation gives them no weights; they hold those of step 37."""
+    server = Restartable()
+    await server.start()
+    server.version = "37"
+    prompt = Prompt([1, 2], {"prompt": "x"}, 0)
+    options: dict[str, Any] = {"params": PARAMS, "group_size": 1, "seed": 0}
+    async with engine_of(server, tmp_path) as engine:
+        await engine.generate([1], params=PARAMS)
+        await server.stop()
+        task = asyncio.ensure_future(shared_rollout([prompt], engine=engine, generate=engine.generate, **options))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        await server.start()
+        server.version = "37"
+        ((sampled,),) = await asyncio.wait_for(task, 20)
+        assert sampled.versions == [37] * 3
+    await server.stop()
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_files_of_a_run_that_was_killed_are_deleted(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("5", "6", "7", "8", "best")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / ("model.safetensors" if name == "8" else "00000.safetensors")).touch()
+    server = Restartable()
+    await server.start()
+    async with engine_of(server, tmp_path) as engine:
+        await engine.update_weights(iter(WEIGHTS), version=9)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert {"8", "9", "best"} < left
+        assert len(left) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"8", "best"}
+    await server.stop()
+
+
+async def test_a_bucket_that_a_server_refuses_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for every rank, and vLLM's server that was restarted takes no part."""
+    refusal = ReplicaError("status 500: the weight transfer engine is not initialized")
+    never = threading.Event()
+    monkeypatch.setattr(weights, "_broadcast", lambda *_: never.wait(60))
+
+    async def post(*_: Any, **_options: Any) -> None:
+        raise refusal
+
+    transport = weights.FromGroup()
+    server: Any = SimpleNamespace(life=0, post=post)
+    transport._members = [(server, 0)]
+    with pytest.raises(ReplicaError, match="not initialized"):
+        await asyncio.wait_for(transport.send([server], WEIGHTS, version=1), 20)
+    never.set()
+    assert not transport._members
 
 
 class FailsOnce(LoraServer):

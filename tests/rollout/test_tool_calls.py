@@ -100,16 +100,25 @@ PIECES = [
     "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>commentary", " to=functions.f",
     "<|message|>", '<invoke name="f">', '<parameter name="a">', "</invoke>", "<|tool_call_start|>", "<|tool_call>",
     "call:f{", '<|"|>', "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
+    "<|tool_call_argument_begin|>", "...", '"\\ud83d"', '{"name": "f", "arguments": ', "[f(a=", "f", "b", " to=f",
     '<|open|>call tool="f"<|sep|>', '<|open|>argument key="a"<|sep|>', "<|close|>", "argument<|sep|>", "call<|sep|>",
 ]  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 @example("<tool_call>{}</tool_call><tool_call>")
+@example("<function=f><parameter=a>\n...\n</parameter></function>")
+@example("<tool_call>f<arg_key>a</arg_key><arg_value>{1, b'2'}</arg_value></tool_call>")
+@example("[f(a={'b'}), f(a=...), f(a=(1, 2))]")
+@example('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>')
+@example('[TOOL_CALLS]f[ARGS]{"\\udc00": ["\\ud83d"]}')
+@example('<|channel|>commentary to=functions.f <|message|>{"a": "\\ud83d"}')
+@example('<function=f><parameter=a>["\\ud83d"]</parameter></function>')
 def test_nothing_that_a_model_writes_raises(text):
     for parse in FORMATS.values():
-        assert all(isinstance(c, Call | BadCall) for c in parse(text))
+        for call in parse(text):
+            assert isinstance(call, Call | BadCall)
+            json.dumps(call, ensure_ascii=False).encode()  # as a server and a tokenizer write it
     for calls in (True, False):
         assert isinstance(message_of(text, calls=calls)["content"], str)
 

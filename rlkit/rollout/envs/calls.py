@@ -51,7 +51,7 @@ _FIRST = re.compile(
     r"|<start_function_call>"
 )
 _HARMONY = re.compile(  # what begins a message, with its channel
-    r"(?:\A[^<]*|<\|start\|>[^<]*)?(?:<\|channel\|>(\w*)[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?:\A[^<]*+|<\|start\|>[^<]*+)?(?:<\|channel\|>(\w*+)[^<]*+)?(?:<\|constrain\|>[^<]*+)?<\|message\|>"
 )
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -143,7 +143,7 @@ def xtml_calls(text: str, tools: Schemas = ()) -> Found:
 def harmony_calls(text: str, tools: Schemas = ()) -> Found:  # noqa: ARG001
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`: gpt-oss."""
     mark = r"(?:\A|<\|start\|>assistant|<\|channel\|>\w+)\s*to="
-    head = mark + r"(?:functions\.)?(?P<name>[\w.-]+)(?:\s|\w|<\|constrain\|>|<\|channel\|>)*<\|message\|>"
+    head = mark + r"(?:functions\.)?(?P<name>[\w.-]++)(?:\s|\w|<\|constrain\|>|<\|channel\|>)*<\|message\|>"
     return _named(text, mark, head, "<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}")
 
 
@@ -287,9 +287,16 @@ def value_of(text: str, parameters: Mapping[str, Any], key: str, kind: str | Non
 
 def _literal(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        return ast.literal_eval(text.strip())
+        value = ast.literal_eval(text.strip())
+    return _as_json(value)
+
+
+def _as_json(value: Any) -> Any:
+    """The value as JSON has it, with lists for tuples. ValueError or TypeError for what JSON or UTF-8 has not: `...`, a
+    set, bytes, half of a surrogate pair."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode())
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
@@ -356,7 +363,10 @@ def call_from(value: Any) -> Call | BadCall:
             return BadCall(f"the arguments are not valid JSON: {error}")
     if not isinstance(arguments, dict):
         return BadCall(f"the arguments of {name} must be an object, with a name for each")
-    return Call(name, arguments)
+    try:
+        return Call(*_as_json([name, arguments]))
+    except (ValueError, RecursionError):
+        return BadCall("the call has half of a surrogate pair (\\ud83d without its second half)")
 
 
 def _python_calls(text: str, tools: Schemas) -> Found:
@@ -381,7 +391,7 @@ def _python_call(node: ast.expr) -> Call | BadCall:
     for name in [n for n in ast.walk(node) if isinstance(n, ast.Dict | ast.List | ast.keyword)]:
         _read_constants(name)
     try:
-        return Call(ast.unparse(node.func), {str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
+        return Call(ast.unparse(node.func), _as_json({str(k.arg): ast.literal_eval(k.value) for k in node.keywords}))
     except (ValueError, TypeError, RecursionError):
         return BadCall("arguments must be literals: numbers, strings, lists, dicts, True, False, None")
 

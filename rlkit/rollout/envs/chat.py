@@ -119,7 +119,8 @@ class Chat:
         """Add messages of the environment; a string is a user message.
 
         The content of a message may be a picture of Pillow, or a list of parts with texts and images. A control token
-        in it is read as text, as in all messages that the policy did not sample.
+        in it is read as text, as in all messages that the policy did not sample. Before the first turn the conversation
+        is rendered with them.
         """
         plain = markup_of(self._tokenizer).plain
         for told in ({"role": "user", "content": m} if isinstance(m, str) else m for m in messages):
@@ -127,6 +128,8 @@ class Chat:
             if message.get("role") == "assistant" and isinstance(message.get("content"), str):
                 message["content"] = plain(message["content"])
             self.messages.append(message)
+        if self._last is None:
+            self.turns.restart(*self._render(self.messages))
 
     def end(
         self,

@@ -207,6 +207,7 @@ class _Toolbox:
         return wrong_arguments(self._parameters[wanted.name], wanted.arguments)
 
     def _cut(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()  # half of a surrogate pair is a question mark
         cut = len(text) - self._max_chars
         return f"{text[: self._max_chars]} ... ({cut} more characters cut)" if cut > 0 else text
 

@@ -359,9 +359,18 @@ class ServerEngine:
             return
         while self._calls:  # aborted ones end a moment later, and a server with requests frees nothing
             await asyncio.sleep(0.05)
+
+        async def release(server: Replica) -> bool:
+            try:
+                await self._api.release(server, [])
+            except ReplicaError:
+                if not await self._servers.suspect(server):
+                    raise
+            return server.down is None
+
         servers = self._servers.up()
-        await all_done(self._api.release(server, []) for server in servers)
-        self._resting = [(server, server.life) for server in servers]
+        released = await all_done(map(release, servers))
+        self._resting = [(server, server.life) for server, done in zip(servers, released, strict=True) if done]
 
     async def release_memory(self, *tags: str) -> None:
         """Free GPU memory for training on the same device; `tags`: "kv_cache", "weights", "cuda_graph", or all.
@@ -397,7 +406,7 @@ class ServerEngine:
             replica = await self._pick(call)
             if replica is None or call.aborted.is_set():
                 break
-            given = self._servers.version
+            given = self._servers.version or 0
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
             named, version = self._api.named(request(), call.wire), self.version
             sent = self._api.showing(named, call.images) if call.images else named

@@ -129,7 +129,8 @@ class Replicas:
     ) -> None:
         self._http, self._api, self.all = http, api, [Replica(http, url, api) for url in urls]
         self.limits: ServerLimits | None = None
-        self.version = self._turn = 0
+        self._turn = 0
+        self.version: int | None = None  # that they were given; None: none yet
         self._drafted = self._verified = 0  # tokens of completions with drafts, and the forwards that verified them
         self.adapter: str | None = None  # that requests name
         self._vocab_size = vocab_size
@@ -252,7 +253,7 @@ class Replicas:
         """Take a server back that still has the current weights, after its connection or this machine failed."""
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await replica.version(timeout=self._patience)
-            if served != self.version:
+            if self.version not in (served, None):
                 self.forget(replica, f"serves version {served}, not {self.version}")
             elif await self.lacks_adapter(replica):
                 self.forget(replica, "lacks the adapter")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,8 @@ class FromDisk:
     """Through checkpoint files on storage that trainer and servers share, for any kind of server.
 
     Args:
-        folder: each update writes `folder/<version>/*.safetensors`; the last two are kept until `close`.
+        folder: each update writes `folder/<version>/*.safetensors`; the last two are kept until `close`, which also
+            deletes what a process that was killed has left there.
         file_bytes: size of a file, and of the buffer in this process's memory.
     """
 
@@ -103,6 +105,7 @@ class FromDisk:
     async def send(self, servers: Sequence[Replica], named_tensors: NamedTensors, *, version: int) -> None:
         """Load `named_tensors` into every server and stamp the version."""
         path = self.folder / str(version)
+        self._written = self._written or self._left()
         path.mkdir(parents=True, exist_ok=True)
         for old in path.glob("*.safetensors"):
             old.unlink()
@@ -112,6 +115,11 @@ class FromDisk:
         self._written = [old for old in self._written if old != path] + [path]  # a version may be sent again
         while len(self._written) > 2:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
+
+    def _left(self) -> list[Path]:
+        """Folders of updates by an earlier process."""
+        folders = [path for path in self.folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+        return [path for path in folders if all(re.fullmatch(r"\d{5}\.safetensors", x.name) for x in path.iterdir())]
 
     async def close(self) -> None:
         """Delete the files: each is as large as the model, and the servers have read them."""

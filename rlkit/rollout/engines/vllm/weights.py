@@ -42,8 +42,8 @@ class FromTensors:
         if wide := [server.url for server in servers if server.facts.num_ranks > 1]:
             raise ValueError(f"{wide[0]} has several GPUs, the trainer's memory is on one: use FromGroup or FromDisk")
         new = [server for server in servers if (server.url, server.life) not in self._ready]
+        self._ready.clear()  # a failure may be that of a server that was restarted unnoticed
         await all_done(s.post("/init_weight_transfer_engine", {"init_info": {"packed": False}}) for s in new)
-        self._ready |= {(server.url, server.life) for server in new}
         for named, _ in groups(named_tensors, max_bytes=self._bucket_bytes):
             if not named[0][1].is_cuda:
                 raise ValueError("the weights are on the CPU, from which vLLM takes none: use transport=FromDisk(...)")
@@ -51,6 +51,7 @@ class FromTensors:
             info = metadata(held) | {"ipc_handles_pickled": _handles(held)}
             await all_done(server.post("/update_weights", {"update_info": info}) for server in servers)
         await all_done(server.api.stamp(server, version) for server in servers)
+        self._ready |= {(server.url, server.life) for server in servers}
 
     async def close(self) -> None:
         """Nothing is kept."""
@@ -80,7 +81,11 @@ class FromGroup:
         for named, _ in groups(named_tensors, max_bytes=self._bucket_bytes):
             body = {"update_info": metadata(named)}
             posts = [server.post("/update_weights", body) for server in servers]
-            await all_done([*posts, in_own_thread(partial(self._broadcast, named))])
+            try:  # a broadcast that lacks a rank never ends, nor does its thread
+                await all_or_cancel([in_own_thread(partial(_broadcast, named, self._comm)), *posts])
+            except BaseException:
+                self._members, self._comm = [], None
+                raise
         await all_done(server.api.stamp(server, version) for server in servers)
 
     async def close(self) -> None:
@@ -108,10 +113,11 @@ class FromGroup:
         comm, *_ = await all_or_cancel([in_own_thread(join), *posts])
         return comm
 
-    def _broadcast(self, named: Named) -> None:
-        for _, tensor in named:
-            torch.cuda.nccl.broadcast([tensor.to("cuda").contiguous()], 0, comms=[self._comm])
-        torch.cuda.synchronize()
+
+def _broadcast(named: Named, comm: Any) -> None:
+    for _, tensor in named:
+        torch.cuda.nccl.broadcast([tensor.to("cuda").contiguous()], 0, comms=[comm])
+    torch.cuda.synchronize()
 
 
 def metadata(named: Named) -> dict[str, Any]:
