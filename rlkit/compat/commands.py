@@ -50,7 +50,7 @@ def compute(
     step, offline = _SIZES[system](script, number, ranks), script in OFFLINE
     size = "batch_size" if offline else "prompts_per_step"
     for name, value in ((size, step.size), ("" if offline else "minibatches", step.updates)):
-        if value != int(value):
+        if name and value != int(value):
             notes.append(f"--{name.replace('_', '-')} is {value:g} there: it is rounded up")
         if name:
             found[name] = [f"{max(1, math.ceil(value))}"]

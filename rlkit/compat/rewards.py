@@ -146,7 +146,10 @@ def trl(reward_func: Callable[..., Any]) -> Callable[..., Any]:
         logs, added = _trl_logs(len(rows))
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        prompts = columns.pop("prompt", None) or columns.pop("messages", None) or [*map(prompt_messages, rows)]
+        if not any(x is not None for x in columns.pop("prompt", ())):
+            columns.pop("messages", None)
+        own = [first_value(row, "prompt", "messages") for row in rows]
+        prompts = [prompt_messages(row) if x is None else x for row, x in zip(rows, own, strict=True)]
         prompts = [x[:-1] if isinstance(x, list) and begins_answer(x) else x for x in prompts]
         chat = not isinstance(prompts[0], str)
         turns = [ListOfMessages(text) for text in completions]
@@ -431,7 +434,7 @@ def slime(custom_rm: Callable[..., Any]) -> Callable[..., Any]:
     objects = _Objects(custom_rm, "metadata", "sample.metadata")
 
     def sample(completion: str, row: dict[str, Any]) -> _Slime:
-        label, prompt = first_value(row, "label", *GOLD), row.get("prompt", row.get("messages"))
+        label, prompt = first_value(row, "label", *GOLD), first_value(row, "prompt", "messages")
         return _Slime(called="sample", prompt=prompt, response=completion, label=label, metadata=objects.of(row))
 
     def call(completion: str, row: dict[str, Any]) -> _Call:

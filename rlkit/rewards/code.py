@@ -213,7 +213,9 @@ def _entry_point(row: dict[str, Any], tests: Sequence[str]) -> str | None:
     """The function that `check` is called with; None where the tests call it themselves, as MBPP's asserts do."""
     if not (name := row.get("entry_point")):
         return None
-    plain = all(re.search(rf"\b{re.escape(str(name))}\(", test) and "check" not in test for test in tests)
+    plain = all(
+        re.search(rf"\b{re.escape(str(name))}\(", test) and not re.search(r"\bcheck\s*\(", test) for test in tests
+    )
     return None if plain else name
 
 

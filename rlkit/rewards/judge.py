@@ -39,7 +39,7 @@ where N is a whole number from 0 (useless or wrong) to 10 (fully right)."""
 
 
 _SCORE = re.compile(  # Score (0-10): 8, **Score**: 8/10, and not 8/100
-    r"score\s*(?:\([^)\n]*\))?\W{0,6}?(-?\d+(?:\.\d+)?)(?:\s*/\s*10(?!\d))?(?!\s*/\s*\d)\b", re.IGNORECASE
+    r"score\s*(?:\([^)\n]*\))?\W{0,6}?(-?\d+(?:\.\d+)?)(?:\s*/\s*10(?!\d))?(?!\.?\d|\s*/\s*\d)\b", re.IGNORECASE
 )
 
 

@@ -69,8 +69,8 @@ async def boxed(
     r"""1 if the content of the completion's last `\boxed{...}` equals the gold answer as mathematics, else 0.
 
     No box is no answer: 0. The gold answer is `row[column]`, or without `column` what `rlkit.rewards.text.gold_answer`
-    finds. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end with `#### 72` (GSM8K).
-    `3.2e-4` is a number, `75°` is 75, `€5` is 5 and `3 1/2` is 3.5, in both. A date (`2024-01-05`) or clock time
+    finds: a text, or a list of one. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end
+    with `#### 72` (GSM8K). `3.2e-4` is a number, `75°` is 75, `€5` is 5 and `3 1/2` is 3.5, in both. A date (`2024-01-05`) or clock time
     (`12:30`) is compared as a text.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
@@ -150,6 +150,12 @@ async def _judged(
 ) -> dict[str, Any]:
     if (gold := gold_answer(row) if column is None else row.get(column)) is None:
         raise no_gold_answer(row, column)
+    if isinstance(gold, list | tuple):
+        if len(gold) != 1:  # alternatives, or all of them
+            raise ValueError(
+                f"the gold answer has {len(gold)} entries, {gold!r:.200}: give one text, as '1, -1' for both"
+            )
+        (gold,) = gold
     if not answer:
         return {"reward": 0.0, "answered": 0.0, "undecided": 0.0, "reason": missing}
     verdict = await equal(str(gold), answer, search=search, timeout_s=timeout_s)

@@ -133,7 +133,7 @@ def think_answer_tags(completion: str, _row: dict[str, Any]) -> float:
     Differs: DeepSeek-R1's format reward is the pattern alone, which further tags inside also match.
     Reference: https://arxiv.org/abs/2501.12948, table 1
     """
-    return float(_TAGS.fullmatch(completion) is not None and tag_count(completion, {}) == 1)
+    return float(tag_count(completion, {}) == 1 and _TAGS.fullmatch(completion) is not None)  # linear in this order
 
 
 def think_tags(completion: str, _row: dict[str, Any]) -> float:

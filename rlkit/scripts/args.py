@@ -302,6 +302,11 @@ class Evaluation:
         texts = self._of_set(self.eval_sampling, name)
         return self._sampling(texts[0]) if texts else {}
 
+    def longest(self, rollouts: Rollouts) -> Rollouts:
+        """The rollouts with the longest answers of training and of all sets."""
+        asked = [self._sampling(text[0]).get("max_new_tokens", 0) for text in self._by_set(self.eval_sampling).values()]
+        return replace(rollouts, max_new_tokens=max(rollouts.max_new_tokens, *asked, 0))
+
     def _of_set(self, texts: tuple[str, ...], name: str) -> Sequence[str]:
         by_set = self._by_set(texts)
         return by_set.get(name, by_set.get("", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkit._util.extras import interpreter, lacks
 from rlkit._util.ranks import is_first, local_world_size, node, num_nodes, on_all_ranks, rank, world_size
-from rlkit.scripts.args import Model, log
+from rlkit.scripts.args import Evaluation, Model, log
 from rlkit.scripts.trial import function_of
 from rlkit.settings import SERVERS, Engines, Rollouts, is_default, refuse_if
 
@@ -60,13 +61,15 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
         interpreter(engines.engine)
 
 
-def check_truncation(engines: Engines, rollouts: Rollouts) -> None:
+def check_truncation(engines: Engines, rollouts: Rollouts, evaluation: Evaluation = Evaluation()) -> None:
     """Refuse (ValueError) truncated samples of older weights from servers, and of servers that cannot give them, before
     these start."""
+    cut = next((text for text in evaluation.eval_sampling if re.search(r"top_[pk]|min_p", text)), "")
     limits = " and ".join(f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name))
     lacks_tokens = "needs the tokens that were kept, which servers do not report: use `engine` local"
     older = engines.serves and limits and rollouts.max_age
     refuse_if(older, f"{limits} with `overlap` or `staleness` {lacks_tokens}")
+    limits = limits or f"`eval_sampling` {cut}" * bool(cut)
     started = limits and engines.serves and not engines.engine_urls and not SERVERS[engines.engine].truncates
     fix = "drop it, or give `engine_urls` of servers without --logprobs-mode processed_logprobs"
     refuse_if(started, f"{limits}: log-probs of {engines.engine} are those after the limit; {fix}")

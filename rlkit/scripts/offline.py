@@ -172,14 +172,23 @@ def asked(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Where the row has no gold answer, `answer` is the text of that answer.
     """
-    from rlkit.data.schema import ANSWERS
+    from rlkit.data.schema import ANSWERS, PROMPTS
+    from rlkit.data.turns import SYSTEM, prompt_messages
     from rlkit.rewards.text import gold_answer
 
     answers = [row.get(name) for name in ("chosen", "response", "completion", "messages")]
     answer = next((value for value in answers if value is not None), None)
     question = {name: value for name, value in row.items() if name not in ANSWERS}
     if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and answer[-1].get("role") == "assistant":
-        if len(answer) > 1:
-            question["messages"] = answer[:-1]
-        answer = answer[-1].get("content")
+        *before, last = answer
+        has_prompt = any(question.get(name) is not None for name in PROMPTS)
+        if (
+            before
+            and has_prompt
+            and answer is not row.get("messages")
+            and before[0].get("role") not in (*SYSTEM, "user")
+        ):
+            before = prompt_messages(question) + before
+        question |= {"messages": before} if before else {}
+        answer = last.get("content")
     return question if gold_answer(row) is not None or not isinstance(answer, str) else question | {"answer": answer}

@@ -39,7 +39,7 @@ def bring(args: Sampled) -> Brought:
 
     model, lora, episodes = check_rl(args)
     check_engine(args.engine, device=model.device, overlap=args.rollouts.overlap)
-    check_truncation(args.engine, args.rollouts)
+    check_truncation(args.engine, args.rollouts, args.evaluation)
     limit, whole = args.evaluation.eval_limit, not args.episodes.one_turn  # an environment may read any column
     parts, held_out = args.data.rows(PROMPT, limit=limit, whole=whole)
     rewards = own_rewards(args.evaluation, args.episodes, held_out)
@@ -71,7 +71,7 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     if any(prompt.images for prompt in every):
         check_images(args.engine, place.config, train_vision=place.model.train_vision)
     warn_of_repeats("--prompts-per-step", args.rollouts.prompts_per_step, len(prompts))
-    check_lengths(episodes, args.rollouts, every, *place.configs.values(), max_tokens=place.optim.max_tokens)
+    check_lengths(args, every, *place.configs.values(), max_tokens=place.optim.max_tokens)
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < place.num_rows]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {place.num_rows - 1}")
     if args.evaluation.trial:
@@ -354,10 +354,11 @@ def check_context(episodes: Episodes, rollouts: Rollouts, config: Any, *, packed
     check_positions(episodes.max_len(rollouts), config, setting=setting, packed=packed)
 
 
-def check_lengths(episodes: Episodes, rollouts: Rollouts, prompts: list[Any], *configs: Any, max_tokens: int) -> None:
+def check_lengths(args: Sampled, prompts: list[Any], *configs: Any, max_tokens: int) -> None:
     """ValueError if a sample may be longer than a model or a micro-batch allows."""
+    episodes, rollouts = args.episodes, args.rollouts
     for config in configs:
-        check_context(episodes, rollouts, config)
+        check_context(episodes, args.evaluation.longest(rollouts), config)
     longest = episodes.max_len(rollouts)
     if episodes.one_turn:
         longest = min(longest, max(len(prompt.ids) for prompt in prompts) + rollouts.max_new_tokens)
@@ -399,7 +400,8 @@ def engine_of(args: Sampled, model: Model, output: Path, *, dtype: str | None = 
     """What the engine of the flags is opened with; `model` has the device."""
     episodes, rollouts = args.episodes, args.rollouts
     options = {"overlap": rollouts.overlap, "one_turn": episodes.one_turn}
-    return EngineSpec(args.engine, model, output, max_len=episodes.max_len(rollouts), dtype=dtype, **options)
+    max_len = episodes.max_len(args.evaluation.longest(rollouts))
+    return EngineSpec(args.engine, model, output, max_len=max_len, dtype=dtype, **options)
 
 
 def with_engine(args: Sampled, place: Place, model: Any, train: Callable[[Any], Coroutine[Any, Any, Path]]) -> Path:

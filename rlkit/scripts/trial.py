@@ -185,8 +185,9 @@ def kl_estimator_of(kl: KlEstimator, penalties: Penalties, *, place: str = "loss
 def own_rewards(evaluation: Evaluation, episodes: Episodes, held_out: Mapping[str, Any]) -> dict[str, OfTokenizer]:
     """`read_reward` of each held-out set that has a reward of its own."""
     specs_of = {name: specs for name in held_out if (specs := evaluation.reward_of(name))}
+    plain = replace(episodes, reward=(), combine="sum", ideal=(), reward_column=Episodes.reward_column)
     return {
-        name: read_reward(replace(episodes, reward=specs), held_out[name], flag="eval_reward", trial=evaluation.trial)
+        name: read_reward(replace(plain, reward=specs), held_out[name], flag="eval_reward", trial=evaluation.trial)
         for name, specs in specs_of.items()
     }
 
@@ -281,7 +282,8 @@ def check_sources(episodes: Episodes, *parts: Any, flag: str) -> None:
     of_all = any(weight != 0 for name, (_, weight) in episodes.rewards().items() if name not in sources)
     for rows in parts if sources and not of_all else ():
         check_names(placed(rows), column, [*dict.fromkeys(sources.values())], kind=f"sources of `{flag}`")
-    here = {row.get(column) for rows in parts for row in rows} if sources else set()
+    values = (row.get(column) for rows in parts for row in rows) if sources else ()
+    here = {x if isinstance(x, str | None) else repr(x) for x in values}
     for source in {*sources.values()} - here:
         has = f"its {column} is {', '.join(sorted(map(repr, here)))}" if here - {None} else f"no row has {column}"
         _log.warning("--%s %s=...: no row is of that source, %s (--reward-column)", flag.replace("_", "-"), source, has)

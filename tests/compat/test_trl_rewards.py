@@ -54,3 +54,12 @@ async def test_trls_rewards_and_their_weighted_sum(solution):
 def test_a_missing_solution_is_known_before_training():
     with pytest.raises(ValueError, match=r"accuracy_rewards\.py:accuracy_reward needs the column 'solution'"):
         check_rows(adapted(theirs.accuracy_reward), [{"prompt": PROMPT, "answer": "72"}])
+
+
+async def test_a_prompt_that_is_null_beside_messages():
+    def wants(prompts, completions, **_kwargs):
+        return [float(len(prompt[0]["content"])) for prompt in prompts]
+
+    rows = [{"prompt": None, "messages": PROMPT}, {"prompt": PROMPT, "messages": None}]
+    samples = [Sample("a", row, 0) for row in rows]
+    assert [r.reward for r in await run_reward(adapted(wants), samples, timeout_s=60)] == [8.0, 8.0]

@@ -26,6 +26,7 @@ from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import rollout
 from rlkit.rollout.stream import Journal, continue_aborted
+from rlkit.scripts.args import Evaluation
 from rlkit.scripts.engines import check_truncation
 from rlkit.settings import Engines, Optim, Rollouts, SamplingParams, Schedule
 from rlkit.testing import FakeEngine
@@ -280,3 +281,7 @@ def test_what_cannot_be_corrected_for_is_refused(caplog):
         check_truncation(Engines(engine="vllm"), Rollouts(top_k=5))
     for engines in (Engines(engine="sglang"), Engines(engine="vllm", engine_urls=("http://localhost:1",)), Engines()):
         check_truncation(engines, Rollouts(top_k=5))
+    held_out = Evaluation(eval_sampling=("a=temperature:0.6,top_p:0.95",))
+    with pytest.raises(ValueError, match=r"`eval_sampling` a=.*,top_p:0\.95: log-probs of vllm"):
+        check_truncation(Engines(engine="vllm"), Rollouts(), held_out)
+    check_truncation(Engines(engine="sglang"), Rollouts(overlap=True), held_out)

@@ -160,6 +160,10 @@ async def test_humaneval_style_and_setup_in_the_first_test():
     assert (await check(solution.replace("<", ">"), plain, entry_point="near"))["reward"] == 0.0
     with pytest.raises(Exception, match=r"entry_point, far, and row.* neither defines `check` nor calls it"):
         await check(solution, plain, entry_point="far")
+    row_of = {"entry_point": "check_near"}
+    own = solution.replace("near", "check_near")
+    assert (await check(own, ["assert check_near([1, 2], 2)  # check it"], **row_of))["reward"] == 1.0
+    assert (await check(own, test, **row_of))["reward"] == 1.0
     assert (await check(solution, ["import math as m\nK = 3", "assert m.pi > K and near([0, 0], 1)"]))["reward"] == 1.0
 
 

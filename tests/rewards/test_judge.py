@@ -82,7 +82,9 @@ def test_score_lines(text, value):
     assert score_line(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["", "8", "Score: high", "Score: 11", "Score: -3", "Score:-3/10", "Score: 8/100"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "Score: high", "Score: 11", "Score: -3", "Score:-3/10", "Score: 8/100", "Score: 4.5/5"]
+)
 def test_what_is_no_score(text):
     with pytest.raises(ValueError, match="the judge gives"):
         score_line(text)

@@ -201,6 +201,8 @@ async def test_a_gold_answer_that_hangs_or_is_empty_is_an_error():
         RewardError, match=r"no gold answer \(answer, .*reward_model\.ground_truth\); columns .*\['text'\]"
     ):
         await run_reward(boxed, [Sample("\\boxed{1}", {"text": "1"}, 3)], timeout_s=60)
+    with pytest.raises(RewardError, match=r"has 2 entries, \['1', '-1'\]: give one text, as '1, -1' for both"):
+        await run_reward(boxed, [Sample("\\boxed{1}", {"answer": ["1", "-1"]}, 3)], timeout_s=60)
 
 
 LIBRARIES = [  # rows as the libraries' data files have them
@@ -210,6 +212,7 @@ LIBRARIES = [  # rows as the libraries' data files have them
     {"problem": "48 + 24?", "solution": "It is $\\boxed{72}$."},  # MATH
     {"prompt": "48 + 24?", "label": 72},  # slime, OpenRLHF
     {"messages": [], "gt_answer": "72.0"},  # ColossalAI
+    {"question": "48 + 24?", "final_answer": ["72"]},  # OlympiadBench
 ]
 
 

@@ -9,10 +9,14 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
+from rlkit.data.load import Rows
+from rlkit.data.turns import prompt_messages
 from rlkit.run.folder import read_metrics
 from rlkit.scripts import cli
-from rlkit.scripts.args import Episodes
+from rlkit.scripts.args import Episodes, Evaluation
+from rlkit.scripts.offline import asked
 from rlkit.scripts.tools import eval as eval_command
+from rlkit.scripts.trial import own_rewards
 
 REWARD = """
 def score(completion, row):
@@ -102,6 +106,35 @@ def test_training_on_fixed_data_measures_answers(script, data, command, tmp_path
     assert row["length"] == 3
     assert row["gold"] == "1"
     assert len(rows) == 8
+
+
+def test_the_question_of_a_row_is_what_stands_before_its_last_answer():
+    call = [{"role": "assistant", "content": "<call>"}, {"role": "tool", "content": "20 C"}]
+    rest = [*call, {"role": "assistant", "content": "warm"}]
+    user = {"role": "user", "content": "Rome?"}
+    for row in (
+        {"prompt": "Rome?", "completion": rest}, {"prompt": [user], "chosen": rest, "rejected": rest},
+        {"messages": [user, *rest]}, {"prompt": "Rome?", "chosen": [user, *rest]},
+    ):  # fmt: skip
+        question = asked(row)
+        assert prompt_messages(question) == [user, *call]
+        assert question["answer"] == "warm"
+    assert prompt_messages(asked({"prompt": "Rome?", "completion": [rest[-1]]})) == [user]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reward": ("reward.py:score", "reward.py:length"), "combine": "lexicographic"},
+        {"reward": ("reward.py:score", "reward.py:length"), "combine": "tchebycheff", "ideal": (1.0, 1.0)},
+        {"reward": ("a=reward.py:score", "b=reward.py:length"), "reward_column": "answer"},
+    ],
+)
+def test_a_reward_of_held_out_rows_is_combined_with_none_of_training(more, task, monkeypatch):
+    monkeypatch.chdir(task)
+    evaluation = Evaluation(eval_reward=("reward.py:score",))
+    held_out = {"": Rows([{"prompt": "1?", "answer": "1"}], source="a", places=["row 1"])}
+    assert [*own_rewards(evaluation, Episodes(**more), held_out)] == [""]
 
 
 RL = ("--data", "a.jsonl", *REWARDED)

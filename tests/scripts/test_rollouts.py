@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +20,10 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.data.turns import PROMPT
 from rlkit.losses import cispo, dual_clip, gmpo, gspo, ppo_clip, sapo, seq_mean, token_mean
 from rlkit.packing import pack, with_streams
-from rlkit.scripts.args import Data, Episodes, Model
+from rlkit.scripts.args import Data, Episodes, Evaluation, Model
 from rlkit.scripts.grpo import CONSTANTS, Args, Loss, keep_group, policy_loss
 from rlkit.scripts.start import open_place
-from rlkit.scripts.task import bring, check_lengths, load_models, make_task, read_env, render
+from rlkit.scripts.task import bring, check_lengths, engine_of, load_models, make_task, read_env, render
 from rlkit.scripts.trial import read_reward
 from rlkit.settings import Optim, Penalties, Rollouts, Schedule
 from rlkit.types import Completion, Trajectory
@@ -249,12 +249,19 @@ def test_roles_that_plain_text_leaves_out_are_reported(files, caplog):
     assert caplog.messages.count("--no-chat-template joins messages as plain text, without roles") == 1
 
 
+def test_the_engine_has_room_for_the_longest_answers_of_any_set(files):
+    args = args_of(files)
+    evaluation = Evaluation(eval_sampling=("a=max_new_tokens:4000", "b=max_new_tokens:9", "c=temperature:0.5"))
+    lengths = [engine_of(replace(args, evaluation=x), args.model, files).max_len for x in (Evaluation(), evaluation)]
+    assert lengths == [2048, 1024 + 4000]
+
+
 def test_lengths_fit_the_model_and_a_micro_batch(files):
     (prompt,) = [Prompt([1] * 30, {}, 0)]
     config = SimpleNamespace(max_position_embeddings=512)
 
     def check(args):
-        check_lengths(args.episodes, args.rollouts, [prompt], config, max_tokens=args.optim.max_tokens)
+        check_lengths(args, [prompt], config, max_tokens=args.optim.max_tokens)
 
     for flags, message in [
         ({}, r"`max_prompt_tokens` \+ `max_new_tokens` is 2048, and the model has 512 positions"),

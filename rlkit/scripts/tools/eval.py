@@ -155,7 +155,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path)
     episodes = judged(flags.episodes, [spec for specs in files.values() for spec in specs])
     flags.evaluation.check_sets(files)
     check_engine(flags.engine, device=args.device)
-    check_truncation(flags.engine, flags.rollouts)
+    check_truncation(flags.engine, flags.rollouts, flags.evaluation)
     check_device(args.device)
     with data_progress():
         loaded, _ = flags.data.load_eval(limit=args.evaluation.eval_limit, unused=None)
@@ -166,7 +166,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path)
     score = read_reward(episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not saved
     config = load_config(flags.model.model if exported else base_in(Path(args.model), saved))
-    check_context(args.episodes, flags.rollouts, config, packed=False)
+    check_context(args.episodes, flags.evaluation.longest(flags.rollouts), config, packed=False)
     return Asked(rows, rewards, env, score, config)
 
 
