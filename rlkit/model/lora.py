@@ -12,7 +12,8 @@
     W_e + (alpha / rank) B_e A_e     of each expert e of a fused weight W [experts, out, in], by peft's `ParamWrapper`:
                                      a [experts * rank, in], b [out, rank * experts] with the experts innermost
 
-`stream_weights` and `export_hf` merge in fp32, then cast. Checkpoints hold the adapters, and sums of the frozen
+`stream_weights` and `export_hf` add the update in fp32 to W in the dtype that is asked for (in bf16 to what a forward in
+bf16 computes with), then cast. Checkpoints hold the adapters, and sums of the frozen
 weights, against which those of a resumed run are checked. The forward adds a fused weight's update to a copy of the
 weight, in its own dtype. Layers whose weight another module computes with, and routers with a forward of their own,
 have no adapter. Not supported with tensor parallel, and not on experts with expert parallel.
@@ -113,12 +114,15 @@ def _inject(model: Any, layers: list[str], experts: list[str], options: dict[str
     head = getattr(model, "score", None)
     if base is not None:
         _quantize(model, base)
+    patterns = {kind: options[kind] for kind in ("rank_pattern", "alpha_pattern") if kind in options}
+    below = {kind: {re.sub(r"\A\^", r"^model\\.", x): n for x, n in of.items()} for kind, of in patterns.items()}
     names = {"target_modules": [f"model.{x}" for x in layers], "target_parameters": [f"model.{x}" for x in experts]}
-    config = peft.LoraConfig(task_type="CAUSAL_LM" if head is None else "SEQ_CLS", **names, **options)
+    config = peft.LoraConfig(task_type="CAUSAL_LM" if head is None else "SEQ_CLS", **names, **options | below)
     nameless = nn.ModuleDict({"model": model})  # peft renames the targets of model types that it knows
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it is set where it should be
         peft.inject_adapter_in_model(config, nameless)
+    vars(config).update(patterns)
     model.peft_config = {"default": _saved_config(model, config, layers, experts)}
     if head is not None:
         head.requires_grad_(True)

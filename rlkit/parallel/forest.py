@@ -70,7 +70,8 @@ def forest(batch: Batch, *, toll: int | None = None, images: Int[Tensor, "S"] | 
 
 
 def _stream(batch: Batch, images: Int[Tensor, "S"] | None) -> Int[np.ndarray, "S"]:
-    """What must be equal for two rows to be one: the token, and where they are given, its image and its experts."""
+    """What must be equal for two rows to be one: the token, and where they are given, its image and its experts, of an
+    image those of all its rows: the model reads it whole."""
     tokens = torch.cat([batch.prefix_tokens, batch.tokens]).cpu().numpy()
     experts = [x.cpu().flatten(1) for x in (batch.prefix_experts, batch.experts) if x is not None]
     columns = [torch.cat(experts).numpy()] if experts else []
@@ -79,7 +80,12 @@ def _stream(batch: Batch, images: Int[Tensor, "S"] | None) -> Int[np.ndarray, "S
         return tokens
     codes: dict[bytes, int] = {}
     rows = np.concatenate((tokens[:, None], *columns), 1)
-    return np.array([codes.setdefault(row.tobytes(), len(codes)) for row in rows])
+    parts = [rows[i : i + 1] for i in range(len(rows))]
+    if images is not None and experts:
+        ends = [*(np.flatnonzero(np.diff(images.cpu().numpy())) + 1), len(rows)]
+        for start, end in zip([0, *ends], ends):
+            parts[start:end] = [rows[start:end]] * (end - start) if images[start] >= 0 else parts[start:end]
+    return np.array([codes.setdefault(part.tobytes(), len(codes)) for part in parts])
 
 
 def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:

@@ -70,8 +70,8 @@ async def boxed(
 
     No box is no answer: 0. The gold answer is `row[column]`, or without `column` what `rlkit.rewards.text.gold_answer`
     finds: a text, or a list of one. It may be bare (`1/2`), in dollars, a solution whose last box counts (MATH), or end
-    with `#### 72` (GSM8K). `3.2e-4` is a number, `75°` is 75, `€5` is 5 and `3 1/2` is 3.5, in both. A date (`2024-01-05`) or clock time
-    (`12:30`) is compared as a text.
+    with `#### 72` (GSM8K). `3.2e-4` is a number, `75°` is 75, `€5` is 5 and `3 1/2` is 3.5, in both. A date
+    (`2024-01-05`) or clock time (`12:30`) is compared as a text.
 
     Differs: TRL's `accuracy_reward` and verl's `math_verify` look for an answer in the whole text (`anywhere`).
     """

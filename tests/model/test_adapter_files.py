@@ -27,6 +27,7 @@ KINDS = {
     "plain": {},
     "some layers": {"target_modules": r".*layers\.1\..*(q|v)_proj"},
     "rslora": {"use_rslora": True},
+    "anchors": {"rank_pattern": {"^model.layers.1.self_attn.q_proj": 4}, "alpha_pattern": {"^model.layers.0.*": 64}},
     "patterns": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.0.self_attn.v_proj": 9}},
 }
 

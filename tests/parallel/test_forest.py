@@ -162,6 +162,20 @@ def test_equal_tokens_with_other_experts_are_other_rows():
     assert mixed is None or len(mixed.source) > len(flat.source)
 
 
+@pytest.mark.parametrize(("other", "shared"), [(slice(0), 14), (5, 4), (6, 4), (9, 9)])
+def test_an_image_is_one_or_two_whole_as_the_model_reads_it(other, shared):
+    """Rows 4 to 7 are an image; two prompts of 14 tokens have other experts from one row on."""
+    prompts = [list(range(3, 17)), list(range(3, 17))]
+    groups = [[trajectory(prompt, [20 + i, *range(30, 50)])] for i, prompt in enumerate(prompts)]
+    rows = [np.zeros((34, 1, 2), np.int16) for _ in groups]
+    rows[1][other] = 1
+    batch = pack([[replace(t, experts=x)] for (t,), x in zip(groups, rows, strict=True)])
+    images = torch.full((batch.prefix_tokens.numel() + batch.num_tokens,), -1)
+    for start in batch.prefix_cu[:-1].tolist():
+        images[start + 4 : start + 8] = 0
+    assert forest(batch, images=images).spans[0].length == shared
+
+
 def test_a_group_of_samples_that_differ_is_left_to_its_prompt():
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 60, 9).tolist()
