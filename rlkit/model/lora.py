@@ -12,9 +12,9 @@
     W_e + (alpha / rank) B_e A_e     of each expert e of a fused weight W [experts, out, in], by peft's `ParamWrapper`:
                                      a [experts * rank, in], b [out, rank * experts] with the experts innermost
 
-`stream_weights` and `export_hf` add the update in fp32 to W in the dtype that is asked for (in bf16 to what a forward in
-bf16 computes with), then cast. Checkpoints hold the adapters, and sums of the frozen
-weights, against which those of a resumed run are checked. The forward adds a fused weight's update to a copy of the
+`stream_weights` and `export_hf` add the update in fp32 to W in the dtype that is asked for (in bf16 to what a forward
+in bf16 computes with), then cast. Checkpoints hold the adapters, and sums of the frozen weights, against which those of
+a resumed run are checked. The forward adds a fused weight's update to a copy of the
 weight, in its own dtype. Layers whose weight another module computes with, and routers with a forward of their own,
 have no adapter. Not supported with tensor parallel, and not on experts with expert parallel.
 Reference: arXiv:2106.09685

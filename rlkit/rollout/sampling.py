@@ -55,7 +55,7 @@ def sample(
     temperature 1. The log-prob is log p of the token, untruncated. The CDF is summed in fp64; a token of probability
     0 is never returned. None for `top_p`, `top_k` and `min_p` disables truncation
     for all rows; in a tensor, 1.0, 0 and 0.0 disable it for that row. Tokens of `never` are never returned; the
-    log-prob of others is as if they could be.
+    log-prob of others is as if they could be, and limits look at p without them, renormalised.
 
     Differs from HF `generate`, which applies top-p to what top-k left, renormalised; here (as in SGLang) all look
     at p.
@@ -81,11 +81,12 @@ def sample_kept(
 
     `limits` are `top_p`, `top_k` and `min_p`, `[B]` each.
     """
-    p = _tempered(logits, temperature).softmax(-1)
-    mass = p if all(x is None for x in limits.values()) else p * kept_support(p, **limits)
+    p = mass = _tempered(logits, temperature).softmax(-1)
     if never:
         banned = torch.tensor(never, device=logits.device)
-        mass, logits = mass.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
+        mass, logits = p.index_fill(-1, banned, 0), logits.index_fill(-1, banned, -torch.inf)
+    if any(x is not None for x in limits.values()):  # of the tokens that are left
+        mass = mass * kept_support(_tempered(logits, temperature).softmax(-1) if never else p, **limits)
     ids = _likeliest(logits, _inverse_cdf(mass, u), temperature)
     return Sampled(ids[:, 0], p.gather(-1, ids)[:, 0].log_()), mass
 

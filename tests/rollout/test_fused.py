@@ -218,6 +218,38 @@ def test_requests_wait_where_the_device_has_no_room(monkeypatch):
         assert out.logp == pytest.approx(true_logp(model, prompt, out), abs=2e-5)
 
 
+@pytest.mark.parametrize(("before", "after"), [((8, 60), (2, 500)), ((2, 500), (8, 60)), ((4, 60), (2, 90))])
+def test_a_cache_is_no_larger_than_the_device_has_room_for(monkeypatch, before, after):
+    """The most rows at the longest length would be; where both fit, the layout stays."""
+    decoder = LocalEngine(build("qwen3"), dtype=torch.float32, max_batch=8)._decoder
+    monkeypatch.setattr(decoder, "slots", lambda length: 2 if length > 128 else 8)
+    decoder.reserve(*before, keep=0)
+    with torch.inference_mode():
+        for block in (x for kv in decoder._cache for x in kv):
+            block.normal_()
+    first = [[x[:2, :, :50].clone() for x in kv] for kv in decoder._cache]
+    decoder.reserve(*after, keep=2)
+    rows, length = decoder._cache[0][0].shape[0], decoder._cache[0][0].shape[2]
+    assert rows <= decoder.slots(length)
+    assert rows >= after[0]
+    assert length >= after[1]
+    for old, new in zip(first, decoder._cache, strict=True):
+        assert all(torch.equal(a, b[:2, :, :50]) for a, b in zip(old, new, strict=True))
+    if after == (2, 90):
+        assert rows == 4
+
+
+def test_kept_turns_go_where_the_device_has_no_room(monkeypatch):
+    engine = LocalEngine(build("qwen3"), dtype=torch.float32, max_batch=8, keep_turns=True)
+    held = []
+    monkeypatch.setattr(engine._decoder, "may_hold", lambda length: held.append(length) or length <= 30)
+    prompts = [[i + 1, *[2] * 9] for i in range(8)]
+    outs = sampled(engine, prompts, max_new_tokens=3, stop_token_ids=tuple(range(engine.model.config.vocab_size)))
+    assert [len(out.ids) for out in outs] == [1] * 8
+    assert [len(key) // 8 for key in engine._ended] == [10] * 3
+    assert max(held) == 40
+
+
 def test_a_longer_request_joins_and_the_cache_grows():
     model = build("qwen3")
     engine = LocalEngine(model, dtype=torch.float32)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
+from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.types import Progress, SamplingParams
 
@@ -71,7 +72,7 @@ class Counting:
     def refresh(self):
         pass
 
-    def release(self):
+    def release(self, *, whole=False):
         pass
 
 
@@ -370,6 +371,23 @@ def test_non_finite_logits_are_an_error():
     with torch.no_grad():
         model.lm_head.weight[3] = 0.0
     assert len(one(LocalEngine(model, eos_token_ids=()), [1], max_new_tokens=3).ids) == 3
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_error_leaves_nothing_that_is_not_finite_in_the_cache(dtype):
+    model = build()
+    engine = LocalEngine(model, dtype=dtype, eos_token_ids=())
+    first = one(engine, [1] * 30, max_new_tokens=3, seed=1)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    right = weight.detach().clone()
+    for value in (torch.full_like(right, torch.nan), right):
+        weight.data.copy_(value)
+        asyncio.run(engine.update_weights(stream_weights(model), version=1))
+        if value is not right:
+            with pytest.raises(FloatingPointError, match="not finite"):
+                one(engine, [1] * 30, max_new_tokens=3)
+    assert one(engine, [2] * 5, max_new_tokens=3, seed=1).ids
+    assert one(engine, [1] * 30, max_new_tokens=3, seed=1).ids == first.ids
 
 
 def test_one_engine_serves_one_event_loop_after_another(model):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlkit.losses import corrections
 from rlkit.losses.corrections import kept_support
-from rlkit.rollout.sampling import sample, support_of, uniforms
+from rlkit.rollout.sampling import sample, sample_kept, support_of, uniforms
 
 MASK = 2**64 - 1
 
@@ -136,6 +136,16 @@ def test_a_token_of_probability_zero_is_never_drawn(more):
     out = sample(logits.expand(4, -1), u)
     assert out.ids.tolist() == [1, 1, 3, 3]
     assert out.logp.tolist() == pytest.approx([-math.log(2)] * 4)
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.5}])
+def test_limits_look_at_the_tokens_that_may_be_drawn(limit):
+    logits = torch.tensor([[0.0, 3.0, 9.0, 1.0, -20.0]])
+    limits = {name: torch.tensor([x], dtype=None if name == "top_k" else torch.float64) for name, x in limit.items()}
+    (ids, logp), kept = sample_kept(logits, torch.tensor([0.5], dtype=torch.float64), never=(2,), **limits)
+    assert ids.tolist() == [1]
+    assert logp.item() == pytest.approx(-6.0029, abs=1e-4)
+    assert kept[0].nonzero()[:, 0].tolist() == ([1, 3] if "top_p" in limit else [1])
 
 
 @WIDER

@@ -59,8 +59,9 @@ class LocalEngine:
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
         seed: seed of the generator that gives a seed to requests without one.
-        keep_turns: keep the keys and values of up to `max_batch` completions that ended with a stop token, for a next
-            turn: a prompt that begins with their tokens is read from there on, and before other waiting requests.
+        keep_turns: keep the keys and values of up to `max_batch` completions that ended with a stop token (on a GPU as
+            many as leave half of the free memory) for a next turn: a prompt that begins with their tokens is read from
+            there on, and before other waiting requests.
         compile: torch.compile the decoding step, once for all lengths and batch sizes: ten seconds or more. Not with a
             `dtype`, nor for models that the own decoder does not take.
         dtype: sample from a copy of the weights in this dtype (bf16 or fp16; see `fused`), where the model's family is
@@ -290,7 +291,7 @@ class LocalEngine:
         self._waiting = deque[Request]()
         self._rids: dict[str, Request] = {}
         self._ended: dict[bytes, Any] = {}  # tokens of completions that have ended: their keys and values
-        self._decoder.release()
+        self._decoder.release(whole=True)
 
     def _forget(self) -> list[Request]:
         requests = [*self._rows.requests, *self._waiting]
@@ -443,8 +444,11 @@ class LocalEngine:
         """Keep the keys and values of a completion that ends now; those of its last token were never computed."""
         ids = np.asarray([*request.prompt, *request.ids[:-1]], np.int64)
         self._ended[ids.tobytes()] = self._decoder.hold(request.slot, len(ids))
-        if len(self._ended) > self.max_batch:
+        while len(self._ended) > self.max_batch or not self._has_room_for_turns():
             del self._ended[next(iter(self._ended))]
+
+    def _has_room_for_turns(self) -> bool:
+        return self._fused is None or self._fused.may_hold(sum(map(len, self._ended)) // np.dtype(np.int64).itemsize)
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -64,7 +64,7 @@ class CachedForward:
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
 
-    def release(self) -> None:
+    def release(self, *, whole: bool = False) -> None:  # noqa: ARG002
         """Free the cache."""
         self._layers, self._states, self._shape = {}, {}, (0, 0)
 
@@ -284,7 +284,7 @@ class Recompute:
     def refresh(self) -> None:
         """Nothing is derived from the weights."""
 
-    def release(self) -> None:
+    def release(self, *, whole: bool = False) -> None:
         """Nothing worth freeing."""
 
     def reserve(self, rows: int, length: int, *, keep: int) -> None:

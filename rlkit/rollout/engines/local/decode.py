@@ -107,10 +107,11 @@ class Decoder:
         """Look the parameters up again: needed after they were replaced (sharded, assigned) or an adapter changed."""
         self._weights = weights_of(self._model)
 
-    def release(self) -> None:
-        """Drop the cache and free its memory unless it is small: page faults cost 5% of a short batch."""
+    def release(self, *, whole: bool = False) -> None:
+        """Drop the cache and free its memory unless it is small: page faults cost 5% of a short batch. Of a `whole` one
+        nothing stays: it may hold NaN."""
         self._cache = []
-        if sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
+        if whole or sum(arena.nbytes for arena in self._arenas) > KEEP_BYTES:
             self._arenas = [arena.new_zeros(0) for arena in self._arenas]
 
     @torch.inference_mode()

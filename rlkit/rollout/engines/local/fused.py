@@ -77,12 +77,23 @@ class FusedDecoder(Decoder):
         """How many sequences of `length` tokens the device has memory for: one of `sizes`."""
         if not self._cuda:
             return self.sizes[-1]
-        place = 2 * self._kv_heads * self._head_dim * self._dtype.itemsize * len(self._weights.layers)
-        free, _ = torch.cuda.mem_get_info(self._ints.device)
-        unused = torch.cuda.memory_reserved(self._ints.device) - torch.cuda.memory_allocated(self._ints.device)
         mine = sum(t.nbytes for kv in self._cache for t in kv)
-        count = int(CACHE_SHARE * (free + unused + mine)) // (place * self._capacity(length))
+        count = int(CACHE_SHARE * (self._free() + mine)) // (self._place * self._capacity(length))
         return max([n for n in self.sizes if n <= count], default=self.sizes[0])
+
+    def may_hold(self, length: int) -> bool:
+        """Whether copies of so many tokens, which are there already, leave the device at least as much memory."""
+        return not self._cuda or length * self._place <= self._free()
+
+    @property
+    def _place(self) -> int:
+        """Bytes of a token in the cache."""
+        return 2 * self._kv_heads * self._head_dim * self._dtype.itemsize * len(self._weights.layers)
+
+    def _free(self) -> int:
+        """Bytes that the device and torch's allocator have left."""
+        free, _ = torch.cuda.mem_get_info(self._ints.device)
+        return free + torch.cuda.memory_reserved(self._ints.device) - torch.cuda.memory_allocated(self._ints.device)
 
     def refresh(self) -> None:
         """Copy the model's weights, on the device; graphs read the same memory."""
@@ -95,11 +106,11 @@ class FusedDecoder(Decoder):
             for old, fresh in zip(_tensors(self._weights), _tensors(new), strict=True):
                 old.copy_(fresh)
 
-    def release(self) -> None:
-        """Drop a cache that is large, and its graphs."""
+    def release(self, *, whole: bool = False) -> None:
+        """Drop a cache that is large, or the `whole` of any, and its graphs."""
         size = sum(t.nbytes for kv in self._cache for t in kv)
         total = torch.cuda.get_device_properties(self._ints.device).total_memory if self._cuda else 1 << 30
-        if size > total // KEEP_SHARE:
+        if whole or size > total // KEEP_SHARE:
             self._cache, self._graphs, self._pool = [], {}, None
 
     @torch.inference_mode()
@@ -108,14 +119,17 @@ class FusedDecoder(Decoder):
         had_rows, had = (self._cache[0][0].shape[0], self._cache[0][0].shape[2]) if self._cache else (0, 0)
         if had_rows >= rows and had >= length:
             return
-        rows, capacity = max(rows, had_rows), max(had, self._capacity(length))
+        need = self._capacity(length)
+        largest = max(rows, had_rows), max(had, need)  # which spares layouts, where the device has room for it
+        rows, capacity = largest if largest[0] <= self.slots(largest[1]) else (rows, need)
+        kept = min(had, capacity)
         shape = (rows, self._kv_heads, capacity, self._head_dim)
         self._graphs, self._pool = {}, None
         olds: list[Any] = self._cache or [None] * len(self._layers)
         for i, old in enumerate(olds):  # one after the other: the old block of a layer is free before the next is made
             new = [torch.zeros(shape, dtype=self._dtype, device=self._ints.device) for _ in range(2)]
             for block, before in zip(new, old or ()):
-                block[:keep, :, :had] = before[:keep]
+                block[:keep, :, :kept] = before[:keep, :, :kept]
             self._cache[i : i + 1] = [(new[0], new[1])]
         if self._half_table is None or self._half_table[0].shape[0] < capacity:  # cos and sin of half a head, in fp32
             like, positions = torch.zeros(1, 1, 1, device=self._ints.device), torch.arange(capacity)[None]
