@@ -476,7 +476,8 @@ class Penalties:
         Without("kl_target", of=("fixed", "decay", "cosine"), why="drop it, or use linear, exponential or pid"),
     ] = None
     """rule that adapts kl_coef: linear, exponential (verl's adaptive) and pid hold --kl-target.
-    decay and cosine fall to 0 at the last step. None: linear with --kl-target, else fixed"""
+    decay and cosine fall to 0 at the last step. A resumed run goes on from the coefficient of its checkpoint, whatever
+    --kl-coef says. None: linear with --kl-target, else fixed"""
     kl_horizon: Annotated[Positive, For("kl_controller", "exponential")] = 10_000
     """samples over which --kl-controller exponential changes kl_coef by at most a factor of 1.22"""
     kl_limit: Positive | None = None

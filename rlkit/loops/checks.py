@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -37,10 +37,17 @@ def check_task(task: Task, tokenizer: Any) -> None:
         raise ValueError("task.prompts is empty: there is nothing to train on")
     check_parts(len(task.prompts), task.parts)
     check_sampling(task.prompts, env=task.env, score=task.score, keep_group=task.keep_group)
+    check_names(task.held_out)
     for one in task.held_out.values():
         check_sampling(one.prompts, env=task.env, score=one.score or task.score)
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
+
+
+def check_names(sets: Iterable[str]) -> None:
+    """Refuse names of held-out sets that no file name and no metric can have."""
+    if wrong := [name for name in sets if name and not name.isidentifier()]:
+        raise ValueError(f"a held-out set has the name {wrong[0]!r}: use letters, digits and _")
 
 
 def check_rewarded(task: Task) -> None:

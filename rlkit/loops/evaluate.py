@@ -20,7 +20,7 @@ from rlkit.model.forward import PolicyFn, with_old_logp, with_ref_logp
 from rlkit.packing import pack
 from rlkit.rewards.scoring import completion_of
 from rlkit.rewards.text import final_answer
-from rlkit.rollout.groups import Env, Prompt, Score, last_pieces, mix, single_turn, with_totals
+from rlkit.rollout.groups import Env, Prompt, Score, is_judged, last_pieces, mix, single_turn, with_totals
 from rlkit.rollout.limits import episode_scores
 from rlkit.rollout.shared import Resend, shared_rollout
 from rlkit.run.profile import mark_phase
@@ -92,7 +92,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], *, version: int) -> 
     ends = [end for group in groups for end in with_totals(group)]
     roles = {t.role for t, _ in ends}
     reported = [(f"reward/{_own_name(k, roles)}", v) for t, _ in ends for k, v in t.info.get("metrics", {}).items()]
-    judged = [(t, total) for t, total in ends if _is_judged(t)]
+    judged = [(t, total) for t, total in ends if is_judged(t)]
     reported += [(f"reward/{_own_name(t.role)}", total) for t, total in judged if t.role]
     scores = [("score/mean", t.score) for t, _ in judged if t.score is not None]
     rewards = torch.tensor([total for _, total in judged])
@@ -226,11 +226,7 @@ async def evaluate(
 
 def _counted(group: Sequence[Trajectory]) -> list[tuple[Trajectory, float]]:
     """The last piece and the score of each episode, without those whose reward function failed."""
-    return [(t, value) for t, value in zip(last_pieces(group), episode_scores(group), strict=True) if _is_judged(t)]
-
-
-def _is_judged(end: Trajectory) -> bool:
-    return not end.info.get("metrics", {}).get("failed")
+    return [(t, value) for t, value in zip(last_pieces(group), episode_scores(group), strict=True) if is_judged(t)]
 
 
 def _with_error(key: str, values: Sequence[float]) -> dict[str, float]:
@@ -282,7 +278,10 @@ def _parts(groups: Sequence[Sequence[Trajectory]], prefix: str) -> dict[str, flo
     ends = [end for group in groups for end in with_totals(group)]
     roles = {t.role for t, _ in ends}
     own = [{f"own/{k}" if k in roles else k: x for k, x in t.info.get("metrics", {}).items()} for t, _ in ends]
-    metrics = [numbers | ({t.role: total} if t.role else {}) for numbers, (t, total) in zip(own, ends, strict=True)]
+    metrics = [
+        numbers | ({t.role: total} if t.role and is_judged(t) else {})
+        for numbers, (t, total) in zip(own, ends, strict=True)
+    ]
     names = dict.fromkeys(name for numbers in metrics for name in numbers if name != "failed")
     parts = {name: [numbers[name] for numbers in metrics if name in numbers] for name in names}
     return {f"{prefix}reward/{name}": sum(values) / len(values) for name, values in parts.items()}

@@ -102,6 +102,8 @@ async def grpo(
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
+        if kl.place == "reward" and not isinstance(baseline, Controller):
+            batch = step.check(batch)  # before the KL of one sample is in the baseline of all
         compare = roles.against(step.averages, groups) if isinstance(baseline, Controller) else baseline
         batch = with_estimates(batch, baseline=compare, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         return with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.rollout.groups import Group, last_pieces
+from rlkit.rollout.groups import Group, is_judged, last_pieces
 from rlkit.types import Controller
 
 Averages = dict[str, Any]  # a controller's NamedTuple by the role
@@ -29,7 +29,8 @@ def start(rule: Controller | None, saved: Mapping[str, Mapping[str, float]] | No
     """The averages of a checkpoint (`saved`, the states as dicts); none before the first step and without a rule."""
     if rule is None:
         return {}
-    return {role: type(rule.init(0.0))(**state) for role, state in (saved or {}).items()}
+    names = rule.init(0.0)._asdict().keys()  # an average of another kind begins anew
+    return {role: type(rule.init(0.0))(**state) for role, state in (saved or {}).items() if state.keys() == names}
 
 
 def against(averages: Mapping[str, float], groups: Sequence[Group]) -> Callable[..., Tensor]:
@@ -48,11 +49,12 @@ def against(averages: Mapping[str, float], groups: Sequence[Group]) -> Callable[
 
 
 def advance(rule: Controller | None, averages: Averages, groups: Sequence[Group]) -> Averages:
-    """The averages after a step, each updated with the mean reward of its role; a role that did not play keeps its."""
+    """The averages after a step, each updated with the mean reward of its role, without failed episodes; a role that
+    has none keeps its."""
     if rule is None:
         return averages
     rewards = defaultdict[str, list[float]](list)
-    for t in (t for group in groups for t in last_pieces(group)):
+    for t in (t for group in groups for t in last_pieces(group) if is_judged(t)):
         rewards[t.role].append(t.reward)
     states = {role: averages.get(role, rule.init(0.0)) for role in rewards}
     return averages | {role: rule.update(states[role], sum(values) / len(values)) for role, values in rewards.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlkit.data.order import Parts, batches, resumed, to_save
 from rlkit.data.streaming import Streamed
+from rlkit.loops.checks import check_names
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.metrics import Metrics, finalize, merge
@@ -158,6 +159,7 @@ def supervised(
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
     first, sets = max(start, 0), by_set(data.held_out)
+    check_names([*sets, *data.eval_sets])
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
     def held_out(done: int, on_group: Callable[..., None]) -> dict[str, float]:

@@ -41,8 +41,8 @@ def scorer(
 
     A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
     judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
-    score of the rest of its group (0 if all failed), which leaves a group baseline unchanged; the cause is in
-    `info["error"]` and in the log, and the metric `failed` counts it. An episode without a reward and with
+    score of the rest of its group, of its role (0 if all failed), which leaves a group baseline unchanged; the cause is
+    in `info["error"]` and in the log, and the metric `failed` counts it. An episode without a reward and with
     `info["error"]` (see `agent_env`) has failed already: the function does not see it.
     """
     if not callable(function):
@@ -130,12 +130,16 @@ def _settler(max_failed: float) -> Callable[[list[Trajectory], Sequence[Reward |
                 counts = f"{sum(recent)} of the last {len(recent)} samples failed"
                 errors[0].add_note(f"{counts}; {max_failed=} of {_RECENT} may")
             raise errors[0]
-        rewards = [r for r in results if isinstance(r, Reward)]
-        scores = [r.score for r in rewards if r.score is not None]
-        reward, score = fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None
-        mean = Reward(reward, score, {"failed": 1.0})
+        judged = [(t.role, r) for t, r in zip(group, results, strict=True) if isinstance(r, Reward)]
+
+        def mean(role: str) -> Reward:
+            rewards = [r for of, r in judged if of == role]
+            scores = [r.score for r in rewards if r.score is not None]
+            reward, score = fmean(r.reward for r in rewards) if rewards else 0.0, fmean(scores) if scores else None
+            return Reward(reward, score, {"failed": 1.0})
+
         return [
-            _rewarded(_masked(trajectory, result), mean)
+            _rewarded(_masked(trajectory, result), mean(trajectory.role))
             if isinstance(result, RewardError)
             else _rewarded(trajectory, replace(result, metrics={**result.metrics, **not_failed}))
             for trajectory, result in zip(group, results, strict=True)

@@ -266,6 +266,11 @@ def last_pieces(group: Sequence[Trajectory]) -> Group:
     return [t for t, continued in zip(group, following, strict=False) if not continued]
 
 
+def is_judged(end: Trajectory) -> bool:
+    """Whether the reward of an episode is its own: its reward function did not fail (`rlkit.rewards.scoring`)."""
+    return not end.info.get("metrics", {}).get("failed")
+
+
 def with_totals(group: Sequence[Trajectory]) -> list[tuple[Trajectory, float]]:
     """`last_pieces`, each with the reward of its episode: the terminal one, and the token rewards of all pieces."""
     ends: list[tuple[Trajectory, float]] = []

@@ -362,6 +362,19 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     return read_lines(path, fits=_is_metrics)
 
 
+def new_metrics(folder: Path, at: int) -> tuple[list[dict[str, Any]], int]:
+    """The complete lines of metrics.jsonl from the byte `at` on, and the byte after them, for the next call; from the
+    beginning where a resumed run has made the file shorter."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return [], 0
+    with path.open("rb") as file:
+        file.seek(at if path.stat().st_size >= at else 0)
+        at, data = file.tell(), file.read()
+    end = data.rfind(b"\n") + 1
+    return [row for row in map(object_of, data[:end].splitlines()) if row is not None and _is_metrics(row)], at + end
+
+
 def read_lines(path: Path, *, fits: Callable[[dict[str, Any]], bool] = bool) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines that fit, without a last line that is incomplete. Any other line is named and
     left out."""

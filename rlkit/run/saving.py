@@ -231,7 +231,10 @@ def restore(folder: Path, *, model: Any, optimizer: torch.optim.Optimizer, refer
     """
     check_folder(folder, resume=True)
     on_rank0(lambda: hold(folder))
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     state, skipped = load_latest(folder / "checkpoints", model=_with_reference(model, reference), optimizer=optimizer)
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group |= {} if decay is None else {"weight_decay": decay}  # of this run, as the learning rate
     args, run = read_args(folder), state.pop("run", None)
     wrote, here = state.pop("script", None), args.get("script")
     if None not in (wrote, here) and wrote != here:

@@ -28,7 +28,7 @@ from rlkit._util.files import replace_file
 from rlkit._util.platform import num_cores
 from rlkit._util.text import printable
 from rlkit.run.cores import usage
-from rlkit.run.folder import CURVES, Run, object_of, read_args, read_metrics
+from rlkit.run.folder import CURVES, Run, new_metrics, object_of, read_args, read_metrics
 from rlkit.run.trackers import TRACKERS, Row, Tracker, load
 from rlkit.settings import Schedule
 
@@ -70,7 +70,7 @@ def _track(
     folder: Path, to: str, *, project: str | None, again: Callable[[], bool], with_model: bool = False,
     system: System | None = None,
 ) -> int:  # fmt: skip
-    note, config, count = folder / f".track_{to}.json", read_args(folder), 0
+    note, config, count, at = folder / f".track_{to}.json", read_args(folder), 0, 0
     state: Row = {"id": None, "step": -1} | (object_of(untrusted.read(note, "json_mib")) or {} if note.exists() else {})
     state["project"] = project or state.get("project") or config.get("track_project") or "rlkit"
     state["model"] = with_model or state.get("model", bool(config.get("track_model")))
@@ -78,7 +78,8 @@ def _track(
         state["id"] = tracker.id
         replace_file(note, json.dumps(state).encode())
         while True:
-            for step, numbers in _new_steps(folder, after=state["step"]):
+            rows, at = new_metrics(folder, at)
+            for step, numbers in _new_steps(rows, after=state["step"]):
                 if system is not None:
                     numbers |= system.means()
                 _send_samples(tracker, folder, step, every=config.get("print_samples_steps") or 25)
@@ -94,9 +95,8 @@ def _track(
     return count
 
 
-def _new_steps(folder: Path, *, after: int) -> Iterator[tuple[int, dict[str, float]]]:
+def _new_steps(rows: Sequence[Row], *, after: int) -> Iterator[tuple[int, dict[str, float]]]:
     """The finite numbers of later steps than `after`."""
-    rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
     for row in rows:
         step = row.pop("step")
         if step > after:

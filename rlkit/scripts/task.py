@@ -58,9 +58,11 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     assert brought.reward is not None
     tokenizer, parts, episodes = place.tokenizer, brought.parts, args.episodes
     env, score = brought.env(tokenizer), brought.reward(tokenizer)
+    configs = place.config, place.config.get_text_config()
+    ends = stop_token_ids(tokenizer, *configs) if place.template else ()
     with data_progress():
         rendered = [render(args, tokenizer, place.config, part) for part in parts]
-        sets = eval_sets(args, tokenizer, place.config, brought.held_out, brought.own_rewards)
+        sets = eval_sets(args, tokenizer, place.config, brought.held_out, brought.own_rewards, ends=ends)
     note_strings(brought.data, parts[0])
     starts = accumulate(map(len, parts), initial=0)  # a prompt's index is its place among all rows
     prompts = [replace(x, index=x.index + start) for part, start in zip(rendered, starts) for x in part]
@@ -75,7 +77,6 @@ def make_task(args: Sampled, brought: Brought, place: Place, **options: Any) -> 
     beyond = [i for i in args.rollouts.stop_token_ids if not 0 <= i < place.num_rows]
     refuse_if(beyond, f"`stop_token_ids` {beyond}: the model's token ids are 0 to {place.num_rows - 1}")
     if args.evaluation.trial:
-        ends = stop_token_ids(tokenizer, place.config.get_text_config()) if place.template else ()
         try_env(episodes, tokenizer, env, prompts, ends=ends)
     rewards, sources = episodes.rewards(), episodes.reward_sources()
     names = tuple(name for name, (_, weight) in rewards.items() if weight != 0 and name not in sources)
@@ -94,16 +95,18 @@ def note_unknown(episodes: Episodes, tokenizer: Any, num_rows: int) -> None:
 
 
 def eval_sets(
-    args: Sampled, tokenizer: Any, config: Any, held_out: Mapping[str, Any], scores: Mapping[str, OfTokenizer]
-) -> dict[str, Any]:
-    """The held-out sets of the flags, tokenized for the model of this `config`."""
+    args: Sampled, tokenizer: Any, config: Any, held_out: Mapping[str, Any], scores: Mapping[str, OfTokenizer],
+    *, ends: Sequence[int] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """The held-out sets of the flags, tokenized for the model of this `config`; `ends` are its stop tokens."""
     from rlkit.loops.evaluate import EvalSet
 
     sets = {}
     for name, rows in held_out.items():
         options = args.evaluation.sampling_of(name)
         samples = options.pop("samples", None)
-        params = replace(args.rollouts.params, **options) if options else None
+        own = args.rollouts.params
+        params = replace(own, stop_token_ids=(*ends, *own.stop_token_ids), **options) if options else None
         score = scores[name](tokenizer) if name in scores else None
         sets[name] = EvalSet(render(args, tokenizer, config, rows), score, params, samples)
     return sets

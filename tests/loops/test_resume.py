@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import screens
 import warm
+from safetensors.torch import load_file
 from small_disk import NOT_ALLOWED
 
 from rlkit.scripts import cli
@@ -173,3 +174,14 @@ def test_a_full_disk_on_resume_is_one_line_and_loses_nothing(task, tmp_path):
     assert freed[:2] == [True, "None"]
     assert "resumed with keep 3 (it was 2)" in freed[2]
     assert numbers(tmp_path) == numbers(left_alone)
+
+
+def test_a_resumed_run_has_its_own_weight_decay(task, tmp_path):
+    norms = {}
+    for decay in ("0", "5"):
+        cli.main(flags_of(task, "sft", tmp_path / decay, "--steps", "2", "--device", "cpu"))
+        more = ["--steps", "4", "--device", "cpu", "--resume", "--weight-decay", decay]
+        cli.main(flags_of(task, "sft", tmp_path / decay, *more))
+        weights = load_file(tmp_path / decay / "model/model.safetensors")
+        norms[decay] = sum(float(x.square().sum()) for x in weights.values())
+    assert norms["5"] < norms["0"]

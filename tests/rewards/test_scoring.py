@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -87,6 +88,16 @@ async def test_a_sample_that_failed_neither_trains_nor_moves_the_baseline():
             await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=limit)(Prompt([1, 2], {}, 0), group)
     with pytest.raises(ValueError, match="max_failed"):
         scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=1.0)
+
+
+async def test_a_failed_sample_of_a_role_has_the_rewards_of_that_role():
+    async def judge(completion, row):
+        return {"a": 1.0, "b": -1.0}[completion]
+
+    made = [(trajectory([*text.encode(), END]), role) for text, role in ("aA", "cA", "bB", "bB", "cC")]
+    group = [replace(t, role=role) for t, role in made]
+    out = await scorer(judge, tokenizer=TOKENIZER, timeout_s=60, max_failed=0.34)(Prompt([1, 2], {}, 0), group)
+    assert [t.reward for t in out] == [1.0, 1.0, -1.0, -1.0, 0.0]
 
 
 async def test_failures_are_counted_over_the_last_hundred_samples():

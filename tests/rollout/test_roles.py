@@ -109,6 +109,11 @@ def test_a_moving_average_is_a_baseline_of_each_role():
     expected = [PAYS[name][game] - now[name] for game in range(3) for name in ("seller", "seller", "buyer")]
     assert ends == pytest.approx(expected)
     assert roles.start(rule, {name: x._asdict() for name, x in averages.items()}) == averages
+    failed = [replace(t, reward=100.0, info={"metrics": {"failed": 1.0}}) for t in found]
+    assert roles.advance(rule, averages, [failed]) == averages
+    half = [replace(t, info={"metrics": {"failed": float(t.role == "buyer")}}) for t in found]
+    assert roles.advance(rule, averages, [half])["buyer"] == averages["buyer"]
+    assert roles.start(rule, {"seller": {"coef": 1.0, "more": 2.0}}) == {}  # of another rule
     assert roles.start(None, {"seller": {"coef": 1.0}}) == {}
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from rlkit.run.folder import (
     drop_after,
     keep_args,
+    new_metrics,
     open_run,
     read_metrics,
 )
@@ -48,6 +49,21 @@ def test_a_line_is_in_the_file_when_log_returns(tmp_path):
         assert list(row) == ["step", "reward/mean", "count", "time/step", "time/unix"]
         assert abs(row.pop("time/unix") - before) < 60
         assert row == {"step": 1, "reward/mean": 0.10000000149011612, "count": 3, "time/step": 0.25}
+
+
+def test_a_file_that_grows_is_read_on_from_where_it_ended(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert new_metrics(tmp_path, 0) == ([], 0)
+    path.write_bytes(b'{"step": 1, "x": 1.0}\n{"step": 2, "x"')
+    rows, at = new_metrics(tmp_path, 0)
+    assert ([row["step"] for row in rows], at) == ([1], 22)
+    assert new_metrics(tmp_path, at) == ([], 22)
+    with path.open("ab") as file:
+        file.write(b': 2.0}\n{"step": 3, "x": 3.0}\n')
+    rows, at = new_metrics(tmp_path, at)
+    assert ([row["step"] for row in rows], at) == ([2, 3], 66)
+    path.write_bytes(b'{"step": 1, "x": 1.0}\n')  # a resumed run has dropped what came later
+    assert new_metrics(tmp_path, at)[1] == 22
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=5))

@@ -249,6 +249,20 @@ def test_roles_that_plain_text_leaves_out_are_reported(files, caplog):
     assert caplog.messages.count("--no-chat-template joins messages as plain text, without roles") == 1
 
 
+def test_answers_of_every_set_end_where_those_of_training_do(files):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"  # and the template ends turns with <|im_end|>
+    tokenizer.save_pretrained(files / "model")
+    tiny_model(tokenizer).save_pretrained(files / "model")
+    args = args_of(files, eval_data=(f"a={files / 'data.jsonl'}",), device="cpu", stop_token_ids=(7,), eval_steps=1)
+    args = replace(args, evaluation=Evaluation(eval_sampling=("a=temperature:0.5",)))
+    place, task = opened(args)
+    *_, rollouts = load_models(args, place)
+    ends = {*task.held_out["a"].params.stop_token_ids}
+    assert ends == {*rollouts.stop_token_ids}
+    assert {7, tokenizer.convert_tokens_to_ids("<|im_end|>")} < ends
+
+
 def test_the_engine_has_room_for_the_longest_answers_of_any_set(files):
     args = args_of(files)
     evaluation = Evaluation(eval_sampling=("a=max_new_tokens:4000", "b=max_new_tokens:9", "c=temperature:0.5"))

@@ -36,7 +36,7 @@ import tyro
 from rlkit._util.extras import optional
 from rlkit.compat.flags import answer
 from rlkit.run.console import say, with_command
-from rlkit.run.folder import read_metrics
+from rlkit.run.folder import new_metrics
 from rlkit.run.report.meanings import sign_of
 from rlkit.run.signals import handled_by, resume_command
 from rlkit.scripts.cli import fail, parsed, run, with_config
@@ -317,12 +317,14 @@ def script_of(words: Sequence[str]) -> str | None:
 def run_trial(command: list[str], folder: Path, metric: str, trial: Any) -> tuple[float, bool]:
     """The metric's last value, and whether the run was ended early because others were better."""
     seen: dict[int, float] = {}
+    rows, at = list[dict[str, Any]](), 0
     with handled_by(_interrupt), subprocess.Popen(command) as process:
         try:
             while True:
                 ended = process.poll() is not None
-                rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
-                for row in rows:
+                new, at = new_metrics(folder, at)
+                rows += new
+                for row in new:
                     if metric in row and row["step"] not in seen:
                         seen[row["step"]] = row[metric]
                         trial.report(row[metric], row["step"])
