@@ -346,7 +346,7 @@ def optimal_token_baseline(
         return rewards
     one = torch.ones_like(rewards)
     returns = scan(one, rewards, mask=mask, cu_seqlens=cu_seqlens, end=end_values(None, cu_seqlens, rewards))
-    energy = 1 - 2 * logp.exp() + sum_pi_squared
+    energy = (1 - 2 * logp.exp() + sum_pi_squared).clamp(min=0)  # a square, which rounding makes negative near 0
     if rest:
         energy = energy * rest[0].square()
     path = masked(linear_scan(one, masked(energy, mask), cu_seqlens=cu_seqlens, reverse=False), mask)

@@ -165,7 +165,11 @@ def as_surrogate(function: Callable[..., Tensor]) -> Surrogate:
     if meant := _other_meaning(first):
         raise ValueError(f"{name} would get log_ratio = logp - old_logp as `{first}`: name it log_ratio, {meant}")
     if missing:
-        raise ValueError(f"{name} needs {', '.join(missing)}, too: give a value by functools.partial, or a default")
+        fix = "give a value by functools.partial, or a default"
+        if streams := [x for x in missing if x in Batch.__dataclass_fields__]:
+            given = ", ".join(f"{x}=batch.{x}" for x in streams)
+            fix = f"take it from the batch, as lambda log_ratio, batch: {name}(log_ratio, batch.advantages, {given})"
+        raise ValueError(f"{name} needs {', '.join(missing)}, too: {fix}")
     if parameters[1].name != "advantages":
         return function
     return lambda x, batch: function(x, batch.advantages, **{name: getattr(batch, name) for name in fields})

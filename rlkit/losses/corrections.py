@@ -280,8 +280,9 @@ def log_support_mass(
         shape = f"[{', '.join(map(str, [*logits.shape[:-1], 'K']))}]"
         raise ValueError(f"support must be ids of shape {shape}, got {[*support.shape]} of {support.dtype}")
     check_mask(mask, positions=logits[..., 0])
-    if readable(support) and support.numel() and not -1 <= int(support.min()) <= int(support.max()) < logits.shape[-1]:
-        raise ValueError(f"support must hold ids below {logits.shape[-1]}, and -1 as padding, got {int(support.max())}")
+    low, high = map(int, support.aminmax()) if readable(support) and support.numel() else (-1, -1)
+    if not -1 <= low <= high < logits.shape[-1]:
+        raise ValueError(f"support must hold ids below {logits.shape[-1]}, and -1 as padding, got {low} to {high}")
     z = masked(upcast(logits), None if mask is None else mask.unsqueeze(-1))
     inside = support >= 0
     some = inside.any(-1)

@@ -546,6 +546,7 @@ def teacher_mixture(
     Limits: one teacher is its log-softmax.
     Reference: NeMo-RL nemo_rl/algorithms/loss, `CrossTokenizerDistillationLossFn`.
     """
+    check_positive(temperature=temperature)
     log_w = _log_weights(teacher_logits, weights)
     return torch.logsumexp(bounded_log_softmax(teacher_logits.detach(), temperature) + log_w, dim=0)
 
@@ -562,6 +563,7 @@ def teacher_product(
     Limits: one teacher is its log-softmax.
     Reference: NeMo-RL nemo_rl/algorithms/loss, `CrossTokenizerDistillationLossFn`.
     """
+    check_positive(temperature=temperature)
     w = _log_weights(teacher_logits, weights).exp()
     return (bounded_log_softmax(teacher_logits.detach(), temperature) * w).sum(0).log_softmax(-1)
 

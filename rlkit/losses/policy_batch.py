@@ -255,7 +255,8 @@ def _steps(start: float, end: float, step: float) -> list[float]:
 
 
 def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
+    where = like.device if generator is None else generator.device
+    return torch.rand(like.shape, generator=generator, device=where, dtype=torch.float64).to(like.device)
 
 
 def _smallest(keys: Tensor, ties: Tensor, *, allowed: Tensor, fraction: float, count: Tensor) -> Tensor:

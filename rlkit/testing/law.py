@@ -72,6 +72,8 @@ class Law:
         try:
             attempt()
         except (AssertionError, HypothesisException):
+            if not failures:  # of the strategies
+                raise
             return self.minimized(s, failures[-1]) if shrink else failures[-1]
         return None
 

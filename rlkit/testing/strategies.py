@@ -23,13 +23,16 @@ EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 20.5, -20.5, 100.0, -100.0, 1e6, -1e6
 
 
 def numbers(low: float, high: float, *, step: float = 0.125) -> SearchStrategy[float]:
-    """Multiples of `step` in [low, high]. Shrinks to 0, or to the end closer to 0."""
+    """Multiples of `step`, or of the first of its halves that has one, in [low, high]. Shrinks to 0, or to the end
+    closer to 0."""
+    while low < high and math.ceil(low / step) > math.floor(high / step):
+        step /= 2
     return st.integers(math.ceil(low / step), math.floor(high / step)).map(lambda i: i * step)
 
 
 def extremes(low: float = -math.inf, high: float = math.inf) -> SearchStrategy[float]:
     """Huge, tiny and ordinary numbers in [low, high]. Shrinks to 0, or to the first of `EXTREMES` in the range."""
-    return st.sampled_from([x for x in EXTREMES if low <= x <= high])
+    return st.sampled_from([x for x in EXTREMES if low <= x <= high] or [low, high])
 
 
 def lengths(*, max_seqs: int = 4, max_len: int = 4) -> SearchStrategy[list[int]]:

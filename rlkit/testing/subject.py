@@ -149,6 +149,8 @@ def recognised(name: str, annotation: Any, *, default_axis: str = "T") -> Stream
         return kind._replace(axis=default_axis) if plain and kind is not None else None
     if axes.dims[0] not in ("T", "N") and not axes.dims[0].startswith("*"):
         return None
+    if not {*axes.dims[1:]} <= {*SIZES}:
+        return None
     axis = "N" if axes.dims[0] == "N" else "T"
     size = tuple(SIZES[d] for d in axes.dims[1:])
     if axes.kind == "Bool":

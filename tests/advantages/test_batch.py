@@ -187,6 +187,20 @@ def test_optimal_token_baseline_limits():
     assert torch.equal(tail, torch.zeros(2))
 
 
+def test_the_weights_of_a_nearly_certain_policy_are_no_less_than_0():
+    """1 - 2 pi + sum pi^2 is a square, and fp32 makes it negative; of rewards 0 and 1 every |A| is at most 1."""
+    z = 0.01 * torch.randn(8, 6, 2000, generator=torch.Generator().manual_seed(0))
+    z[..., 0] += 20
+    logp, squares = z.log_softmax(-1)[..., 0].flatten(), z.softmax(-1).square().sum(-1).flatten()
+    squares -= 1e-6  # as another way to sum them may leave it
+    assert (1 - 2 * logp.exp() + squares < 0).any()
+    rewards = torch.zeros(8, 6)
+    rewards[::2, -1] = 1
+    options = {"cu_seqlens": torch.arange(9) * 6, "group_ids": torch.zeros(8, dtype=torch.long)}
+    mask = torch.ones(48, dtype=torch.bool)
+    assert A.optimal_token_baseline(rewards.flatten(), logp, squares, mask=mask, **options).abs().max() <= 1
+
+
 @pytest.mark.slow
 def test_compile_and_int32():
     b = token_baseline_batch(1)

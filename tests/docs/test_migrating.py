@@ -208,9 +208,11 @@ def test_the_commands_run(script: str, flags: str, task: Path, tmp_path: Path) -
     rows = replace(args.data, data=data, eval_data=args.data.eval_data and data)
     small = {"model": model, "data": rows, "schedule": replace(args.schedule, output=tmp_path / "run", steps=2)}
     if script == "grpo":
-        file, name = args.episodes.reward.split(":")
+        specs = [args.episodes.reward] if isinstance(args.episodes.reward, str) else args.episodes.reward
+        file, name = specs[0].split(":")
         assert file in ("my_rewards.py", "rlkit.rewards.math")
-        how = {"reward": f"{task}/my_rewards.py:{name}", "reward_timeout": 300.0}
+        own = f"{task}/my_rewards.py:{name}"
+        how = {"reward": (own, *specs[1:]) if specs[1:] else own, "reward_timeout": 300.0}
         small["episodes"] = replace(args.episodes, max_prompt_tokens=64, **how)
         small["evaluation"] = replace(args.evaluation, eval_limit=2)
         small["rollouts"] = replace(args.rollouts, prompts_per_step=4, max_new_tokens=8)

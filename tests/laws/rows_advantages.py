@@ -321,7 +321,6 @@ OTHERS = [
         skip={
             "segment_isolation": "a sequence is compared with the others of its group",
             "all_count": "at the last actions of a group's longest sequence nothing is left to compare with: 0 there",
-            "rewards_raise": "independently drawn log-probs and squares may make the baseline's weights negative",
         },
     ),
 ]

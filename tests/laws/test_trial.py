@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rlkit import losses as L
-from rlkit.advantages import Gae, discounted_returns, group_centered, group_zscore, max_rl, whiten
+from rlkit.advantages import Gae, discounted_returns, group_centered, group_zscore, max_rl, turn_lens, whiten
 from rlkit.loops import estimators
 from rlkit.loops.coefficients import kl_term
 from rlkit.loops.trial import broken_laws, lacking, try_advantage, try_surrogate
@@ -21,7 +21,7 @@ from rlkit.loops.updates import PolicyLoss, as_surrogate, clipped, skip_above
 from rlkit.losses import kl
 from rlkit.losses.distillation import jsd_rows, uld_rows
 from rlkit.scripts.grpo import CONSTANTS
-from rlkit.segments import broadcast_to_tokens, group_mean, sum_per_seq
+from rlkit.segments import broadcast_to_tokens, cumulative, group_mean, mean_per_seq, sum_per_seq
 from rlkit.settings import Penalties, Rollouts
 from rlkit.testing import Case, laws
 
@@ -140,6 +140,13 @@ def to_reference(x, batch):
     return batch.old_logp + x, batch.ref_logp
 
 
+def ratio_of_turns(x, batch):
+    """GSPO's ratio, of each turn: it depends on where turns end, and on no token between them."""
+    lens = turn_lens(batch.mask, cu_seqlens=batch.cu_seqlens)
+    means = mean_per_seq(x[batch.mask], cu_seqlens=cumulative(lens)).repeat_interleave(lens)
+    return L.ppo_clip(torch.zeros_like(x).masked_scatter(batch.mask, means), batch.advantages, mask=batch.mask)
+
+
 SILENT = {
     "CISPO": lambda x, batch: -x.exp().clamp(max=5).detach() * batch.advantages * x,
     "weights clipped on both sides": lambda x, batch: -x.exp().clamp(0.5, 2).detach() * batch.advantages * x,
@@ -158,6 +165,7 @@ SILENT = {
     "entropy": lambda x, batch: (right(x, batch) + 0.01 * x.exp() * (batch.old_logp + x)) * batch.mask,
     "entropy in the advantage": lambda x, batch: (
         -x.exp() * (batch.advantages - 0.01 * (batch.old_logp + x).detach()) * batch.mask),
+    "a ratio for each turn": ratio_of_turns,
 }  # fmt: skip
 
 
@@ -246,6 +254,13 @@ def test_what_a_loss_may_do_is_named(name, caplog):
         assert line.startswith("test_trial.py:<lambda>: ")
         assert how in line
         assert f"(law {law})" in line
+
+
+def test_the_seeds_of_gpus_stay_the_users(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    PolicyLoss(right)
+    assert seeds == []
 
 
 def test_right_losses_pass(caplog):

@@ -21,7 +21,7 @@ from rlkit.loops.updates import (
     per_token,
     with_gradient,
 )  # fmt: skip
-from rlkit.losses import cispo, dro, gspo, ratio_stats
+from rlkit.losses import cispo, dppo, dro, gspo, ratio_stats
 from rlkit.metrics import finalize
 from rlkit.model.forward import Policy, prepare_model
 from rlkit.packing import pack, with_streams
@@ -228,6 +228,7 @@ def test_a_surrogate_takes_the_batch_or_the_advantages():
             lambda log_ratio, advantages, *, beta: log_ratio,
             "<lambda> needs beta, too: give a value by functools.partial",
         ),
+        (dppo, r"lambda log_ratio, batch: dppo\(log_ratio, batch.advantages, old_logp=batch.old_logp\)"),
     ],
 )
 def test_a_function_that_is_no_surrogate_is_refused(function, message):

@@ -623,7 +623,7 @@ def test_a_reward_is_compared_times_its_negative_weight(tmp_path, caplog):
     caplog.clear()
     read_reward(Episodes(reward=(spec, f"{penalty}=-0.5")), given)
     read_reward(Episodes(reward=(spec, f"{penalty}=0.5")), given)
-    assert ["penalty.py:f at weight -0.5 gives no number above 0" in line for line in caplog.messages] == [True]
+    assert ["penalty.py:f at weight -0.5 gives 2.5 to 'word word" in line for line in caplog.messages] == [True]
     trial = run_sync(try_reward(load_function(spec), ROWS, timeout_s=5, weight=-2.0))
     assert {result.reward for _, _, result in trial.tried} == {0.0}  # as the function gives it
 

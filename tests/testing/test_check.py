@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -56,11 +57,22 @@ def test_arguments_are_recognised_by_name_alone() -> None:
     assert subject(lambda rewards, group_ids: rewards).axis == "N"
 
 
+def of_axes(axes: str) -> Any:
+    def loss(log_ratio, features):  # type: ignore[no-untyped-def]
+        return log_ratio + features
+
+    loss.__annotations__ = {"features": Float[Tensor, axes]}
+    return loss
+
+
 def test_an_unknown_argument_is_named() -> None:
     """The error names both fixes, and the page."""
     both = r"argument foo is not recognised: .*options=\{'foo': 0.1\}.*streams=\{'foo': Stream\(.*docs/laws.md"
     with pytest.raises(TypeError, match=both):
         subject(lambda log_ratio, foo: log_ratio + foo)
+    for annotation in ("N L", "*batch T", "T H"):
+        with pytest.raises(TypeError, match="argument features is not recognised"):
+            subject(of_axes(annotation))
     assert "foo" in subject(lambda log_ratio, foo: log_ratio + foo, streams={"foo": Stream()}).streams
 
 

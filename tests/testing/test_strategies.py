@@ -23,7 +23,10 @@ def smallest(strategy, holds=lambda x: True):
 def test_each_strategy_shrinks_to_its_documented_value() -> None:
     assert smallest(strategies.numbers(-2, 2)) == 0
     assert smallest(strategies.numbers(1, 2)) == 1
+    assert smallest(strategies.numbers(0.9, 0.99)) == 0.9375
+    assert smallest(strategies.numbers(0.01, 0.1)) == 0.0625
     assert smallest(strategies.extremes()) == 0
+    assert smallest(strategies.extremes(0.6, 0.9)) in (0.6, 0.9)
     assert smallest(strategies.lengths()) == [1]
     assert smallest(strategies.cu_seqlens()).tolist() == [0, 1]
     assert smallest(strategies.cu_seqlens()).dtype == torch.int64
