@@ -319,7 +319,7 @@ def labelled_examples(
     check_dicts(rows)
     template = Template(tokenizer, system_prompt, apply_chat_template, tools, template_args, images=images)
     template = replace(template, continue_answer=continue_answer)
-    if rows and "chosen" in rows[0]:
+    if rows and rows[0].get("chosen") is not None:
         pairs, num_dropped = _pairs(rows, template, max_example_tokens, too_long)
         two = [Labelled(p.prompt, x, x is p.chosen, p.images) for p in pairs for x in (p.chosen, p.rejected)]
         return two, num_dropped

@@ -257,6 +257,9 @@ def checked_row(
             raise column_error(where, f"no column {old!r} to rename", row)
         if new in row and new not in rename:
             raise column_error(where, f"column {new!r} is there already", row)
+    if len({rename.get(column, column) for column in row}) < len(row):
+        twice = next(new for new in rename.values() if sum(rename.get(x, x) == new for x in row) > 1)
+        raise column_error(where, f"two columns are renamed to {twice!r}", row)
     row = {rename.get(column, column): as_messages(value) for column, value in row.items()}
     if cells:
         try:

@@ -207,7 +207,7 @@ def batches(
     return (at(step=step) for step in itertools.count(start_step))
 
 
-@lru_cache(maxsize=32)  # of each part of a mixture, and of the next pass
+@lru_cache(maxsize=1024)  # of each part of a mixture, and of the next pass
 def _order(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:
     uniform = random.Random(f"{seed}/{epoch}" + f"/{part}" * (part > 0)).random
     keys = [uniform() for _ in range(n)]

@@ -50,11 +50,14 @@ def expand(spec: str | Path) -> list[str]:
 def identity(specs: Sequence[str | Path]) -> str:
     """The names of some files and a number of their contents: their sizes and up to 16 pieces of 64 KiB of each.
 
-    A hub data set, a package's task, or a folder of `save_to_disk`, is known by its name alone.
+    Of FOLDER:SPLIT and a folder those of all its files are, but for hidden ones. A hub data set, or a package's task,
+    is known by its name alone.
     """
     crc = 0
-    for path in (Path(path).expanduser() for spec in specs for path in expand(spec)):
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] * path.is_file()
+    for path in (_on_disk(path) for spec in specs for path in expand(spec)):
+        inside = path.rglob("*") if path.is_dir() else ()
+        shown = (p for p in inside if not any(part[0] == "." for part in p.relative_to(path).parts))
+        files = sorted(p for p in shown if p.is_file()) or [path] * path.is_file()
         crc = zlib.crc32(b"" if files else str(path).encode(), crc)
         for file in files:
             size = file.stat().st_size
@@ -64,6 +67,12 @@ def identity(specs: Sequence[str | Path]) -> str:
                     data.seek(max(0, (size - _PIECE) * piece // 15))
                     crc = zlib.crc32(data.read(_PIECE), crc)
     return f"{' '.join(map(str, specs))} {crc:08x}"
+
+
+def _on_disk(spec: str) -> Path:
+    """The path of a spec, of FOLDER:SPLIT and FOLDER:NAME:SPLIT the folder's where it is there."""
+    names = [spec.rsplit(":", n)[0] for n in range(3)]
+    return next((path for name in names if (path := Path(name).expanduser()).exists()), Path(spec).expanduser())
 
 
 def find(spec: str | Path, *, name: str | None, split: str | None, held_out: bool) -> list[Source]:
@@ -151,13 +160,17 @@ def _holds_data(file: Path, folder: Path) -> bool:
 
 def _split_of(file: Path) -> str | None:
     """The split that a file's name, or else the name of a folder that it is in, tells; None if none does."""
-    if shard := _SHARD.match(file.name):
+    shard = _SHARD.match(file.name)
+    if shard and _splits_in(shard[1]):
         return shard[1]
     for part in reversed(file.parts):
-        splits = {_SPLITS[word] for word in re.split(r"[^a-z]+", part.lower()) if word in _SPLITS}
-        if len(splits) == 1:
+        if len(splits := _splits_in(part)) == 1:
             return splits.pop()
-    return None
+    return shard[1] if shard else None
+
+
+def _splits_in(name: str) -> set[str]:
+    return {_SPLITS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS}
 
 
 def _choose(splits: Sequence[str], split: str | None, where: str, *, held_out: bool) -> str:

@@ -158,3 +158,9 @@ def test_labels_that_all_scores_contradict_are_named(caplog, scores, line, insid
     rows = [{"prompt": f"p{i}", "response": "yo", "label": i > 1, **inside({"score": x})} for i, x in enumerate(scores)]
     examples(*rows)
     assert [x for x in caplog.messages if "lower score" in x] == [line] * bool(line)
+
+
+def test_rows_whose_pairs_are_null_are_labelled():
+    rows = [{"prompt": "q", "completion": f"a{i}", "label": i > 0, "chosen": None, "rejected": None} for i in range(2)]
+    examples, dropped = labelled_examples(rows, tokenizer=tiny_tokenizer(), max_example_tokens=99)
+    assert ([x.desirable for x in examples], dropped) == ([False, True], 0)

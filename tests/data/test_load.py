@@ -38,6 +38,8 @@ def test_columns_are_renamed(tmp_path):
         load_rows(path, rename={"q": "prompt"})
     with pytest.raises(ValueError, match="column 'answer' is there already"):
         load_rows(path, rename={"question": "answer"})
+    with pytest.raises(ValueError, match=r"line 1: two columns are renamed to 'prompt'"):
+        load_rows(path, rename={"question": "prompt", "answer": "prompt"})
 
 
 def test_sharegpt_turns_become_messages(tmp_path):

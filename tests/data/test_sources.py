@@ -10,6 +10,7 @@ import pytest
 
 from rlkit.data.examples import sft_examples
 from rlkit.data.load import load_rows, place_of
+from rlkit.data.sources import identity
 from rlkit.data.tiny import tiny_tokenizer
 
 
@@ -74,9 +75,12 @@ def test_a_rename_is_for_the_files_that_have_the_column(tmp_path):
 
 
 SHARDS = {"data__train-00000_of_00002": [1, 2], "data__train-00001_of_00002": [3], "data__test-00000_of_00001": [4]}
+IN_FOLDERS = {"train__data-00000_of_00002": [1], "train__data-00001_of_00002": [2], "test__data-00000_of_00001": [3]}
 NAMED = [
     (SHARDS, "", [1, 2, 3], [4]),
     (SHARDS, ":test", [4], [4]),
+    (IN_FOLDERS, "", [1, 2], [3]),
+    (IN_FOLDERS, ":test", [3], [3]),
     (SHARDS, ":train", [1, 2, 3], [1, 2, 3]),
     ({"train": [1], "dev": [2]}, "", [1], [2]),
     ({"train": [1], "dev": [2]}, ":dev", [2], [2]),
@@ -127,6 +131,7 @@ UNCLEAR = [
     ({"a-00000_of_00001": [1], "train-00000_of_00001": [2]}, True, r"and not one test or validation split: name one"),
     ({"train-00000_of_00003": [1], "train-00002_of_00003": [2]}, False,
      r"1 of 3 shards of train are missing, such as train-00001-of-00003"),
+    ({"train__x-00000_of_00002": [1], "test__x-00001_of_00002": [2]}, False, "1 of 2 shards of train are missing"),
     ({"train": [1], "more": [2]}, False, r"named by their split \('train'\) and others are not, such as more\.jsonl"),
     ({"main__train": [1], "other__train": [2]}, False, r"train is in the folders main, other: give one, .*:main:train"),
 ]  # fmt: skip
@@ -148,6 +153,18 @@ def test_a_folder_of_two_formats_or_without_data_is_refused(tmp_path):
         load_rows(tmp_path)
     with pytest.raises(ValueError, match=r"train\.jsonl:test: a file has no splits; give .*train\.jsonl alone"):
         load_rows(f"{tmp_path}/train.jsonl:test")
+
+
+def test_the_contents_of_a_split_of_a_folder_tell_whether_it_has_changed(tmp_path):
+    put(tmp_path, train=[1, 2], test=[3])
+    specs = [[f"{tmp_path}:train"], [str(tmp_path)], [str(tmp_path / "train.jsonl")]]
+    before = [identity(spec) for spec in specs]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.jsonl").write_text("{}")
+    assert [identity(spec) for spec in specs] == before
+    put(tmp_path, train=[1, 2, 4])
+    assert not {*before} & {identity(spec) for spec in specs}
+    assert identity(["owner/name:main:train"]) == identity(["owner/name:main:train"])
 
 
 def test_shards_of_parquet_are_one_data_set(tmp_path):

@@ -202,5 +202,9 @@ def test_flags_of_the_run_hold_where_none_is_given():
     assert (flags.rollouts.max_new_tokens, flags.rollouts.temperature) == (7, 0.5)
     assert flags.data.system_prompt == "be"
     assert eval_command.flags_of_grpo(replace(args, stop=("x",)), saved).rollouts.stop == ("x",)
+    plain = saved | {"chat_template": False, "system_prompt": None}
+    assert eval_command.flags_of_grpo(args, plain).data.chat_template is False
+    assert eval_command.flags_of_grpo(replace(args, chat_template="a.jinja"), plain).data.chat_template == "a.jinja"
+    assert eval_command.Args("m", "a.jsonl", args.episodes, system_prompt="").system_prompt == ""
     assert flags.model.device is None
     assert eval_command.chosen_device(flags.model.device) == ("cuda" if torch.cuda.is_available() else "cpu")

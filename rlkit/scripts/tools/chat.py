@@ -66,7 +66,7 @@ class Args:
     """cpu, cuda or mps (untested). None: cuda if there is a GPU, else cpu"""
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, may_be_empty=("system_prompt",))
         for name in ("prompt", "system_prompt"):
             text = getattr(self, name) or ""
             locale = sys.getfilesystemencoding()
@@ -154,7 +154,7 @@ class Chat:
 
         if not self.data.chat_template:
             return encode_all(self.tokenizer, [self.turns[-1]["content"]], ready_made=True)[0]
-        system = [{"role": "system", "content": self.data.system_prompt}] if self.data.system_prompt else []
+        system = [{"role": "system", "content": self.data.system_prompt}] if self.data.system_prompt is not None else []
         args = self.data.template()
         with template_errors():
             return render(self.tokenizer, [*system, *self.turns], add_generation_prompt=True, template_args=args)

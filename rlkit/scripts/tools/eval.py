@@ -89,7 +89,8 @@ class Args:
     system_prompt: str | None = None
     """system message for conversations that have none; None: the run's"""
     chat_template: ChatTemplate = True
-    """file of a chat template; True: the model's own; False: none, strings are plain text (base models)"""
+    """file of a chat template; True: the model's own, or none where its run had none; False: none, strings are plain
+    text (base models)"""
     template_args: str | None = None
     """JSON object of further arguments of the chat template; None: the run's"""
     seed: Seed = 0
@@ -101,7 +102,7 @@ class Args:
     """folder for metrics.json and answers.jsonl; None: print only"""
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, may_be_empty=("system_prompt",))
         refuse_if(self.episodes.eval_kl, "`eval_kl` compares a run with its reference: drop it")
         unread = next((name for name in _OF_TRAINING if not is_default(self.engine, name)), None)
         refuse_if(unread, f"`{unread}` is for training beside the engine: drop it")
@@ -221,9 +222,10 @@ def flags_of_grpo(args: Args, saved: Mapping[str, Any]) -> grpo.Args:
         flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         return {name: run[name] for name in names if name in run} | flags
 
+    template = False if args.chat_template is True and saved.get("chat_template") is False else args.chat_template
     data = Data(
-        "-", rename=args.rename, prompt=args.prompt, eval_data=args.eval_data, chat_template=args.chat_template,
-        **kept(_RENDERING, {} if args.chat_template is False else saved),
+        "-", rename=args.rename, prompt=args.prompt, eval_data=args.eval_data, chat_template=template,
+        **kept(_RENDERING, {} if template is False else saved),
     )  # fmt: skip
     served = replace(args.engine, weight_sync_lora="merged") if args.engine.serves else args.engine
     exported = Path(args.model) / "model"

@@ -127,7 +127,7 @@ def row_of(shape: Shape, layout: Layout, args: Args) -> Row:
     from rlkit.model.memory import USABLE, engine_bytes, step_bytes
 
     memory = args.gpu_memory * GIB
-    sizes = [n for n in (1, 2, 4, 8) if n <= args.gpus]
+    sizes = [n for n in (1, 2, 4, 8) if args.gpus % n == 0]
     tp = next((n for n in sizes if engine_bytes(shape, engine_tp=n) < memory / 2), sizes[-1])
     stages = step_bytes(shape, layout)
     return Row(layout, stages, USABLE * memory, tp, engine_bytes(shape, engine_tp=tp), shape.kv_bytes())
