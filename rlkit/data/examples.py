@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise, zip_longest
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("rlkit.data")
+_AT_ONCE = 256  # turns that are tokenized in one call
 
 
 @dataclass(frozen=True)
@@ -408,12 +409,28 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
     end = next(iter(markup.eos), None) if plain else markup.end
     if plain:
         markup.report_no_eos()
-    flat = [turn for of_row in turns for turn in of_row]
-    prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
-    flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat] if plain else flat
-    wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)
-    masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, prompts, wholes, strict=True))
-    return [_joined([*islice(masked, len(of_row))]) for of_row in turns]
+    examples: list[list[Example]] = []
+    for rows in _few_at_once(turns):
+        flat = [turn for of_row in rows for turn in of_row]
+        prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
+        flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat] if plain else flat
+        wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)
+        masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, prompts, wholes, strict=True))
+        examples += [_joined([*islice(masked, len(of_row))]) for of_row in rows]
+    return examples
+
+
+def _few_at_once(turns: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[Turn]]]:
+    """The rows, as many as have `_AT_ONCE` turns together: the tokens of a long conversation's turns, each with all
+    before it, take far more memory than its example."""
+    rows: list[Sequence[Turn]] = []
+    for of_row in turns:
+        rows.append(of_row)
+        if sum(map(len, rows)) >= _AT_ONCE:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
 
 
 def _masked(

@@ -41,7 +41,10 @@ Sets = Sequence[X] | Mapping[str, Sequence[X]]  # held-out examples, or several 
 
 def by_set(examples: Sets[X]) -> dict[str, Sequence[X]]:
     """Held-out examples by the name of their set, "" where they have none."""
-    return {**examples} if isinstance(examples, Mapping) else {"": examples} if len(examples) else {}
+    if isinstance(examples, Mapping):
+        check_names(examples)
+        return {**examples}
+    return {"": examples} if len(examples) else {}
 
 
 def every(*parts: Sets[X]) -> list[X]:
@@ -159,7 +162,6 @@ def supervised(
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
     first, sets = max(start, 0), by_set(data.held_out)
-    check_names([*sets, *data.eval_sets])
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
 
     def held_out(done: int, on_group: Callable[..., None]) -> dict[str, float]:

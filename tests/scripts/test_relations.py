@@ -117,9 +117,10 @@ def test_a_relation_refuses_what_breaks_it_and_passes_what_it_asks_for(case):
         wrong = [{(k, x): next(values_of(k, x))} for x, k in holders.items()]
     else:
         ((other, holder),) = holders.items()
-        several = isinstance(getattr(holder, other), tuple)
+        several = isinstance(getattr(holder, other, None), tuple)
         right = [{(holder, other): (x,) if several else x.replace(OWN, "a.py:f")} for x in relation.values]
-        outside = [*values_of(holder, other), getattr(holder, other)]
+        default = [getattr(holder, other)] if hasattr(holder, other) else []  # none where the flag is required
+        outside = [*values_of(holder, other), *default]
         wrong = [{(holder, other): x} for x in outside if {(holder, other): x} not in right]
     start, end = f"`{name}`{f' {value}' * bool(relation.of)} ", f": {relation.why}" * bool(relation.why)
 

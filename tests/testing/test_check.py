@@ -61,7 +61,7 @@ def of_axes(axes: str) -> Any:
     def loss(log_ratio, features):  # type: ignore[no-untyped-def]
         return log_ratio + features
 
-    loss.__annotations__ = {"features": Float[Tensor, axes]}
+    loss.__annotations__.update(features=Float[Tensor, axes])
     return loss
 
 
