@@ -35,6 +35,7 @@ class Leg(NamedTuple):
 
 
 Skips = Mapping[int, tuple[int, int]]  # row -> for how many passes it is skipped, and the pass in which it comes back
+_PASSES = 3  # of a part whose orders are kept
 
 
 def epoch_order(n: int, *, seed: int, epoch: int, part: int = 0) -> list[int]:
@@ -207,8 +208,21 @@ def batches(
     return (at(step=step) for step in itertools.count(start_step))
 
 
-@lru_cache(maxsize=1024)  # of each part of a mixture, and of the next pass
 def _order(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:
+    orders = _orders_of(n, seed, part)
+    if epoch not in orders:
+        if len(orders) == _PASSES:
+            del orders[next(iter(orders))]
+        orders[epoch] = _shuffled(n, seed, epoch, part)
+    return orders[epoch]
+
+
+@lru_cache(maxsize=1024)  # parts of mixtures
+def _orders_of(n: int, seed: int, part: int) -> dict[int, Sequence[int]]:  # noqa: ARG001
+    return {}
+
+
+def _shuffled(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:
     uniform = random.Random(f"{seed}/{epoch}" + f"/{part}" * (part > 0)).random
     keys = [uniform() for _ in range(n)]
     return array("Q", sorted(range(n), key=keys.__getitem__))
