@@ -287,7 +287,7 @@ def _is_best(folder: Path, step: int, metric: str) -> bool:
         there = ", ".join(name for name in last if name.startswith("eval/") and not name.endswith("_se"))
         raise Explained(f"`keep_best` {metric} is not measured: the evaluation has {there}")
     now = values.pop(step, -math.inf)  # missing where every reward failed
-    return step > 0 and now > max(values.values(), default=-math.inf)
+    return step > 0 and now > max((x for x in values.values() if not math.isnan(x)), default=-math.inf)
 
 
 def _values(folder: Path, metric: str, *, step: int) -> dict[int, float]:

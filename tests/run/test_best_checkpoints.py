@@ -42,3 +42,10 @@ def test_checkpoints_of_the_best_evaluations_stay(settings, steps, tmp_path, mon
 def test_it_needs_a_metric():
     with pytest.raises(ValueError, match="`keep_best_checkpoints` requires `keep_best`"):
         Schedule("runs/x", steps=3, save_steps=1, keep_best_checkpoints=1)
+
+
+def test_an_evaluation_without_a_number_is_not_the_best(tmp_path):
+    lines = [f'{{"step": {step}, "eval/greedy": {value}}}' for step, value in enumerate(("NaN", "NaN", "0.5", "0.4"))]
+    for step, best in enumerate((False, False, True, False)):
+        (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[: step + 1], ""]))
+        assert saving._is_best(tmp_path, step, "eval/greedy") is best
