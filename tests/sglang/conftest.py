@@ -83,11 +83,11 @@ def kill() -> Callable[[Server], None]:
     return kill
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pair(
     sglang_python: str, checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Server]]:
-    """Two servers that tests may kill."""
+    """Two servers that the tests of a file may kill."""
     logs = tmp_path_factory.mktemp("pair")
     servers = [
         launch(checkpoints[0], device="cpu", python=sglang_python, args=ARGS, log=logs / f"{i}.txt", wait=False)
