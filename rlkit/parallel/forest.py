@@ -80,12 +80,14 @@ def _stream(batch: Batch, images: Int[Tensor, "S"] | None) -> Int[np.ndarray, "S
         return tokens
     codes: dict[bytes, int] = {}
     rows = np.concatenate((tokens[:, None], *columns), 1)
-    parts = [rows[i : i + 1] for i in range(len(rows))]
+    stream = np.array([codes.setdefault(row.tobytes(), len(codes)) for row in rows])
     if images is not None and experts:
-        ends = [*(np.flatnonzero(np.diff(images.cpu().numpy())) + 1), len(rows)]
+        shown = images.cpu().numpy()
+        ends = [*(np.flatnonzero(np.diff(shown)) + 1), len(rows)]
         for start, end in zip([0, *ends], ends):
-            parts[start:end] = [rows[start:end]] * (end - start) if images[start] >= 0 else parts[start:end]
-    return np.array([codes.setdefault(part.tobytes(), len(codes)) for part in parts])
+            if shown[start] >= 0:
+                stream[start:end] = codes.setdefault(rows[start:end].tobytes(), len(codes))
+    return stream
 
 
 def _common(a: Int[np.ndarray, "A"], b: Int[np.ndarray, "B"]) -> int:
