@@ -302,9 +302,13 @@ class Evaluation:
         texts = self._of_set(self.eval_sampling, name)
         return self._sampling(texts[0]) if texts else {}
 
+    def samplings(self) -> dict[str, dict[str, Any]]:
+        """`sampling_of` each set that `eval_sampling` names, in its order."""
+        return {name: self.sampling_of(name) for name in self._by_set(self.eval_sampling)}
+
     def longest(self, rollouts: Rollouts) -> Rollouts:
         """The rollouts with the longest answers of training and of all sets."""
-        asked = [self._sampling(text[0]).get("max_new_tokens", 0) for text in self._by_set(self.eval_sampling).values()]
+        asked = [own.get("max_new_tokens", 0) for own in self.samplings().values()]
         return replace(rollouts, max_new_tokens=max(rollouts.max_new_tokens, *asked, 0))
 
     def _of_set(self, texts: tuple[str, ...], name: str) -> Sequence[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -64,8 +63,11 @@ def check_engine(engines: Engines, *, device: str | None = None, overlap: bool =
 def check_truncation(engines: Engines, rollouts: Rollouts, evaluation: Evaluation = Evaluation()) -> None:
     """Refuse (ValueError) truncated samples of older weights from servers, and of servers that cannot give them, before
     these start."""
-    cut = next((text for text in evaluation.eval_sampling if re.search(r"top_[pk]|min_p", text)), "")
-    limits = " and ".join(f"`{name}`" for name in ("top_p", "top_k", "min_p") if not is_default(rollouts, name))
+    names = ("top_p", "top_k", "min_p")
+    own = zip(evaluation.eval_sampling, evaluation.samplings().values(), strict=True)
+    usual = {name: getattr(Rollouts, name) for name in names}
+    cut = next((text for text, x in own if any(x[name] != usual[name] for name in usual.keys() & x)), "")
+    limits = " and ".join(f"`{name}`" for name in names if not is_default(rollouts, name))
     lacks_tokens = "needs the tokens that were kept, which servers do not report: use `engine` local"
     older = engines.serves and limits and rollouts.max_age
     refuse_if(older, f"{limits} with `overlap` or `staleness` {lacks_tokens}")

@@ -285,3 +285,5 @@ def test_what_cannot_be_corrected_for_is_refused(caplog):
     with pytest.raises(ValueError, match=r"`eval_sampling` a=.*,top_p:0\.95: log-probs of vllm"):
         check_truncation(Engines(engine="vllm"), Rollouts(), held_out)
     check_truncation(Engines(engine="sglang"), Rollouts(overlap=True), held_out)
+    for text in ("top_p=temperature:0.5", "a=top_p:1.0,min_p:0"):  # a name, and no limit
+        check_truncation(Engines(engine="vllm"), Rollouts(), Evaluation(eval_sampling=(text,)))
