@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import shlex
@@ -100,6 +101,22 @@ def test_a_failed_combination_is_run_again(tmp_path):
     assert sorted(t.state.name for t in trials_of(tmp_path)) == ["COMPLETE"] * 2 + ["FAIL"] * 2
     sweep(tmp_path, *space, trials=9)
     assert sorted(t.params["bad"] for t in trials_of(tmp_path)) == ["fails"] * 4 + ["no"] * 2
+
+
+def test_a_trial_whose_sweep_was_killed_has_failed(tmp_path, capsys):
+    """Nobody else would tell its end; a sweep that lives keeps its own."""
+    grid = ["--sampler", "grid", "--choice", "x", "1,2", "--startup-trials", "20"]
+    (tmp_path / "out").mkdir()
+    study = open_study(optuna, Args(("train",), tmp_path / "out", metric="score", choice={"x": "1,2"}), "score", False)
+    study.enqueue_trial({"x": "1"})
+    study.ask().suggest_categorical("x", ["1", "2"])
+    with (tmp_path / "out/sweeps.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        sweep(tmp_path, *grid, trials=9)
+    assert [t.state.name for t in trials_of(tmp_path)] == ["RUNNING", "COMPLETE"]
+    sweep(tmp_path, *grid, trials=9)
+    assert "trial 0: its sweep was killed, so it counts as failed" in capsys.readouterr().out
+    assert [(t.state.name, t.params["x"]) for t in trials_of(tmp_path)][::2] == [("FAIL", "1"), ("COMPLETE", "1")]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import tyro
 
@@ -111,8 +111,20 @@ def main(args: Args) -> Any:
     metric, minimize = check_command(args)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     args.output.mkdir(parents=True, exist_ok=True)
-    with alone(args.output):
-        study = open_study(optuna, args, metric, minimize)
+    with (args.output / "sweeps.lock").open("w") as held:  # by each sweep of the folder, until it ends in any way
+        with alone(args.output):
+            study = open_study(optuna, args, metric, minimize)
+            end_killed(study, held)
+            if args.sampler == "grid":
+                enqueue_grid(study, {name: values.split(",") for name, values in args.choice.items()})
+        run_trials(args, optuna, study, metric)
+    for line in [*table(study, metric), *best_command(study, args.command), *importances(optuna, study, args.output)]:
+        say(line)
+    return study
+
+
+def run_trials(args: Args, optuna: Any, study: Any, metric: str) -> None:
+    """Ask the study for values and train with them, `args.trials` times or until the grid is empty."""
     states, ended = optuna.trial.TrialState, []
     for _ in range(args.trials):
         if args.sampler == "grid" and not any(trial.state == states.WAITING for trial in study.trials):
@@ -144,9 +156,6 @@ def main(args: Args) -> Any:
             continue
         best = f"; best so far: trial {study.best_trial.number}, {study.best_value:.4g}" if complete(study) else ""
         say(f"trial {trial.number}: {metric} {value:.4g}{' (ended early)' if pruned else ''}{best}")
-    for line in [*table(study, metric), *best_command(study, args.command), *importances(optuna, study, args.output)]:
-        say(line)
-    return study
 
 
 def suggested(trial: Any, args: Args) -> dict[str, Any]:
@@ -207,9 +216,18 @@ def open_study(optuna: Any, args: Args, metric: str, minimize: bool) -> Any:
         "random": lambda: kinds.RandomSampler(seed=seed),
         "grid": lambda: kinds.RandomSampler(seed=seed),  # of `enqueue_grid` all values are given
     }[args.sampler]()
-    if args.sampler == "grid":
-        enqueue_grid(study, {name: values.split(",") for name, values in args.choice.items()})
     return study
+
+
+def end_killed(study: Any, held: IO[str]) -> None:
+    """Count the trials as failed whose sweep was killed, if no other sweep of this folder lives; hold the lock then."""
+    with suppress(BlockingIOError):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for trial in study.trials:
+            if trial.state.name == "RUNNING":
+                study.tell(trial.number, state=type(trial.state).FAIL)
+                say(f"trial {trial.number}: its sweep was killed, so it counts as failed")
+    fcntl.flock(held, fcntl.LOCK_SH)
 
 
 def enqueue_grid(study: Any, choices: Mapping[str, Sequence[str]]) -> None:
