@@ -80,8 +80,8 @@ def rl_prompts(
     with images is never cut.
 
     A prompt of more than `max_prompt_tokens` is dropped, and so is one without any text; `too_long` "cut-left" keeps
-    the end of the text of its last user message instead, "cut-right" the start, as much as fits once it is rendered
-    again (without a chat template, of the whole prompt), also in `row`, and "error" raises. It is logged with the first
+    the end of the text of its last user message (of a string, of its text) instead, "cut-right" the start, as much as
+    fits once it is rendered again, also in `row`, and "error" raises. It is logged with the first
     rows, and the number dropped is returned.
 
     Raises ValueError, with the row (see `place_of`), for a row without `messages` and `prompt`, a conversation that is
@@ -101,7 +101,8 @@ def rl_prompts(
         (i, Prompt(ids, row_given(rows[i]), i, t.images, t.begun, t.place))
         for (i, t), ids in zip(left, encoded, strict=True)
     ]
-    lose = "the {side} tokens of the last user message" if apply_chat_template else "their {side} tokens"
+    as_they_are = not apply_chat_template and all(isinstance(row.get("prompt"), str) for row in rows)
+    lose = "their {side} tokens" if as_they_are else "the {side} tokens of the last user message"
     limits: dict[str, Any] = {"too_long": too_long, "lose": lose, "max_prompt_tokens": max_prompt_tokens}
     cut = partial(_cut, rows, template)
     prompts = shorten(rows, prompts, lambda p: len(p.ids), cut, unit="prompts", **limits)
@@ -123,8 +124,8 @@ def _note_identical(prompts: Sequence[Prompt]) -> None:
 
 
 def _cut(rows: Sequence[dict[str, Any]], template: Template, prompt: Prompt, limit: int, left: bool) -> Prompt | None:
-    """The prompt with as much of the text of its last user message as fits, rendered again; without a chat template,
-    of its whole text. None where no character of it fits, and for images. The row has the text that is left.
+    """The prompt with as much of the text of its last user message (of a string, of its text) as fits, rendered again.
+    None where no character of it fits, and for images. The row has the text that is left.
     """
     if prompt.images or (last := _last_user(prompt.row)) is None:
         return None

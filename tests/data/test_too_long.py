@@ -29,6 +29,13 @@ def test_a_prompt_keeps_one_end(too_long, left, caplog):
     assert f"1 of 2 prompts that are longer than `max_prompt_tokens` 4 and lose their {side} tokens" in caplog.text
 
 
+def test_messages_without_a_chat_template_lose_tokens_of_their_last_user_message(caplog):
+    row = {"messages": [{"role": "system", "content": "abc"}, {"role": "user", "content": "defghi"}]}
+    (prompt,) = made(rl_prompts, [row], 5, too_long="cut-right")
+    assert prompt.ids == [*b"abcde"]
+    assert "lose the last tokens of the last user message" in caplog.text
+
+
 def test_an_example_keeps_one_end_and_the_tokens_that_train():
     rows = [{"prompt": "abc", "response": "def"}, {"prompt": "a", "response": "b"}]  # "abcdef" and the end
     (cut, whole) = made(sft_examples, rows, 5, too_long="cut-right")
