@@ -116,12 +116,15 @@ async def distill(
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
         batch = without_support(pack(groups, share_prompts=runs_packed(model)))  # teachers have the whole vocabulary
+        batch = with_routes(batch, groups, [*named])  # while all sequences of `groups` are in it
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
+        if kl.place == "reward":
+            batch = step.check(batch)  # as in grpo
         batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         batch = with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)
-        return with_teachers(with_routes(batch, groups, [*named]), by_index, distillation)
+        return with_teachers(batch, by_index, distillation)
 
     def update(batch: Batch, step: Step) -> Metrics:
         lr, divergence = lr_at(step.index), distillation.divergence

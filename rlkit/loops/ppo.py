@@ -19,7 +19,7 @@ from rlkit.loops.estimators import Advantage, gae
 from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.loops.rl import rl
 from rlkit.loops.task import Step, Task
-from rlkit.loops.updates import PolicyLoss, check_functions, check_streams, clipped, grpo_update, per_token
+from rlkit.loops.updates import UNTRAINED, PolicyLoss, check_functions, check_streams, clipped, grpo_update, per_token
 from rlkit.losses import k1, kl_in_reward, value_clip, value_huber
 from rlkit.metrics import Mean, Metrics, mean, merge
 from rlkit.model.families import check_is_model, runs_packed
@@ -122,7 +122,8 @@ def value_update(
 
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         metrics = retry_smaller(partial(gradients, mini), mini, model=model, max_tokens=optim.max_tokens)
-        step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model)
+        trains = bool(mini.mask.any())  # a step without a gradient would follow the momentum
+        step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model) if trains else UNTRAINED
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
 

@@ -68,7 +68,7 @@ def _count(batch: Batch, ids: Int[Tensor, "N"]) -> int:
     return ids[seq_count(batch.mask, cu_seqlens=batch.cu_seqlens) > 0].unique().numel()
 
 
-_UNTRAINED: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}
+UNTRAINED: Metrics = {"grad_norm": mean(0.0), "skipped_step": mean(0.0)}
 Surrogate = Callable[[Tensor, Batch], Tensor]  # log_ratio [T], its micro-batch -> a loss per token
 TeacherLoss = Callable[[Batch], tuple[LogProbs, Tensor]]
 Aggregate = Callable[[Batch], Tensor]  # the batch of an optimizer step -> a weight per token
@@ -266,7 +266,7 @@ def grpo_update(
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
         step = partial(gradients, mini)
         metrics, trains = retry_smaller(step, mini, model=policy.model, max_tokens=optim.max_tokens)
-        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if trains else _UNTRAINED
+        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=policy.model) if trains else UNTRAINED
         metrics = merge(metrics, stepped)
     return reduce_metrics(metrics | {"time/forward": mean(forward_s)}, mesh=mesh)
 

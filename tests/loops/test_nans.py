@@ -19,6 +19,7 @@ from rlkit._util.text import Explained
 from rlkit.data.examples import Example, Labelled, Pair
 from rlkit.data.prompts import Prompt
 from rlkit.data.tiny import tiny_model
+from rlkit.loops.distill import distill
 from rlkit.loops.grpo import grpo
 from rlkit.loops.nans import ORIGIN
 from rlkit.loops.ppo import ppo
@@ -26,7 +27,9 @@ from rlkit.loops.preference import dpo, kto
 from rlkit.loops.sft import sft
 from rlkit.loops.updates import clipped
 from rlkit.loops.watch import Watch
+from rlkit.model.forward import Policy
 from rlkit.model.heads import load_value_model
+from rlkit.model.teachers import LocalTeacher
 from rlkit.packing import pack, with_streams
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import single_turn
@@ -67,14 +70,14 @@ def run(loop, folder, **changes):
     engine = CopyEngine() if loop is async_grpo else LocalEngine(model, max_len=64)
     options = {
         "env": rewarded, "score": None, "output": folder, "steps": 2, "max_new_tokens": 5,
-        "lr_at": lambda step: 1e-3, "prompts_per_step": 4, "group_size": 4,
+        "lr_at": lambda step: 1e-3, "prompts_per_step": 4, "group_size": 4, "prompts": PROMPTS,
     }  # fmt: skip
     options |= changes
     critic = options.pop("critic", None)
-    models = (model,) if loop is not ppo else (model, critic)
+    models = (model, *{ppo: [critic], distill: [LocalTeacher(Policy(small_model(seed=2)), 64)]}.get(loop, []))
     if loop is ppo:
         options["critic_lr_at"] = options["lr_at"]
-    asyncio.run(call(loop, *models, tokenizer(), engine, prompts=PROMPTS, **options))
+    asyncio.run(call(loop, *models, tokenizer(), engine, **options))
     return model
 
 
@@ -172,6 +175,24 @@ def test_a_reference_with_one_nan(tmp_path, loop):
     run(loop, tmp_path / "skips", skip_nan=True, **kl)
     lines = sound(tmp_path / "skips")
     assert lines[0]["nan/dropped"] == 4.0 <= lines[1]["nan/dropped"]
+
+
+@pytest.mark.parametrize("loop", [grpo, distill])
+def test_a_nan_of_one_sample_is_not_in_the_baseline_of_its_group(tmp_path, loop):
+    """The KL is in the rewards that a group is compared by."""
+    seen = []
+
+    async def once(prompt, sample):
+        t = await rewarded(prompt, sample)
+        seen.append(prompt.index)
+        broken = prompt.index == 1 and seen.count(1) == 1
+        return replace(t, ids=[FIRST_TOKEN, *t.ids[1:]] if broken else [20 if x == FIRST_TOKEN else x for x in t.ids])
+
+    kl = {"kl_coef": 0.1, "kl_in": "reward", "reference": with_broken_token(small_model(seed=1))}
+    run(
+        loop, tmp_path, skip_nan=True, steps=1, env=once, prompts=[*PROMPTS[:2], *PROMPTS[3:]], prompts_per_step=3, **kl
+    )
+    assert sound(tmp_path)[0]["nan/dropped"] == 1.0
 
 
 def test_where_nothing_is_left_the_run_stops_all_the_same(tmp_path):

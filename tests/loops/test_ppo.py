@@ -131,6 +131,24 @@ def test_the_critic_takes_the_step_of_a_padded_one(folder):
         first += len(t.ids) + t.truncated
 
 
+def test_a_critic_does_not_step_where_nothing_is_trained_on(folder):
+    """Its momentum alone would move it; a policy without a trained token does not step either."""
+    critic = load_value_model(folder / "critic")
+    optimizer = adamw(critic, lr=1e-2)
+    batch = pack(sampled())
+    batch = with_streams(batch, values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
+    how = {"values": Policy(critic), "optimizer": optimizer, "optim": Optim(), "critic": Critic(), "lr": 1e-2}
+    value_update(batch, rollouts=Rollouts(), seed=0, **how)
+    before = [p.clone() for p in critic.parameters()]
+    second = batch.mask & (torch.arange(batch.num_tokens) >= batch.cu_seqlens[2])
+    metrics = value_update(replace(batch, mask=second & False), rollouts=Rollouts(), seed=0, **how)
+    assert all(map(torch.equal, critic.parameters(), before))
+    assert float(metrics["value/grad_norm"].total) == 0
+    value_update(replace(batch, mask=second), rollouts=Rollouts(minibatches=2), seed=0, **how)
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    assert steps == {2}, "of two minibatches, one has trained tokens"
+
+
 BINS = Bins((-2.0, 1.5), 9)
 
 
