@@ -349,19 +349,21 @@ def render(args: Sampled, tokenizer: Any, config: Any, rows: list[Any]) -> list[
         raise ValueError(str(error).replace(f"`max_prompt_tokens` {total}", limit)) from None
 
 
-def check_context(episodes: Episodes, rollouts: Rollouts, config: Any, *, packed: bool = True) -> None:
-    """ValueError if an episode may be longer than the model of this config has positions."""
+def check_context(args: Sampled, config: Any, *, packed: bool = True) -> None:
+    """ValueError if an episode, of training or held out, may be longer than the model of this config has positions."""
     from rlkit.model.positions import check_positions
 
-    setting = "`max_total_tokens`" if episodes.max_total_tokens else "`max_prompt_tokens` + `max_new_tokens`"
-    check_positions(episodes.max_len(rollouts), config, setting=setting, packed=packed)
+    episodes, longest = args.episodes, args.evaluation.longest(args.rollouts)
+    held_out = " of `eval_sampling`" * (longest.max_new_tokens > args.rollouts.max_new_tokens)
+    setting = "`max_total_tokens`" if episodes.max_total_tokens else f"`max_prompt_tokens` + `max_new_tokens`{held_out}"
+    check_positions(episodes.max_len(longest), config, setting=setting, packed=packed)
 
 
 def check_lengths(args: Sampled, prompts: list[Any], *configs: Any, max_tokens: int) -> None:
     """ValueError if a sample may be longer than a model or a micro-batch allows."""
     episodes, rollouts = args.episodes, args.rollouts
     for config in configs:
-        check_context(episodes, args.evaluation.longest(rollouts), config)
+        check_context(args, config)
     longest = episodes.max_len(rollouts)
     if episodes.one_turn:
         longest = min(longest, max(len(prompt.ids) for prompt in prompts) + rollouts.max_new_tokens)

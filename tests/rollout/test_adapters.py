@@ -92,6 +92,7 @@ async def test_only_the_adapter_is_sent_and_requests_name_it(kind: Any, model: A
         assert equal(loaded, adapter_weights(model))
         assert weights.num_bytes == sum(x.nbytes for x in loaded.values())
         assert [path.name for path in tmp_path.iterdir()] == [name], "no weights but the adapter, the old one removed"
+    assert not tmp_path.exists(), "as of whole weights, nothing is left after the run"
 
 
 @pytest.mark.slow_cases("in_place-SGLang", "retract-SGLang", "abort-SGLang", "abort-VLLM", "retract-VLLM")

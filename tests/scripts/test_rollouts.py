@@ -291,6 +291,10 @@ def test_lengths_fit_the_model_and_a_micro_batch(files):
     ]:
         with pytest.raises(ValueError, match=message):
             check(args_of(files, **flags))
+    short = args_of(files, max_prompt_tokens=100, max_new_tokens=90)
+    check(short)
+    with pytest.raises(ValueError, match=r"`max_prompt_tokens` \+ `max_new_tokens` of `eval_sampling` is 700, and"):
+        check(replace(short, evaluation=Evaluation(eval_sampling=("a=max_new_tokens:600",))))
     check(args_of(files, max_total_tokens=500, max_new_tokens=90, max_tokens=120))
     config = SimpleNamespace()
     check(args_of(files))

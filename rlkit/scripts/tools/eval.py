@@ -167,7 +167,7 @@ def bring(args: Args, flags: grpo.Args, saved: Mapping[str, Any], *, logs: Path)
     score = read_reward(episodes, *others, trial=args.evaluation.trial)
     exported = (Path(flags.model.model) / "config.json").is_file() or not saved
     config = load_config(flags.model.model if exported else base_in(Path(args.model), saved))
-    check_context(args.episodes, flags.evaluation.longest(flags.rollouts), config, packed=False)
+    check_context(flags, config, packed=False)
     return Asked(rows, rewards, env, score, config)
 
 

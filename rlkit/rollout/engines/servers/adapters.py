@@ -123,9 +123,10 @@ class Adapters:
                 await server.post(f"{server.api.lora_root}/unload_lora_adapter", {"lora_name": name})
 
     def close(self) -> None:
-        """Remove the temporary files."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        """Remove the files."""
+        for path in (*self._written, *filter(None, [self._temporary])):
+            shutil.rmtree(path, ignore_errors=True)
+        self._written.clear()
 
     def _place(self) -> Path:
         if self._folder is None and self._temporary is None:

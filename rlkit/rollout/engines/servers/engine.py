@@ -393,10 +393,10 @@ class ServerEngine:
         if self._background:
             await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT)
         await cancel_all(self._background)
+        self._adapters.close()  # before the transport removes its empty folder
         try:
             await self._transport.close()
         finally:
-            self._adapters.close()
             await self._http.close()
 
     async def _attempts(self, call: _Call, request: Callable[[], dict[str, Any]], limits: ServerLimits) -> Completion:
