@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise, zip_longest
+from itertools import chain, islice, pairwise
+from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar
 from unicodedata import normalize
 
 from rlkit._util.numbers import is_number, show, to_number
-from rlkit.data.chat import encode_all
+from rlkit.data.chat import encode_all, encode_growing
 from rlkit.data.drop import TooLong, drop, shorten
 from rlkit.data.forms import Turn
 from rlkit.data.images import ImageReader
@@ -412,10 +413,13 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
     examples: list[list[Example]] = []
     for rows in _few_at_once(turns):
         flat = [turn for of_row in rows for turn in of_row]
-        prompts = encode_all(tokenizer, [turn.prompt for turn in flat], ready_made=plain)
-        flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat] if plain else flat
-        wholes = encode_all(tokenizer, [turn.whole for turn in flat], ready_made=plain)
-        masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, prompts, wholes, strict=True))
+        if plain:
+            flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat]
+            ids = encode_all(tokenizer, [text for turn in flat for text in (turn.prompt, turn.whole)], ready_made=True)
+        else:
+            texts = [[text for turn in of_row for text in (turn.prompt, turn.whole)] for of_row in rows]
+            ids = [*chain.from_iterable(encode_growing(tokenizer, texts))]
+        masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, ids[::2], ids[1::2], strict=True))
         examples += [_joined([*islice(masked, len(of_row))]) for of_row in rows]
     return examples
 
@@ -444,11 +448,11 @@ def _masked(
         start = _num_shared(prompt, whole)
         mask = [bool(on) and t >= start for t, (_, on) in enumerate(turn.blocks)]
         if ended is not None:
-            whole = whole[: max((t for t, on in enumerate(mask) if on), default=len(whole)) + 1]
+            whole = whole[: _num_to_last(mask) or len(whole)]
             mask = mask[: len(whole)]
     else:
         whole = _continued(tokenizer, turn, prompt, whole)
-        mask = [t >= len(prompt) for t in range(len(whole))]
+        mask = [False] * len(prompt) + [True] * (len(whole) - len(prompt))
     if ended is not None and whole[-1:] != [ended]:
         whole, mask = [*whole, ended], [*mask, True]
     ends = markup_of(tokenizer).end_ids if ended is None else ()
@@ -469,13 +473,19 @@ def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _to_end_of_turn(ids: list[int], mask: list[bool], ends: Sequence[int | None]) -> list[bool]:
     """Add the tokens that end a turn right after the mask, or the rest of them; drop what follows the last in it."""
-    last = max((t for t, on in enumerate(mask) if on), default=len(ids))
+    last = _num_to_last(mask) or len(ids) + 1
     for more in range(len(ends), 0, -1):
-        if ids[last + 1 : last + 1 + more] == [*ends[-more:]]:
-            mask = [on or last < t <= last + more for t, on in enumerate(mask)]
+        if ids[last : last + more] == [*ends[-more:]]:
+            mask = [*mask[:last], *[True] * more, *mask[last + more :]]
             break
-    stop = max((t for t, on in enumerate(mask) if on and ids[t] == ends[-1]), default=len(ids))
-    return [on and t <= stop for t, on in enumerate(mask)]
+    backwards = range(min(len(ids), len(mask)) - 1, -1, -1)
+    stop = next((t + 1 for t in backwards if mask[t] and ids[t] == ends[-1]), len(ids))
+    return mask[:stop] + [False] * (len(mask) - stop)
+
+
+def _num_to_last(mask: list[bool]) -> int:
+    """How many tokens there are up to the last trained one; 0 where none is."""
+    return len(mask) - mask[::-1].index(True) if True in mask else 0
 
 
 def _joined(turns: Sequence[Example]) -> list[Example]:
@@ -484,12 +494,12 @@ def _joined(turns: Sequence[Example]) -> list[Example]:
     for turn in map(_to_last_trained, turns):
         if joined and turn.ids[: len(joined[-1].ids)] == joined[-1].ids:
             before = joined.pop().mask
-            turn = replace(turn, mask=[a or b for a, b in zip_longest(before, turn.mask, fillvalue=False)])
+            turn = replace(turn, mask=[*map(or_, before, turn.mask), *turn.mask[len(before) :]])
         joined.append(turn)
     return joined
 
 
 def _to_last_trained(example: Example) -> Example:
     """The example without what follows its last trained token: what only the last turn of a conversation has."""
-    end = max(t for t, on in enumerate(example.mask) if on) + 1
+    end = _num_to_last(example.mask)
     return replace(example, ids=example.ids[:end], mask=example.mask[:end])

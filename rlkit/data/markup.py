@@ -311,6 +311,14 @@ class Markup:
         return {i: str(token) for i, token in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
 
     @cached_property
+    def cut(self) -> re.Pattern[str] | None:
+        """Added tokens that stand for their text alone, wherever it stands: what is before and after is tokenized by
+        itself."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        alone = [str(t) for t in added if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
+        return re.compile("|".join(map(re.escape, sorted(alone, key=len, reverse=True)))) if alone else None
+
+    @cached_property
     def _special(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return frozenset({i for i, t in added.items() if t.special} | {*getattr(self.tokenizer, "all_special_ids", ())})

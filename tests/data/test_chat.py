@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkit.data.chat import check_same_tokens, end_of_turn_id, render, stop_token_ids, turn_tokens
+from rlkit.data.chat import check_same_tokens, encode_growing, end_of_turn_id, render, stop_token_ids, turn_tokens
 from rlkit.data.prompts import rl_prompts
 from rlkit.data.tiny import tiny_tokenizer
 
@@ -284,3 +284,58 @@ def test_a_model_that_has_another_token_at_an_id_is_named(tmp_path, caplog):
     check_same_tokens(ours, str(tmp_path))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("reads these ids as other tokens: 263 is '<User>' there and '<more>' in the trained model")
+
+
+def pieced(scheme, **of_token):
+    """A SentencePiece-like tokenizer with the token <e>."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "▁", "▁a", "▁b", "▁ab", "a", "b", "ab", "\n", ":"]
+    backend = Tokenizer(models.Unigram([(p, -2.0 / len(p)) for p in pieces], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.add_special_tokens([AddedToken("<e>", normalized=False, **of_token)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+class Begun(type(TOKENIZER)):
+    """A tokenizer that begins each text it is given with a token of its own."""
+
+    def __call__(self, text, **options):
+        out = super().__call__(text, **options)
+        out["input_ids"] = [[1, *ids] for ids in out["input_ids"]]
+        return out
+
+
+OF_TEXTS = {
+    "tiny": (TOKENIZER, "<|im_end|>"),
+    "first": (pieced("first"), "<e>"),
+    "always": (pieced("always"), "<e>"),
+    "never": (pieced("never"), "<e>"),
+    "blanks before": (pieced("first", lstrip=True), "<e>"),
+    "blanks after": (pieced("first", rstrip=True), "<e>"),
+    "begun": (Begun(tokenizer_object=TOKENIZER.backend_tokenizer), "<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TEXTS)
+def test_texts_that_grow_have_the_tokens_of_each_by_itself(name):
+    """Also where a text rewrites what was before, and where an answer holds the token."""
+    tokenizer, end = OF_TEXTS[name]
+    growing = [f"ab: a{end}", f"ab: a{end}\nb:", f"ab: a{end}\nb:ab {end}{end}", f"ab: a{end}\nb:ab {end}{end} b\n"]
+    rewritten = [f"{end}a b", f"{end}a b{end}", f"{end}b{end} a b: ", f"b{end}"]
+    conversations = [growing, rewritten, growing[:1], [], ["a", "a", ""]]
+    own = [[tokenizer([x], add_special_tokens=False)["input_ids"][0] for x in texts] for texts in conversations]
+    assert encode_growing(tokenizer, conversations) == own
+
+
+def test_the_beginnings_of_a_conversation_are_tokenized_in_linear_time(monkeypatch):
+    seen = []
+    call = type(TOKENIZER).__call__
+    monkeypatch.setattr(
+        type(TOKENIZER), "__call__", lambda self, x, **o: seen.extend(map(len, x)) or call(self, x, **o)
+    )
+    text = ""
+    texts = [text := f"{text}<|im_start|>user\n{i} and more<|im_end|>\n" for i in range(100)]
+    encode_growing(TOKENIZER, [texts])
+    assert sum(seen) < 2.2 * len(text)
