@@ -192,6 +192,10 @@ class Data:
             where = "neither --data nor --eval-data has that column" if self.eval_data else "no file has that column"
             raise ValueError(f"--rename {both[0]}: {where}")
         pair = [self.read(part, *forms) for part in rows], {name: self.read(x, *forms) for name, x in held_out.items()}
+        read_as = zip((*rows, *held_out.values()), (*pair[0], *pair[1].values()))
+        kinds = {type(made[0].get("answer")) for raw, made in read_as if raw and type(raw[0].get("answer")) is int}
+        fault = "the answers of some files are the places of choices from 0, and of others from 1"
+        refuse_if(self.prompt is not None and len(kinds) > 1, f"`prompt`: {fault}: write the letters A, B, ... in all")
         for part in rows:
             name_splits(part)
         for column in (line for part in rows for line in mixed_types(part)) if PROMPT in forms else ():

@@ -133,6 +133,18 @@ def test_a_column_of_several_types_stops_no_run_and_a_reward_is_told(task, tmp_p
     assert json.loads(rows.splitlines()[0])["step"] == 1
 
 
+def test_the_places_of_choices_count_alike_in_all_files(tmp_path):
+    """In a few held-out rows that count from 1, the last place may be missing: they look as if they counted from 0."""
+    for name, places in (("train", (1, 2, 3)), ("test", (1, 2)), ("letters", (0, 2))):
+        rows = [{"q": f"{name} {i}", "choices": [*"abc"], "answer": i} for i in places]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, test, letters = (str(tmp_path / f"{name}.jsonl") for name in ("train", "test", "letters"))
+    with pytest.raises(ValueError, match="`prompt`: the answers of some files are the places of choices from 0"):
+        Data(train, prompt="{q} {choices}", eval_data=test).rows(PROMPT)
+    (part,), sets = Data(letters, prompt="{q} {choices}", eval_data=test).rows(PROMPT)
+    assert [row["answer"] for row in (*part, *sets[""])] == ["A", "C", "B", "C"]
+
+
 @pytest.mark.slow
 def test_files_with_weights_are_mixed_in_their_shares(task, tmp_path, monkeypatch):
     """3 to 1 at every fourth group; the files have two rows each, so those of a repeat."""
