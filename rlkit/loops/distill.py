@@ -115,13 +115,11 @@ async def distill(
     by_index = [*named.values()]
 
     def prepare(groups: Sequence[Group], step: Step) -> Batch:
-        batch = without_support(pack(groups, share_prompts=runs_packed(model)))  # teachers have the whole vocabulary
-        batch = with_routes(batch, groups, [*named])  # while all sequences of `groups` are in it
+        batch = with_routes(pack(groups, share_prompts=runs_packed(model)), groups, [*named])
         batch = with_ref_logp(ref_policy if has_kl else None, batch, **scoring)
         if distillation.divergence is None or rollouts.minibatches * rollouts.epochs > 1 or kl.place != "loss":
             batch = with_old_logp(policy, batch, **scoring)
-        if kl.place == "reward":
-            batch = step.check(batch)  # as in grpo
+        batch = step.check(batch) if kl.place == "reward" else batch  # as in grpo
         batch = with_estimates(batch, baseline=baseline, advantage=advantage, kl=kl, kl_coef=step.kl_coef)
         batch = with_kept_mass(policy, batch, params=rollouts.params, on_policy=not rollouts.max_age, **scoring)
         return with_teachers(batch, by_index, distillation)
@@ -179,11 +177,14 @@ def teacher_of(group: Group, names: Sequence[str]) -> int:
 
 
 def with_routes(batch: Batch, groups: Sequence[Group], names: Sequence[str]) -> Batch:
-    """The batch with each sequence's teacher, and the prompts that the teachers read."""
+    """The batch of all `groups` with each sequence's teacher, and the prompts that the teachers read.
+
+    It has no `support`: teachers have the whole vocabulary.
+    """
     of_group = torch.tensor([teacher_of(group, names) for group in groups])
     ids = [torch.tensor(t.info["teacher_prompt"]) for group in groups for t in group if "teacher_prompt" in t.info]
     prompts = pad_sequence(ids, batch_first=True, padding_value=-1) if ids else None
-    return replace(batch, teachers=of_group[batch.group_ids], teacher_prompts=prompts)
+    return replace(without_support(batch), teachers=of_group[batch.group_ids], teacher_prompts=prompts)
 
 
 def sampled_gap(batch: Batch) -> Metrics:
