@@ -33,6 +33,7 @@ from rlkit.rollout.engines import EngineError
 from rlkit.rollout.engines.http import ReplicaError
 from rlkit.rollout.engines.servers import process
 from rlkit.rollout.engines.servers.process import kept_running
+from rlkit.rollout.engines.servers.replicas import Replica
 from rlkit.rollout.engines.sglang import FromDisk, SGLang, launch
 from rlkit.rollout.engines.vllm import weights
 from rlkit.rollout.shared import shared_rollout
@@ -157,6 +158,53 @@ async def test_an_update_waits_for_a_server(tmp_path: Path) -> None:
         await asyncio.wait_for(update, 20)
         assert (await engine.generate([1], params=PARAMS)).versions == [2, 2, 2]
     await server.stop()
+
+
+class Hangs(Restartable):
+    """From its second update on it accepts connections and answers nothing, until it stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def _update(self, request: web.Request) -> web.Response:
+        if self.version != "default":
+            self.answers.clear()
+        await self.answers.wait()
+        return await super()._update(request)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        await self.answers.wait()
+        return await super()._info(request)
+
+    async def _nothing(self, request: web.Request) -> web.Response:
+        await self.answers.wait()
+        return await super()._nothing(request)
+
+    async def stop(self) -> None:
+        self.answers.set()
+        await super().stop()
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+async def test_an_update_is_sent_again_without_a_server_that_hangs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Replica.post.__kwdefaults__, "timeout", 0.5)
+    monkeypatch.setattr("rlkit.rollout.engines.servers.engine.CLEAN_UP_S", 0.5)
+    servers = [Restartable(), Hangs()]
+    for server in servers:
+        await server.start()
+    async with SGLang([x.url for x in servers], transport=FromDisk(tmp_path), vocab_size=97, stall=1.0) as engine:
+        await engine.update_weights(iter(WEIGHTS), version=1)
+        with pytest.raises(EngineError, match="no reply within 0.5 s; the server hangs"):
+            await engine.update_weights(iter(WEIGHTS), version=2)
+        await engine.update_weights(iter(WEIGHTS), version=2)
+        both = await asyncio.gather(*(engine.generate([1], params=PARAMS) for _ in range(2)))
+        assert [out.versions for out in both] == [[2, 2, 2]] * 2
+    for server in servers:
+        await server.stop()
 
 
 @pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")

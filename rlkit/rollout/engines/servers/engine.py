@@ -334,8 +334,10 @@ class ServerEngine:
                 if probe is not None:
                     for server in servers:
                         check_probe(probe, await self._sample(server, probe), url=server.url, version=version)
-            except BaseException:
+            except BaseException as error:
                 self._broken = UNFINISHED.format(version)
+                if isinstance(error, TimeoutError) and any(await all_done(map(self._servers.suspect, servers))):
+                    raise ReplicaError(str(error)) from error  # it is left out, and the update can be sent again
                 raise
             self._broken = self._moved = None
             self._forgot.clear()
