@@ -198,7 +198,7 @@ async def test_an_update_is_sent_again_without_a_server_that_hangs_in_it(
         await server.start()
     async with SGLang([x.url for x in servers], transport=FromDisk(tmp_path), vocab_size=97, stall=1.0) as engine:
         await engine.update_weights(iter(WEIGHTS), version=1)
-        with pytest.raises(EngineError, match="no reply within 0.5 s; the server hangs"):
+        with pytest.raises(EngineError, match=r"no reply within 0\.5 s; the server hangs"):
             await engine.update_weights(iter(WEIGHTS), version=2)
         await engine.update_weights(iter(WEIGHTS), version=2)
         both = await asyncio.gather(*(engine.generate([1], params=PARAMS) for _ in range(2)))
