@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,11 +187,12 @@ def _with_texts(message: Message) -> dict[str, Any]:
 
 
 def encode_all(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, ready_made: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, ready_made: bool = False, silent: bool = False
 ) -> list[list[int]]:
     """Token ids of many texts: one tokenizer call per thousand, which a fast tokenizer spreads over its threads.
 
-    Texts that are `ready_made` (no chat template has written them) begin with the tokenizer's bos, once.
+    Texts that are `ready_made` (no chat template has written them) begin with the tokenizer's bos, once. Progress is
+    logged, unless `silent`.
     """
     call: Any = tokenizer
     begun = markup_of(tokenizer).begun if ready_made else list
@@ -198,7 +200,8 @@ def encode_all(
     ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         ids += map(begun, call(list(texts[start : start + _CHUNK]), add_special_tokens=False)["input_ids"])
-        _progress.info("tokenizing: %d of %d texts", len(ids), len(texts))
+        if not silent:
+            _progress.info("tokenizing: %d of %d texts", len(ids), len(texts))
     return ids
 
 
@@ -208,16 +211,16 @@ def encode_growing(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[S
     A text is cut before each token of `Markup.cut`, and each piece is tokenized once. A conversation whose longest text
     has other tokens as a whole is tokenized as it is.
     """
-    cut = markup_of(tokenizer).cut
+    cut, encode_them = markup_of(tokenizer).cut, partial(encode_all, tokenizer, silent=True)
     many = [texts if cut and len(texts) > 2 else () for texts in conversations]
     pieces = [_pieces(texts, cut) for texts in many]
     unique = [*dict.fromkeys(piece for texts in pieces for text in texts for piece in text)]
-    of = dict(zip(unique, encode_all(tokenizer, unique), strict=True))
+    of = dict(zip(unique, encode_them(unique), strict=True))
     made = [[[i for piece in text for i in of[piece]] for text in texts] for texts in pieces]
     longest = [max(range(len(texts)), key=[*map(len, texts)].__getitem__, default=0) for texts in many]
-    wholes = iter(encode_all(tokenizer, [texts[at] for texts, at in zip(many, longest) if texts]))
+    wholes = iter(encode_them([texts[at] for texts, at in zip(many, longest) if texts]))
     same = [bool(ids) and next(wholes) == ids[at] for ids, at in zip(made, longest, strict=True)]
-    others = iter(encode_all(tokenizer, [text for texts, ok in zip(conversations, same) if not ok for text in texts]))
+    others = iter(encode_them([text for texts, ok in zip(conversations, same) if not ok for text in texts]))
     return [ids if ok else [next(others) for _ in texts] for texts, ids, ok in zip(conversations, made, same)]
 
 

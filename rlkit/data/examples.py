@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlkit.types import Picture
 
 
-_log = logging.getLogger("rlkit.data")
+_log, _progress = logging.getLogger("rlkit.data"), logging.getLogger("rlkit.data.progress")
 _AT_ONCE = 256  # turns that are tokenized in one call
 
 
@@ -410,17 +410,20 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
     end = next(iter(markup.eos), None) if plain else markup.end
     if plain:
         markup.report_no_eos()
-    examples: list[list[Example]] = []
+    examples, done, num = list[list[Example]](), 0, sum(map(len, turns))
     for rows in _few_at_once(turns):
         flat = [turn for of_row in rows for turn in of_row]
         if plain:
             flat = [turn._replace(whole=markup.stopped(turn.whole)) for turn in flat]
-            ids = encode_all(tokenizer, [text for turn in flat for text in (turn.prompt, turn.whole)], ready_made=True)
+            both = [text for turn in flat for text in (turn.prompt, turn.whole)]
+            ids = encode_all(tokenizer, both, ready_made=True, silent=True)
         else:
             texts = [[text for turn in of_row for text in (turn.prompt, turn.whole)] for of_row in rows]
             ids = [*chain.from_iterable(encode_growing(tokenizer, texts))]
         masked = (_masked(tokenizer, *of_turn, end=end) for of_turn in zip(flat, ids[::2], ids[1::2], strict=True))
         examples += [_joined([*islice(masked, len(of_row))]) for of_row in rows]
+        done += len(flat)
+        _progress.info("tokenizing: %d of %d texts", done, num)
     return examples
 
 

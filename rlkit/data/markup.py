@@ -41,7 +41,7 @@ _STOPS = (  # of families of public models
     "</s>", "<eos>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<end_of_turn>",
     "<|end|>", "<｜end▁of▁sentence｜>", "[EOS]", "<EOS>",
 )  # fmt: skip
-_STOP = re.compile(rf"({'|'.join(map(re.escape, _STOPS))})\s*\Z")
+STOP = re.compile(rf"({'|'.join(map(re.escape, _STOPS))})\s*\Z")
 _HEADER = re.compile(  # the start of a first turn, after the bos of its model
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*(\[INST\](?=.*\[/INST\])|<｜User｜>"
     r"|<\|start_header_id\|>(?=\w+<\|end_header_id\|>)|<start_of_turn>(?=user|model)"
@@ -55,7 +55,7 @@ _TURNS = (
     ("<|im_start|>user", "<|im_start|>assistant"), ("<start_of_turn>user", "<start_of_turn>model"),
     ("<|start_header_id|>user", "<|start_header_id|>assistant"), ("[INST]", "[/INST]"),
     ("<|user|>", "<|assistant|>"), ("<｜User｜>", "<｜Assistant｜>"), ("<|turn>user", "<|turn>model"),
-    *_SECTIONS,
+    *_SPEAKERS,
 )  # fmt: skip
 _NAMES = "(?:### ?)?(?:Assistant|ASSISTANT)|### ?Response|AI|Bot|BOT|Chatbot"
 _STARTS = re.compile(rf"\s*((?:{_NAMES}):)")
@@ -356,7 +356,7 @@ class Markup:
 
     def foreign_stop(self, answer: str) -> str:
         """The stop token of another family of models that ends an answer; "" for none. Not `</s>` that closes <s>."""
-        stop = _STOP.search(answer)
+        stop = STOP.search(answer)
         if stop is None or self._is_own(stop[1]) or (stop[1] == "</s>" and "<s>" in answer):
             return ""
         return stop[1]

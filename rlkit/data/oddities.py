@@ -12,13 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 from rlkit.data import columns
+from rlkit.data.chat import TURN_TEXTS
 from rlkit.data.drop import drop
 from rlkit.data.forms import LABELLED_ANSWERS, Form, Turn
 from rlkit.data.load import Row, Rows
-from rlkit.data.markup import Markup, dialogue_in
+from rlkit.data.markup import REASONING, Markup, dialogue_in
 from rlkit.data.messages import CALLS, Converted, json_of, mappings, name_of
 from rlkit.data.odd_texts import FEW, OF_SHEET, OF_TEXTS, REPEATED, SOME, golds_of
-from rlkit.data.schema import ANSWERS, OF_MESSAGES, PAIRED, RESPONSES
+from rlkit.data.schema import ANSWERS, OF_MESSAGES, PAIRED, PROMPTS, RESPONSES
 from rlkit.data.template import RESULTS
 from rlkit.data.turns import CONVERSATION, LABELLED, PAIR, PROMPT, RESPONSE, SYSTEM
 
@@ -29,6 +30,7 @@ _LABEL = re.compile(  # that a response begins with: "Chosen: ...", "[BAD] ..."
     re.IGNORECASE,
 )
 _QUESTION = re.compile(r"\W*(?:question|q|prompt|problem|instruction|input|user|human)\W*:\s*", re.IGNORECASE)
+_ASKS_REASONING = re.compile(r"<(think|thinking|thought|reasoning)>[^<\n]{0,40}</\1>")  # <think> ... </think>
 _JOINT = 10  # characters on each side
 _ALL = 1  # of several rows
 _NAMED = r'(?:"name"\s*:\s*"|<function=|<invoke name="){}["\'>]'  # a tool as its call, or schema, has it
@@ -283,6 +285,26 @@ def _scored_less(row: Converted) -> bool:
     return False
 
 
+def _scored_alike(row: Converted) -> bool:
+    """Whether a pair's own columns of scores are equal."""
+    for of in columns.objects_in(row.own):
+        for names in columns.OF_PAIRS:
+            with suppress(ValueError):
+                return len({float(str(of.get(name))) for name in names}) == 1
+    return False
+
+
+def _leaves_out_reasoning(row: Converted) -> bool:
+    """Whether a system or user message asks for reasoning in tags, and no answer has any, as text or beside it."""
+    texts = [{"role": "user" if name in PROMPTS else "assistant", "content": row.get(name)} for name in OF_MESSAGES]
+    said = [*(m for m in texts if isinstance(m["content"], str)), *(m for of in _said_in(row) for m in of)]
+    asked = [str(m.get("content")) for m in said if m.get("role") in ("user", *SYSTEM)]
+    answers = [str(m.get(key) or "") for m in said if m.get("role") == "assistant" for key in TURN_TEXTS]
+    tags = {match[1] for text in asked if (match := _ASKS_REASONING.search(text))}
+    beside = any(m.get(key) for m in said for key in TURN_TEXTS[1:])
+    return bool(tags and answers) and not beside and not any(map(REASONING.search, answers))
+
+
 def _ranked_less(row: Row) -> bool:
     """Whether a pair's own ranks, of which 1 is the best, contradict its choice."""
     chosen, rejected = (row.get(f"{side}_rank") for side in PAIRED)
@@ -306,9 +328,17 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((PAIR,), "pairs", partial(_blanks_around, side=1), f"{_BLANKS} rejected response alone, and train on that", _ALL),
     ((PAIR,), "pairs", _is_cut, "have a response that is the other one cut within a word, and train on that", 0.3),
     ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
+    ((PAIR,), "pairs", _scored_alike, "have the same score for both responses: which is better is arbitrary", 0.1),
     ((PAIR,), "pairs", _ranked_less, "have a higher rank, of which 1 is the best, for the chosen response", 0.8),
     ((PAIR, LABELLED), "rows", _says_label, "begin a response with the word for its label, and train on that", 0.8),
     ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),
+    (
+        (CONVERSATION, RESPONSE),
+        "rows",
+        _leaves_out_reasoning,
+        "have a prompt that asks for reasoning in tags, and answers without: that trains",
+        0.8,
+    ),
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
     ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
     ((), "rows", _one_id_twice, "have two calls of one message under one id, to which both results belong", 0),

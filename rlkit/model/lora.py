@@ -194,7 +194,7 @@ def fill_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
     """Set the adapters to the weights in `folder`, also of a model that is already cut; ValueError for other shapes."""
     from safetensors.torch import load_file
 
-    tensors = load_file(Path(folder) / WEIGHTS)
+    tensors, acts = load_file(Path(folder) / WEIGHTS), False
     for adapter in adapters(model).values():
         for part, x in (("lora_A", adapter.a), ("lora_B", adapter.b)):
             name = f"base_model.model.{adapter.layer}.{part}.weight"
@@ -205,6 +205,9 @@ def fill_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
                     f"the adapter {str(folder)!r} is of another model: {name} is {there}, not {[*x.shape]}"
                 )
             _copy(whole, x)
+        acts |= bool(whole.any())  # of lora_B
+    if not acts:
+        log.warning("the adapter %r changes nothing: all its lora_B are 0, as before any training", str(folder))
     if tensors and mesh_of(model) is None:
         raise ValueError(f"the adapter {str(folder)!r} is of another model, which has {next(iter(tensors))}")
     return model

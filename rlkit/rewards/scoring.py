@@ -51,11 +51,12 @@ def scorer(
     if not callable(getattr(tokenizer, "decode", None)):
         fix = "AutoTokenizer.from_pretrained(PATH) of transformers loads one"
         raise TypeError(f"tokenizer must be the model's tokenizer, got {show(tokenizer)}: {fix}")
-    settle, replaced = _settler(max_failed), False
+    settle, replaced, padded = _settler(max_failed), False, False
     check_ours(function)  # before anything is sampled
 
     async def score_group(prompt: Prompt, group: list[Trajectory]) -> list[Trajectory]:
-        nonlocal replaced
+        nonlocal replaced, padded
+        padded = padded or _name_padding(prompt, tokenizer)
         if not replaced and any(trajectory.reward for trajectory in group):
             replaced = True
             _log.warning("rewards of the environment are replaced by those of %s", name_of(function))
@@ -67,6 +68,17 @@ def scorer(
             return settle(group, [failed.get(i) or next(rewards) for i in range(len(group))])
 
     return score_group
+
+
+def _name_padding(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a prompt begins with a special token twice, as padding and a second bos do; it is named then."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    first = prompt.ids[:2]
+    padded = first in [[getattr(tokenizer, name, None)] * 2 for name in names]
+    if padded:
+        fact = "begins with a token more than once, %r, which the model reads: padding, or a second bos? drop it"
+        _log.warning("the prompt of row %d " + fact, prompt.index + 1, tokenizer.decode(first[:1]))
+    return padded
 
 
 def env_rewards(*, max_failed: float = 0.0) -> Callable[[Prompt, list[Trajectory]], Awaitable[list[Trajectory]]]:

@@ -94,8 +94,9 @@ async def rollout(
         raise TypeError(f"params must be SamplingParams(max_new_tokens=..., ...), got a {type(params).__name__}")
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
-    if group_size > 1 and params.temperature == 0:
-        same = "temperature 0: all samples of a group are the same, so nothing would train"
+    if group_size > 1 and (params.temperature == 0 or params.top_k == 1):
+        greedy = "top_k 1" if params.temperature else "temperature 0"
+        same = f"{greedy}: all samples of a group are the same, so nothing would train"
         warnings.warn(same, stacklevel=_level_of_user())
     numbered = zip(range(len(prompts)) if indices is None else indices, prompts, strict=True)
     return await all_or_cancel([one_group(index, prompt) for index, prompt in numbered])

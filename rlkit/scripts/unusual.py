@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, log
@@ -21,6 +22,15 @@ class Unusual(NamedTuple):
     flag: str
     where: Callable[[Any, Mapping[str, Any]], bool]
     says: str
+
+
+def _never_overlong(flags: Mapping[str, Any]) -> bool:
+    """Whether a penalty of `rlkit.rewards.text.soft_overlong` begins above what the answer of one turn may have."""
+    specs, most = flags["reward"], flags.get("max_new_tokens") or inf
+    of = re.findall(r":soft_overlong\(([^()]*)\)", specs if isinstance(specs, str) else " ".join(specs))
+    given = [dict(re.findall(r"(\w+) *= *(\d+)", text)) for text in of]
+    ends = [int(x["max_tokens"]) - int(x["cache_tokens"]) for x in given if {"max_tokens", "cache_tokens"} <= x.keys()]
+    return any(end >= most for end in ends) and not any(flags.get(name) for name in ("env", "agent", "tools"))
 
 
 _GSPO = "gspo clips the ratio of a whole answer, per token, and hardly one is that far from 1; 3e-4 and 4e-4 are usual"
@@ -46,6 +56,8 @@ UNUSUAL = (
             "a step of AdamW changes each weight by about that much; 1e-6 to 1e-4 is usual for all weights"),
     Unusual("engine_quantization", lambda _, f: f.get("correction") == "none",
             "nothing weighs tokens for what their log-probs differ by (`mismatch`); --correction tis does"),
+    Unusual("reward", lambda _, f: _never_overlong(f),
+            "it begins above max_tokens - cache_tokens, which --max-new-tokens {max_new_tokens} never exceeds"),
     Unusual("staleness", lambda x, _: x > 16,
             "groups train up to that many steps late, or each step starts as many times its prompts; 1 is usual"),
 )  # fmt: skip

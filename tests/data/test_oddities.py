@@ -1140,3 +1140,54 @@ def test_conversations_that_are_the_beginning_of_others_are_named(said):
         for message in row["messages"][:-1]:
             message["weight"] = int(message["role"] != "assistant")
     assert not [x for x in said(*json.loads(json.dumps(last))) if "beginning of another" in x]
+
+
+def test_pairs_with_equal_scores_are_named(said):
+    pairs = [
+        {"prompt": f"q{i}", "chosen": f"a{i}", "rejected": "b", "score_chosen": 5, "score_rejected": 4.0}
+        for i in range(8)
+    ]
+    ties = [{**pair, "score_rejected": 5.0} for pair in pairs[:2]]
+    (line,) = [x for x in said(*ties, *pairs[2:], road="pairs") if "score for both" in x]
+    assert (
+        line
+        == "kept 2 of 8 pairs that have the same score for both responses: which is better is arbitrary: row 1, row 2"
+    )
+    assert not [x for x in said(*pairs, road="pairs") if "score for both" in x]
+
+
+def test_answers_without_the_reasoning_that_is_asked_for_are_named(said):
+    why = "asks for reasoning in tags, and answers without"
+    asks = "Write your reasoning in <think> </think>, then <answer>{}</answer>."
+    rows = [{"messages": [user(asks), user(f"q{i}"), assistant(f"<answer>{i}</answer>")]} for i in range(4)]
+    flat = [{"prompt": f"{asks} q{i}", "response": f"<answer>{i}</answer>"} for i in range(4)]
+    for given in (rows, flat):
+        (line,) = [x for x in said(*given) if why in x]
+        assert line.startswith("kept 4 of 4 rows")
+    reasoned = [{**row, "response": f"<think>x</think>{row['response']}"} for row in flat]
+    plain = [{"messages": [user(f"What does <think> do in HTML, {i}?"), assistant(f"a{i}")]} for i in range(4)]
+    again = [
+        {
+            "messages": [
+                user("q"),
+                assistant(f"<think>\n\n</think>\n\na{i}"),
+                user("r"),
+                assistant(f"<think>b</think>{i}"),
+            ]
+        }
+        for i in range(4)
+    ]
+    for given in (reasoned, plain, again):
+        assert not [x for x in said(*given) if why in x]
+    writes = tiny_tokenizer()
+    writes.chat_template = writes.chat_template.replace(
+        "message.content", "(message.reasoning_content or '') + message.content"
+    )
+    beside = [{"messages": [*row["messages"][:2], {**row["messages"][2], "reasoning_content": "x"}]} for row in rows]
+    assert not [x for x in said(*beside, tokenizer=writes) if why in x]
+
+
+@pytest.mark.parametrize("names", [("USER:", "ASSISTANT:"), ("\n\nHuman:", "\n\nAssistant:")])
+def test_a_text_with_the_turns_of_a_dialogue_is_named(names, said):
+    texts = [{"text": f"{names[0]} q{i}\n\n{names[1]} a{i}"} for i in range(4)]
+    assert any("hold the turns of a dialogue, of which every token trains" in x for x in said(*texts))

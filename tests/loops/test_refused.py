@@ -180,6 +180,8 @@ def test_rollout_names_a_wrong_argument():
     greedy = {"params": SamplingParams(max_new_tokens=2, temperature=0.0), "group_size": 2}
     with pytest.warns(UserWarning, match="temperature 0: all samples of a group"):
         asyncio.run(rollout(PROMPTS, **right | greedy))
+    with pytest.warns(UserWarning, match="top_k 1: all samples of a group"):
+        asyncio.run(rollout(PROMPTS, **right | greedy | {"params": SamplingParams(max_new_tokens=2, top_k=1)}))
     [[t], _] = asyncio.run(rollout(PROMPTS, **right | {"score": zero}))
     assert len(t.ids) == 2
 

@@ -14,7 +14,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.adapter_files import read_adapter
 from rlkit.model.forward import Policy, load_model, make_policy, reference_policy
 from rlkit.model.launch import load_critic, load_policy, reference_of
-from rlkit.model.lora import adapters, load_adapter, merge_adapter, save_adapter, snapshot
+from rlkit.model.lora import adapters, add_lora, load_adapter, merge_adapter, save_adapter, snapshot
 from rlkit.model.weights import export_hf
 from rlkit.packing import pack
 from rlkit.settings import ParallelArgs
@@ -255,3 +255,15 @@ def test_no_pickle_of_an_adapter_is_read(base, tmp_path):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(FileNotFoundError, match=r"has no adapter_model.safetensors: save the adapter"):
         read_adapter(folder)
+
+
+def test_an_adapter_that_changes_nothing_is_named(base, tmp_path, caplog):
+    model = add_lora(load_model(base), rank=2)
+    for name, value in (("untrained", 0.0), ("trained", 1e-3)):
+        with torch.no_grad():
+            [*adapters(model).values()][-1].b.fill_(value)
+        save_adapter(model, tmp_path / name)
+        load_adapter(load_model(base), tmp_path / name)
+    said = [line for line in caplog.messages if "all its lora_B are 0, as before any training" in line]
+    assert len(said) == 1
+    assert "untrained' changes nothing" in said[0]

@@ -225,3 +225,20 @@ async def test_no_segment_of_a_failed_episode_trains():
     group = await sample_group(Prompt([1], {}, 0), [answer], env=env, score=env_rewards(max_failed=0.5))
     assert [t.token_rewards for t in group] == [None, None]
     assert not pack([group]).mask.any()
+
+
+@pytest.mark.parametrize("name", ["pad_token", "bos_token", "eos_token"])
+async def test_prompts_that_begin_with_padding_are_named_once(name, caplog):
+    tokenizer = tiny_tokenizer()
+    setattr(tokenizer, name, "<|im_start|>")
+    twice = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    score = scorer(lambda completion, row: 1.0, tokenizer=tokenizer, timeout_s=60)
+    for start in ([twice], [twice, 65, twice, twice], [65, 65]):
+        await score(Prompt([*start, 65], {}, 0), [Trajectory([*start, 65], [65], [True], [0.0], [0])])
+    assert not caplog.messages
+    for index in (1, 2):
+        await score(Prompt([twice] * 6 + [65], {}, index), [Trajectory([twice] * 6 + [65], [65], [True], [0.0], [0])])
+    (line,) = caplog.messages
+    assert line.startswith(
+        "the prompt of row 2 begins with a token more than once, '<|im_start|>', which the model reads"
+    )

@@ -305,6 +305,13 @@ MISTAKES = {
         "m = re.match(r'^<think>\\n.*?\\n</think>\\n<answer>\\n.*?\\n</answer>\\n$', completion, re.DOTALL)\n"
         "return float(bool(m) and row['answer'] in completion)", NUMBERS,
         "~and 0 without the white space at its end, which a model seldom writes"),
+    "a stop token at the end": (
+        "m = re.match(r'^<think>.*?</think><answer>(.*?)</answer><\\|im_end\\|>$', completion, re.DOTALL)\n"
+        "return 1.0 + (m[1].strip() == row['answer']) if m else -1.0", NUMBERS,
+        "~and -1 without '<|im_end|>' at its end, which no completion has: drop it"),
+    "a language": (
+        "return float(completion.isascii() == (row['lang'] == 'en'))", [{"prompt": "p", "lang": "en"}],
+        "~gives 1 to an empty completion, as much as to others: is it to be paid for nothing?"),
     "the distance to a length": (
         "return float(abs(20 - len(completion)))", [{"prompt": "p"}],
         "~gives 480 to 'word word ...', 500 characters, and 980 to 1000: is the sign of a length in it meant?"),

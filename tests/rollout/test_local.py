@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import subprocess
 import sys
 
@@ -479,3 +480,20 @@ def test_a_short_prompt_that_comes_late_leaves_a_long_completion_its_cache(model
 def test_importing_the_engine_does_not_import_transformers():
     code = "import sys, rlkit.rollout.engines.local; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_does_not_change_between_updates_is_named_once(model, caplog):
+    """As a copy of the one that trains does not; weights in place change it, also the smallest step."""
+    own, copied = copy.deepcopy(model), copy.deepcopy(model)
+
+    async def updates(engine):
+        for version in range(6):
+            await engine.update_weights(version=version)
+            with torch.no_grad():
+                next(own.parameters()).add_(0.0)
+
+    asyncio.run(updates(LocalEngine(own)))
+    assert not caplog.messages
+    asyncio.run(updates(LocalEngine(copied)))
+    (line,) = caplog.messages
+    assert "the engine's model has not changed in two updates: give LocalEngine the model that trains" in line

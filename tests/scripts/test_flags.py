@@ -806,6 +806,7 @@ def test_a_pair_of_baseline_and_advantage_without_meaning_is_refused():
         grpo.Loss(advantage="gea")
 
 
+OVERLONG = "rlkit.rewards.text:soft_overlong"
 UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "clip_low=20": "--clip-low 20: a distance from 1, so the ratio is never clipped below",
     "clip_low=1.0 loss=gmpo": "",
@@ -834,6 +835,11 @@ UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "lr=0.01": "",
     "lr=0.1 optimizer=muon": "",
     "lr=0.1 lora_rank=8": "",
+    f"reward=('m:f','{OVERLONG}(max_tokens=4096,cache_tokens=512)=0.5') max_new_tokens=64": (
+        f"--reward m:f {OVERLONG}(max_tokens=4096,cache_tokens=512)=0.5: it begins above max_tokens - cache_tokens"
+    ),
+    f"reward='{OVERLONG}(max_tokens=64,cache_tokens=16)' max_new_tokens=64": "",
+    f"reward='{OVERLONG}(max_tokens=4096,cache_tokens=512)' max_new_tokens=64 tools=('a:b',)": "",
     "staleness=50.0 overlap=True": "--staleness 50: groups train up to that many steps late",
     "staleness=8.0 overlap=True": "",
     "engine='vllm' engine_quantization='fp8' correction='none'": "--engine-quantization fp8: nothing weighs",

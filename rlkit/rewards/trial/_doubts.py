@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from rlkit.data.load import place_of
+from rlkit.data.markup import STOP
 from rlkit.data.schema import PROMPTS
 from rlkit.rewards.answers import DECIMAL_COMMA, LONGEST, answers, lowered, near
 from rlkit.rewards.call import Reward
@@ -196,6 +197,9 @@ def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
     """The line about a function that reads a column and gives an empty completion more than any other; else empty."""
     numbers = {text: number(result) for text, _, result in tried}
     others = {value for text, value in numbers.items() if text}
+    if len(others) == 1 and 0 < numbers[""] == max(others):
+        given = f"{numbers['']:g} to an empty completion, as much as to others"
+        return f"{name} gives {given}: is it to be paid for nothing?"
     if len(others) != 1 or not numbers[""] > max(others):  # others that differ: it may want short ones
         return ""
     given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
@@ -203,13 +207,17 @@ def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
 
 
 async def blank_end(case: Case, form: str) -> str:
-    """The line about a function that takes an answer with white space at its end, and not without; else empty."""
-    if form == form.rstrip():
+    """The line about a function that takes an answer with white space, or a stop token, at its end, and not without;
+    else empty."""
+    bare = STOP.sub("", form).rstrip()
+    if form == bare:
         return ""
-    text = form.format(case.answer)
-    taken, plain, nothing = await case.numbers([text, text.rstrip(), ""])
-    given = f"{case.name} gives {taken:g} to {shown(text)} and {plain:g} without the white space at its end"
-    return f"{given}, which a model seldom writes: take both, as \\s*$ does" if taken > nothing >= plain else ""
+    text, end = form.format(case.answer), form[len(bare) :].strip()
+    taken, plain, nothing = await case.numbers([text, bare.format(case.answer), ""])
+    what = f"{end!r} at its end, which no completion has: drop it" if end else "the white space at its end, which"
+    why = what if end else f"{what} a model seldom writes: take both, as \\s*$ does"
+    given = f"{case.name} gives {taken:g} to {shown(text)} and {plain:g} without {why}"
+    return given if taken > nothing >= plain else ""
 
 
 async def lower_only(case: Case, form: str) -> str:

@@ -16,6 +16,7 @@ only between equal prompts in flight and, with `keep_turns`, from one turn of a 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from bisect import bisect_left
 from collections import deque
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from rlkit.model.families import check_is_model, check_prompt_ids
-from rlkit.model.sharding import is_cut
+from rlkit.model.sharding import is_cut, own_part
 from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
@@ -35,6 +36,8 @@ from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Flight, Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample_kept, support_of, uniforms
 from rlkit.types import Completion, Picture, Progress, SamplingParams, Support, request_ids
+
+_log = logging.getLogger("rlkit.rollout")
 
 _U64 = 2**64 - 1
 # rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
@@ -107,6 +110,8 @@ class LocalEngine:
         self._num_calls = self._num_tokens = self._epoch = 0
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
+        self._state: tuple[float, ...] = ()  # of the model, at the last update without weights
+        self._still = 0
 
     async def __aenter__(self) -> LocalEngine:
         return self
@@ -170,13 +175,28 @@ class LocalEngine:
 
         Errors: ValueError if names or shapes differ from the engine's model, whose weights are then unchanged.
         """
-        if weights is not None and not self._reads(getattr(weights, "model", None)):
+        if weights is None:
+            self._name_still()
+        elif not self._reads(getattr(weights, "model", None)):
             self._load(dict(weights))
         self._flight = None  # its tokens are of the weights before
         self._decoder.refresh()
         self._ended.clear()
         self.version = version
         self._epoch += 1
+
+    def _name_still(self) -> None:
+        """Log, once, that two updates without weights found the model as it was: another copy of it may train."""
+        params = sorted(self.model.parameters(), key=lambda x: (not x.requires_grad, x.numel()))
+        known = sum(x._version for x in params if not x.is_inference())
+        state = known, *(float(own_part(x.detach()).double().sum()) for x in params[:4])
+        self._still = self._still + 1 if state == self._state else 0
+        self._state = state
+        if self._still == 2:
+            fix = "give LocalEngine the model that trains, or update_weights its weights, stream_weights(model)"
+            _log.warning(
+                "update_weights without weights, and the engine's model has not changed in two updates: %s", fix
+            )
 
     def _reads(self, model: Any) -> bool:
         """Whether these weights are the engine's own: `model` is its model, or a wrapper of it."""
