@@ -328,7 +328,7 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ((PAIR,), "pairs", partial(_blanks_around, side=1), f"{_BLANKS} rejected response alone, and train on that", _ALL),
     ((PAIR,), "pairs", _is_cut, "have a response that is the other one cut within a word, and train on that", 0.3),
     ((PAIR,), "pairs", _scored_less, "have a lower score for the chosen response than for the rejected one", 0),
-    ((PAIR,), "pairs", _scored_alike, "have the same score for both responses: which is better is arbitrary", 0.1),
+    ((PAIR,), "pairs", _scored_alike, "have the same score for both responses: which is better is arbitrary", 0.25),
     ((PAIR,), "pairs", _ranked_less, "have a higher rank, of which 1 is the best, for the chosen response", 0.8),
     ((PAIR, LABELLED), "rows", _says_label, "begin a response with the word for its label, and train on that", 0.8),
     ((CONVERSATION,), "conversations", _answers_twice, "have two assistant turns in a row, both trained", 0),

@@ -45,10 +45,8 @@ def prepared(mask: Tensor | None, **tensors: Tensor) -> tuple[Tensor, ...]:
 
 def targets(*given: Tensor, **prediction: Tensor) -> list[Tensor]:
     """The targets of a loss, detached; ValueError where they have a gradient and the prediction, which is first, has
-    none, and where one is the prediction itself."""
+    none."""
     ((name, x),) = prediction.items()
-    if x.requires_grad and any(target is x for target in given):
-        raise ValueError(f"{name} is its own target: take the target from before the update, or .detach() it")
     if not x.requires_grad and any(target.requires_grad for target in given):
         raise ValueError(f"{name} has no gradient, and what follows it has one: {name} is the first argument")
     return [target.detach() for target in given]

@@ -70,9 +70,12 @@ def value_clip(values: Tokens, old_values: Tokens, returns: Tokens, *, clip: flo
     Gradient V - R, and 0 where V is outside the clip range and closer to R than the range's bound. `clip` is in units
     of the value.
     Limits: clip = inf is `value_mse`.
+    Errors: ValueError for `old_values` that are `values` themselves, with a gradient.
     Reference: OpenAI baselines ppo2/model.py; verl `compute_value_loss`.
     """
     check_at_least(0, clip=clip)
+    if old_values is values and values.requires_grad:
+        raise ValueError("old_values is values, with its gradient: nothing would be clipped; take those of before")
     old_values, returns = targets(old_values, returns, values=values)
     values, old_values, returns = prepared(mask, values=values, old_values=old_values, returns=returns)
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
