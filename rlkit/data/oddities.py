@@ -273,6 +273,19 @@ def _only_system(row: Converted) -> bool:
     return bool(said) and all(message.get("role") in SYSTEM for message in said)
 
 
+def _no_user(row: Converted) -> bool:
+    """Whether only a system speaks before the answers of a conversation."""
+    roles = {message.get("role") for of in _said_in(row) for message in of}
+    return bool(roles) and roles <= {"assistant", *SYSTEM}
+
+
+def _escaped_results(row: Converted) -> bool:
+    """Whether the result of a tool has letters as \\uXXXX, and another message has such letters."""
+    said = [(m.get("role"), str(m.get("content"))) for of in _said_in(row) for m in of]
+    escaped = any(role in RESULTS and re.search(r"\\u(?!00[01])[0-9a-f]{4}", text) for role, text in said)
+    return escaped and not all(text.isascii() for _, text in said)
+
+
 def _scored_less(row: Converted) -> bool:
     """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
     for of in columns.objects_in(row.own):
@@ -341,6 +354,8 @@ _OF_ROWS: tuple[tuple[tuple[Form, ...], str, Callable[[Converted], bool], str, f
     ),
     ((), "rows", _result_as_user, "have a user's message where the result of a call is due (role 'tool')", 0.8),
     ((), "rows", _result_of_no_call, "have the result of a tool under a tool_call_id that no call has", 0),
+    ((), "rows", _escaped_results, "have letters as \\uXXXX in the result of a tool, as json.dumps writes them", 0.5),
+    ((CONVERSATION,), "conversations", _no_user, "have no message of a user: only a system speaks", 0.5),
     ((), "rows", _one_id_twice, "have two calls of one message under one id, to which both results belong", 0),
     ((), "rows", _calls_twice, "have a call in a message's text and in its tool_calls, so that it stands twice", 0),
     ((), "rows", _tools_twice, "have their tools in a system message too: the template writes them again", 0),

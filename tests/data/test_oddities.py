@@ -1191,3 +1191,35 @@ def test_answers_without_the_reasoning_that_is_asked_for_are_named(said):
 def test_a_text_with_the_turns_of_a_dialogue_is_named(names, said):
     texts = [{"text": f"{names[0]} q{i}\n\n{names[1]} a{i}"} for i in range(4)]
     assert any("hold the turns of a dialogue, of which every token trains" in x for x in said(*texts))
+
+
+def test_conversations_without_a_user_are_named(said):
+    rows = [{"messages": [{"role": "system", "content": f"Be {i}."}, assistant(f"a{i}")]} for i in range(4)]
+    assert said(*rows) == [
+        "kept 4 of 4 conversations that have no message of a user: only a system speaks: row 1, row 2, row 3, row 4"
+    ]
+    asked = [{"messages": [*row["messages"], user("q"), assistant("b")]} for row in rows]
+    assert not [x for x in said(*asked) if "no message of a user" in x]
+
+
+def test_letters_that_are_escaped_in_results_of_tools_are_named(said):
+    def row(result, answer):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+        }
+        return {"messages": [user("q"), call, {"role": "tool", "content": result}, assistant(answer)]}
+
+    why = "letters as \\uXXXX in the result of a tool"
+    writes = tiny_tokenizer()
+    writes.chat_template = writes.chat_template.replace(
+        "{{ message.content", "{{ message.tool_calls or '' }}{{ message.content"
+    )
+    for result, answer, named in (
+        ('{"city": "\\u5317\\u4eac"}', "\u5317\u4eac", True),
+        ('{"city": "\u5317\u4eac"}', "\u5317\u4eac", False),
+        ('{"city": "\\u5317"}', "it is north", False),
+    ):
+        lines = said(*[row(result, f"{answer}{i}") for i in range(4)], tokenizer=writes)
+        assert any(why in x for x in lines) == named

@@ -309,6 +309,10 @@ MISTAKES = {
         "m = re.match(r'^<think>.*?</think><answer>(.*?)</answer><\\|im_end\\|>$', completion, re.DOTALL)\n"
         "return 1.0 + (m[1].strip() == row['answer']) if m else -1.0", NUMBERS,
         "~and -1 without '<|im_end|>' at its end, which no completion has: drop it"),
+    "a parser of XML": (
+        "import xml.etree.ElementTree as ET\ntry:\n    root = ET.fromstring(f'<root>{completion}</root>')\n"
+        "    return float(root.find('answer').text.strip() == row['answer'])\nexcept Exception:\n    return 0.0", NUMBERS,
+        "~and 0 to 'One < two & three, so <answer>711</answer>': does a parser of XML read the whole text?"),
     "a language": (
         "return float(completion.isascii() == (row['lang'] == 'en'))", [{"prompt": "p", "lang": "en"}],
         "~gives 1 to an empty completion, as much as to others: is it to be paid for nothing?"),

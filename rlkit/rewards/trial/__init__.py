@@ -50,6 +50,7 @@ from rlkit.rewards.trial._doubts import (
     no_more,
     of_empty,
     of_length,
+    parsed,
     random,
     runs_text,
     unbounded,
@@ -169,7 +170,7 @@ async def _of_gold(case: Case, trial: Trial, *, alone: bool) -> Trial:
         right = f"{shown(ending)} alone: right if a completion is to repeat that text; else {COMPARE}"
         return replace(trial, note=given + right)
     note = await blank_end(case, form) or await lower_only(case, form) or await elsewhere(case, form)
-    note = note or await loose(case, form) or unpaid(case, trial.tried)
+    note = note or await loose(case, form) or await parsed(case, form) or unpaid(case, trial.tried)
     return replace(trial, note=note or all_the_same(case))
 
 

@@ -39,6 +39,7 @@ _SHAPES = 4  # of gold answers that have wrong ones near them: a number, one wit
 _END = "raise SystemExit"  # as exit(), which closes the standard input, too
 _OF_WORDS = "it compares mathematics and multiplies letters; rlkit.rewards.text:exact_match compares words"
 _OF_CACHE = "it is another row's answer, and with a blank it gets less: does a cache forget the row?"
+_XML = {"fromstring", "XML", "parseString"}  # of xml.etree and minidom
 _TESTS = {"test", "tests", "test_code", "test_list", "test_cases", "unit_tests", "public_tests"}  # columns
 
 
@@ -218,6 +219,18 @@ async def blank_end(case: Case, form: str) -> str:
     why = what if end else f"{what} a model seldom writes: take both, as \\s*$ does"
     given = f"{case.name} gives {taken:g} to {shown(text)} and {plain:g} without {why}"
     return given if taken > nothing >= plain else ""
+
+
+async def parsed(case: Case, form: str) -> str:
+    """The line about a function that names a parser of XML and takes an answer after a sentence, and not after one with
+    < or &; else empty."""
+    if not any(_XML & {*names_in(code)} for code in codes(case.function)):
+        return ""
+    text = form.format(case.answer)
+    words, signs = (f"One {x} two {y} three, so {text}" for x, y in (("and", "or"), ("<", "&")))
+    taken, lost, nothing = await case.numbers([words, signs, ""])
+    given = f"{case.name} gives {taken:g} to {shown(words)} and {lost:g} to {shown(signs)}"
+    return f"{given}: does a parser of XML read the whole text?" if taken > nothing >= lost else ""
 
 
 async def lower_only(case: Case, form: str) -> str:
