@@ -339,8 +339,6 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         check(self)
-        same = self.top_k == 1 and self.group_size > 1
-        refuse_if(same, "`top_k` 1 always takes the most likely token: all samples of a group are the same")
         groups = f"the {self.prompts_per_step} groups of `prompts_per_step`: groups are not split"
         refuse_if(self.minibatches > self.prompts_per_step, f"`minibatches` {self.minibatches} is more than {groups}")
 

@@ -49,6 +49,8 @@ UNUSUAL = (
     Unusual("success_range", lambda x, f: 1 <= x < 10 < f["success_range"][1] <= 100,
             "bounds of the mean score itself; if percents are meant of scores between 0 and 1, give shares: 0.01 0.99"),
     Unusual("temperature", lambda x, _: x > 5, "samples are close to random tokens; 0.6 to 1.2 is usual"),
+    Unusual("top_k", lambda x, f: x == 1 and f.get("group_size", 1) > 1,
+            "always the most likely token, so that all samples of a group are the same and nothing trains"),
     Unusual("entropy_target", lambda x, f: x > f["uniform"], _ENTROPY),
     Unusual("entropy_limit", lambda x, f: x > f["uniform"], _ENTROPY),
     Unusual("entropy_coef", lambda x, _: x < 0, "a negative bonus lowers the entropy; a positive one raises it"),

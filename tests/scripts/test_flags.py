@@ -827,6 +827,7 @@ UNUSUAL = {  # flags, and the start of the line; "" for values that are meant
     "entropy_coef=-0.01": "--entropy-coef -0.01: a negative bonus lowers the entropy",
     "temperature=6.0": "--temperature 6: samples are close to random tokens",
     "temperature=1.5": "",
+    "top_k=1": "--top-k 1: always the most likely token, so that all samples of a group are the same",
     "tis_max_weight=1.0": "",
     "entropy_target=6.0": "--entropy-target 6: no policy has that entropy: the uniform one has ln V = 5.57 nats",
     "entropy_limit=5.6": "--entropy-limit 5.6: no policy has that entropy",

@@ -186,7 +186,7 @@ class LocalEngine:
         self._epoch += 1
 
     def _name_still(self) -> None:
-        """Log, once, that two updates without weights found the model as it was: another copy of it may train."""
+        """Log that two updates without weights found the model as it was: another copy of it may train."""
         params = sorted(self.model.parameters(), key=lambda x: (not x.requires_grad, x.numel()))
         known = sum(x._version for x in params if not x.is_inference())
         state = known, *(float(own_part(x.detach()).double().sum()) for x in params[:4])
