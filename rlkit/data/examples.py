@@ -430,12 +430,13 @@ def _tokenized(turns: Sequence[Sequence[Turn]], template: Template) -> list[list
 def _few_at_once(turns: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[Turn]]]:
     """The rows, as many as have `_AT_ONCE` turns together: the tokens of a long conversation's turns, each with all
     before it, take far more memory than its example."""
-    rows: list[Sequence[Turn]] = []
+    rows, num = list[Sequence[Turn]](), 0
     for of_row in turns:
         rows.append(of_row)
-        if sum(map(len, rows)) >= _AT_ONCE:
+        num += len(of_row)
+        if num >= _AT_ONCE:
             yield rows
-            rows = []
+            rows, num = [], 0
     if rows:
         yield rows
 

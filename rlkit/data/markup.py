@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -316,7 +316,7 @@ class Markup:
         itself."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         alone = [str(t) for t in added if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
-        return re.compile("|".join(map(re.escape, sorted(alone, key=len, reverse=True)))) if alone else None
+        return _any_of(alone)
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -348,7 +348,7 @@ class Markup:
         named = {str(getattr(self.tokenizer, name, None)) for name in _NAMED}
         tags = {token for token in special - named if token.strip("</[]>◁▷") in names}
         marks = {token for token in special - tags | {*self.written} if len(token.strip()) > 1}
-        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else None
+        return _any_of(marks)
 
     def plain(self, text: str) -> str:
         """The text with a zero-width space in each control token, so that it is read as text."""
@@ -474,6 +474,11 @@ def speaker_of(text: str, *, answer: bool) -> str:
         return "Assistant:"
     speaker = _ENDS.search(end[-_TAIL:])
     return speaker[1] if speaker else ""
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
+    """A pattern of these texts, the longest of those that begin alike; None without any."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
 
 def dialogue_in(text: str) -> str:

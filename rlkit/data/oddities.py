@@ -286,13 +286,19 @@ def _escaped_results(row: Converted) -> bool:
     return escaped and not all(text.isascii() for _, text in said)
 
 
-def _scored_less(row: Converted) -> bool:
-    """Whether a pair's own columns of scores, as numbers or their text, contradict its choice."""
+def _scores(row: Converted) -> tuple[float, float] | None:
+    """What a pair's own columns score the chosen and the rejected response, as numbers or their text; else None."""
     for of in columns.objects_in(row.own):
-        for names in columns.OF_PAIRS:
+        for chosen, rejected in columns.OF_PAIRS:
             with suppress(ValueError):
-                chosen, rejected = (float(str(of.get(name))) for name in names)
-                return chosen < rejected
+                return float(str(of.get(chosen))), float(str(of.get(rejected)))
+    return None
+
+
+def _scored_less(row: Converted) -> bool:
+    """Whether a pair's own columns of scores contradict its choice."""
+    if (scores := _scores(row)) is not None:
+        return scores[0] < scores[1]
     with suppress(ValueError):
         return float(str(row.get("margin"))) < 0
     return False
@@ -300,11 +306,8 @@ def _scored_less(row: Converted) -> bool:
 
 def _scored_alike(row: Converted) -> bool:
     """Whether a pair's own columns of scores are equal."""
-    for of in columns.objects_in(row.own):
-        for names in columns.OF_PAIRS:
-            with suppress(ValueError):
-                return len({float(str(of.get(name))) for name in names}) == 1
-    return False
+    scores = _scores(row)
+    return scores is not None and scores[0] == scores[1]
 
 
 def _leaves_out_reasoning(row: Converted) -> bool:

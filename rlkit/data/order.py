@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -209,17 +209,12 @@ def batches(
 
 
 def _order(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:
-    orders = _orders_of(n, seed, part)
-    if epoch not in orders:
-        if len(orders) == _PASSES:
-            del orders[next(iter(orders))]
-        orders[epoch] = _shuffled(n, seed, epoch, part)
-    return orders[epoch]
+    return _orders_of(n, seed, part)(epoch)
 
 
 @lru_cache(maxsize=1024)  # parts of mixtures
-def _orders_of(n: int, seed: int, part: int) -> dict[int, Sequence[int]]:  # noqa: ARG001
-    return {}
+def _orders_of(n: int, seed: int, part: int) -> Callable[[int], Sequence[int]]:
+    return lru_cache(maxsize=_PASSES)(partial(_shuffled, n, seed, part=part))
 
 
 def _shuffled(n: int, seed: int, epoch: int, part: int) -> Sequence[int]:

@@ -81,8 +81,8 @@ def rl_prompts(
 
     A prompt of more than `max_prompt_tokens` is dropped, and so is one without any text; `too_long` "cut-left" keeps
     the end of the text of its last user message (of a string, of its text) instead, "cut-right" the start, as much as
-    fits once it is rendered again, also in `row`, and "error" raises. It is logged with the first
-    rows, and the number dropped is returned.
+    fits once it is rendered again, also in `row`, and "error" raises. It is logged with the first rows, and the number
+    dropped is returned.
 
     Raises ValueError, with the row (see `place_of`), for a row without `messages` and `prompt`, a conversation that is
     malformed (see `prompt_messages`), empty or seems to end with the answer, a role that is neither in `ROLES` nor in

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, log
 from typing import Any, NamedTuple
 
+from rlkit._util.text import parse_call
 from rlkit.data.schema import ASKED
 from rlkit.settings import Rollouts, is_default
 
@@ -27,10 +27,10 @@ class Unusual(NamedTuple):
 def _never_overlong(flags: Mapping[str, Any]) -> bool:
     """Whether a penalty of `rlkit.rewards.text.soft_overlong` begins above what the answer of one turn may have."""
     specs, most = flags["reward"], flags.get("max_new_tokens") or inf
-    of = re.findall(r":soft_overlong\(([^()]*)\)", specs if isinstance(specs, str) else " ".join(specs))
-    given = [dict(re.findall(r"(\w+) *= *(\d+)", text)) for text in of]
-    ends = [int(x["max_tokens"]) - int(x["cache_tokens"]) for x in given if {"max_tokens", "cache_tokens"} <= x.keys()]
-    return any(end >= most for end in ends) and not any(flags.get(name) for name in ("env", "agent", "tools"))
+    calls = [parse_call(spec[: spec.rfind(")") + 1]) for spec in ([specs] if isinstance(specs, str) else specs)]
+    given = [(x.get("max_tokens"), x.get("cache_tokens")) for name, x in calls if name.endswith(":soft_overlong")]
+    never = any(type(limit) is type(cache) is int and limit - cache >= most for limit, cache in given)
+    return never and not any(flags.get(name) for name in ("env", "agent", "tools"))
 
 
 _GSPO = "gspo clips the ratio of a whole answer, per token, and hardly one is that far from 1; 3e-4 and 4e-4 are usual"

@@ -195,16 +195,17 @@ def always_true(case: Case) -> str:
 
 
 def of_empty(name: str, tried: Sequence[tuple[str, str, Any]]) -> str:
-    """The line about a function that reads a column and gives an empty completion more than any other; else empty."""
+    """The line about a function that reads a column and gives an empty completion more than any other, or as much; else
+    empty."""
     numbers = {text: number(result) for text, _, result in tried}
     others = {value for text, value in numbers.items() if text}
-    if len(others) == 1 and 0 < numbers[""] == max(others):
-        given = f"{numbers['']:g} to an empty completion, as much as to others"
+    empty, other = numbers[""], max(others) if len(others) == 1 else math.nan  # that differ: it may want short ones
+    if 0 < empty == other:
+        given = f"{empty:g} to an empty completion, as much as to others"
         return f"{name} gives {given}: is it to be paid for nothing?"
-    if len(others) != 1 or not numbers[""] > max(others):  # others that differ: it may want short ones
-        return ""
-    given = f"{numbers['']:g} to an empty completion and {max(others):g} to others"
-    return f"{name} gives {given}: does it look for the completion in the answer? '' is in every text"
+    given = f"{name} gives {empty:g} to an empty completion and {other:g} to others"
+    why = "does it look for the completion in the answer? '' is in every text"
+    return f"{given}: {why}" if empty > other else ""
 
 
 async def blank_end(case: Case, form: str) -> str:
