@@ -174,15 +174,20 @@ def episode_advantages(baseline: Callable[..., Float[Tensor, "E"]], batch: Batch
               own baseline, and `leave_one_out` would compare it with itself.
     """
     check_call("baseline", baseline, "baseline(rewards, group_ids=group_ids)")
-    first, ids = is_first_piece(batch.episode_ids), batch.group_ids
-    if batch.roles is not None:
-        ids = (ids * (batch.roles.max() + 1) + batch.roles).unique(return_inverse=True)[1]
+    first, ids = is_first_piece(batch.episode_ids), compared_ids(batch)
     per_episode = baseline(batch.rewards[first], group_ids=ids[first])
     shape = getattr(per_episode, "shape", None)
     if shape != (num := int(first.sum()),):
         returned = type(per_episode).__name__ if shape is None else f"shape {list(shape)}"
         raise ValueError(f"baseline must return one advantage per episode, a tensor [{num}], got {returned}")
     return per_episode[(first.cumsum(0) - 1)[first_of_group(batch.episode_ids)]]
+
+
+def compared_ids(batch: Batch) -> Int[Tensor, "N"]:
+    """Equal ids for sequences that are compared with each other: of one group and, with several roles, of one role."""
+    if batch.roles is None:
+        return batch.group_ids
+    return (batch.group_ids * (batch.roles.max() + 1) + batch.roles).unique(return_inverse=True)[1]
 
 
 def first_of_group(group_ids: Tensor) -> Tensor:

@@ -528,8 +528,9 @@ class Critic:
     """GAE lambda of the advantages"""
     lam_value: Share = 1.0
     """GAE lambda of the critic's targets"""
-    bootstrap: bool = True
-    """a truncated answer ends in the critic's value; off: in 0, which penalizes length"""
+    bootstrap: bool = False
+    """a truncated answer ends in the critic's value, which comes on top of its reward: where that does not pay for
+    what a longer answer would still get. Off: the reward of the answer as it is"""
     value_clip: Limit = 0.5
     """maximum change of a value in one step, in units of the reward (inf: no clipping)"""
     value_huber: Annotated[Positive | None, Without("value_clip")] = None

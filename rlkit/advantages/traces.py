@@ -142,7 +142,10 @@ def bootstrap_values(
     `pack` appends the last sampled token of a truncated sequence as one more input with mask False; the value there is
     that of the state in which the episode was truncated. An empty sequence gives 0.
 
-    Differs:  from verl and OpenRLHF, where a truncated episode ends with value 0, which penalises length.
+    Where the reward judges the text that was cut (a verifier, a reward model), it is the whole return, and a value on
+    top of it counts it twice: leave `bootstrap` out, as TRL, verl, OpenRLHF and slime do. It is for rewards that
+    the rest of the episode would still have brought.
+
     Reference: Pardo et al. 2018, https://arxiv.org/abs/1712.00378
     """
     check_float(values=values)

@@ -84,13 +84,16 @@ def vtrace(
 ) -> Gae:
     """`rlkit.advantages.vtrace` of the policy at the start of the step against the policy that sampled.
 
-    Its advantages have the truncated ratio in them: use it without a `PolicyLoss.correction`.
+    The advantages are r + gamma targets' - V, without the truncated ratio of IMPALA: whitening would subtract a mean
+    from the product and train on the ratio itself. `PolicyLoss.correction` multiplies by it afterwards
+    (`tis(max_weight=rho_max)`).
     """
     trace = library.vtrace(
         batch.token_rewards, batch.values, batch.old_logp - batch.rollout_logp, mask=batch.mask, gamma=gamma,
         cu_seqlens=batch.cu_seqlens, lam=lam_policy, rho_max=rho_max, c_max=c_max, bootstrap=bootstrap,
     )  # fmt: skip
-    return Gae(trace.advantages, trace.targets)
+    one_step = library.td_lambda(batch.token_rewards, trace.targets, lam=0.0, **_where(batch, bootstrap, gamma))
+    return Gae(_above(one_step, batch).advantages, trace.targets)
 
 
 def retrace(
@@ -157,9 +160,7 @@ def _turns(batch: Batch) -> _Turns:
     starts = library.turn_starts(batch.mask, cu_seqlens=batch.cu_seqlens).nonzero().flatten()
     seq = segments.seq_ids(batch.cu_seqlens, num_tokens=batch.num_tokens)[starts]
     first, episodes = segments.is_first_piece(batch.episode_ids), batch.episode_ids.unique(return_inverse=True)[1]
-    groups = batch.group_ids
-    if batch.roles is not None:
-        groups = groups * (batch.roles.max() + 1) + batch.roles
+    groups = segments.compared_ids(batch)
     order = batch.episode_ids[first].argsort()
     ends_piece, ends_episode = (segments.is_first_piece(x.flip(0)).flip(0) for x in (seq, episodes[seq]))
     rewards = segments.sum_per_seq(batch.token_rewards[batch.mask], cu_seqlens=segments.cumulative(lens))
@@ -244,7 +245,8 @@ def with_estimates(
         A   = advantage(r, baseline=baseline)                  r_t: token rewards, R at the last action
 
     The last is that of an estimator with an argument `baseline` that is None: of turns, which it compares itself.
-    A KL in the reward or the advantage is `kl_coef * kl.estimator(old_logp, ref_logp)` at each token.
+    A KL in the reward or the advantage is `kl_coef * kl.estimator(old_logp, ref_logp)` at each token. An episode
+    without a trained token (cut, failed), whose tokens have none, counts with the mean KL of the others of its group.
     """
     penalty = torch.zeros_like(batch.token_rewards)
     if kl_coef and kl.place != "loss":
@@ -255,7 +257,7 @@ def with_estimates(
     if advantage is None:
         _refuse_turn_rewards(batch)
         of_seq = segments.sum_per_seq(in_reward, cu_seqlens=batch.cu_seqlens)
-        per_episode = segments.group_sum(of_seq, group_ids=batch.episode_ids)
+        per_episode = _of_trained(segments.group_sum(of_seq, group_ids=batch.episode_ids), batch)
         rewards = batch.rewards
         batch = with_advantages(replace(batch, rewards=rewards - per_episode), baseline)
         batch = replace(batch, rewards=rewards)
@@ -269,6 +271,15 @@ def with_estimates(
             scored = replace(scored, token_rewards=scored.token_rewards + at_end)
         batch = with_streams(batch, advantages=advantage(scored, torch.zeros_like(batch.rewards)).advantages)
     return with_streams(batch, advantages=batch.advantages - penalty) if kl.place == "advantage" else batch
+
+
+def _of_trained(per_episode: Tensor, batch: Batch) -> Tensor:
+    """`[N]` with the mean of the trained episodes of the same group at episodes without a trained token."""
+    counts = segments.seq_count(batch.mask, cu_seqlens=batch.cu_seqlens).to(per_episode)
+    trained = segments.group_sum(counts, group_ids=batch.episode_ids) > 0
+    once = (trained & segments.is_first_piece(batch.episode_ids)).to(per_episode)
+    total, num = (segments.group_sum(x, group_ids=segments.compared_ids(batch)) for x in (per_episode * once, once))
+    return per_episode.where(trained, total / num.clamp(min=1))
 
 
 def compares_turns(advantage: Advantage) -> bool:

@@ -51,7 +51,7 @@ def with_gae(
 
     `advantage` is an estimator of `rlkit.loops.estimators`; None: `gae` with the numbers of `critic`. `kl_coef` times
     the estimate of KL(old policy || reference) is subtracted from the token rewards, or from the whitened advantages
-    (`kl.place`). A truncated answer ends in the critic's value of its last state (`critic.bootstrap`), or in 0.
+    (`kl.place`). A truncated answer ends in 0, or in the critic's value of its last state (`critic.bootstrap`).
     `checked` gets the batch with its raw `values`, and may drop sequences before the advantages are whitened over all
     of them.
     """
@@ -173,8 +173,8 @@ async def ppo(
     Differs from InstructGPT (arXiv:2203.02155):
     1. the critic's targets have lam_value = 1: with 0.95 a final reward is forgotten on the way to a long answer's
        start (VC-PPO, arXiv:2503.01491)
-    2. a new critic starts at 0 everywhere, and a truncated answer ends in its value, not in 0 (`bootstrap`)
-       (a critic with bins, `load_value_model(path, bins=...)`, in the middle of their range, see `hl_gauss`)
+    2. a new critic starts at 0 everywhere (one with bins, `load_value_model(path, bins=...)`, in the middle of their
+       range, see `hl_gauss`)
     3. critic and policy are two models, with two learning rates and separate gradient clipping
     4. tokens are weighted by `loss.correction(log pi_old / pi_rollout)` for the engine's numerics and older weights,
        and under top-p, top-k or min-p as in grpo (item 5)

@@ -300,10 +300,13 @@ def check_streams(batch: Batch, **needed_by: str) -> None:
 def has_gradient_without_advantage(surrogate: Surrogate, batch: Batch) -> bool:
     """Whether a token whose advantage is 0 has a gradient (`dro`, `kimi15`).
 
-    Evaluated for each optimizer step, since a surrogate may also read the batch.
+    Evaluated at some log-ratios of both signs (a penalty may begin outside a band), and for each optimizer step, since
+    a surrogate may also read the batch.
     """
     neutral = replace(batch, advantages=torch.zeros_like(batch.advantages))
-    return bool(with_gradient(surrogate, torch.full_like(batch.advantages, 0.1), neutral)[1].any())
+    apart = batch.advantages.new_tensor([0.1, -0.1, 1.0, -1.0, 3.0, -3.0])
+    x = apart.repeat(batch.num_tokens // len(apart) + 1)[: batch.num_tokens]
+    return any(bool(with_gradient(surrogate, x, neutral)[1].any()) for x in (x, -x))
 
 
 def policy_metrics(out: LogProbs, old_logp: Float[Tensor, "T"], batch: Batch) -> Metrics:

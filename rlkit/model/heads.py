@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rlkit import segments
 from rlkit.losses import hl_gauss, hl_gauss_value
 from rlkit.model import families
 from rlkit.model.forward import DTYPES, compute_tokens, forward, no_report, read_pretrained, resized, token_outputs
@@ -121,8 +122,13 @@ def compute_values(model: Any, batch: Batch, *, max_tokens: int, dtype: str = "f
 
 
 def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
-    """The bootstrap values: the value at the last token of each truncated sequence, 0 for the other sequences."""
-    return values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
+    """The bootstrap values: the value at the last token of each truncated sequence, 0 for the other sequences.
+
+    All pieces of an episode have that of its last piece: the value at the end of an earlier one predicts the episode's
+    reward, which the piece has already.
+    """
+    ends = values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
+    return ends[batch.num_seqs - 1 - segments.first_of_group(batch.episode_ids.flip(0)).flip(0)]
 
 
 def rewards(model: Any, batch: Batch, *, dtype: str = "fp32") -> Float[Tensor, "N"]:

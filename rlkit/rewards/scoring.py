@@ -41,9 +41,10 @@ def scorer(
 
     A failed sample raises its `RewardError`, unless at most the share `max_failed` of the last 100 samples failed (a
     judge behind HTTP). Then the trajectory does not train (its mask is False throughout) and gets the mean reward and
-    score of the rest of its group, of its role (0 if all failed), which leaves a group baseline unchanged; the cause is
-    in `info["error"]` and in the log, and the metric `failed` counts it. An episode without a reward and with
-    `info["error"]` (see `agent_env`) has failed already: the function does not see it.
+    score of the rest of its group, of its role (0 if all failed), which leaves `group_centered` and `max_rl` unchanged
+    (of m judged samples of n, `group_zscore` is sqrt((n-1)/(m-1)) times theirs, `leave_one_out` n(m-1)/(m(n-1)) times);
+    the cause is in `info["error"]` and in the log, and the metric `failed` counts it. An episode without a reward and
+    with `info["error"]` (see `agent_env`) has failed already: the function does not see it.
     """
     if not callable(function):
         fault = f"function must be a reward function of (completion, row), got {show(function)}"

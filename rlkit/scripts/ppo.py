@@ -81,8 +81,9 @@ class Args:
 
     def __post_init__(self) -> None:
         refuse_if(
-            self.loss.advantage.partition("(")[0] == "vtrace" and self.correction.correction != "none",
-            "`advantage` vtrace has the ratio to the sampling policy in it: add `correction` none",
+            self.loss.advantage.partition("(")[0] == "vtrace" and self.correction.correction == "none",
+            "`advantage` vtrace leaves the ratio to the sampling policy to `correction`: drop none (IMPALA: tis, with "
+            "`tis_max_weight` 1)",
         )
 
 

@@ -203,6 +203,6 @@ def test_the_page_states_what_is_tested_here() -> None:
         "The loss is equal on one GPU without gradient accumulation.",
         "the same penalty",
         "there what the template writes after the end of turn (in ChatML a newline), here the end of turn",
-        "with `lam` 1, `--lam-policy 1` and `bootstrap` off, and differ below 1",
+        "with `lam` 1 and `--lam-policy 1`, and differ below 1",
     ):
         assert claim in text, claim

@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rlkit.advantages import group_centered, group_zscore, leave_one_out, max_rl
+from rlkit.advantages import group_centered, group_zscore, leave_one_out, max_rl, vtrace, whiten
 from rlkit.loops import estimators as E
 from rlkit.loops.coefficients import KlTerm, kl_term
 from rlkit.loops.estimators import told_below_zero, with_estimates
 from rlkit.loops.roles import against
 from rlkit.loops.updates import clipped, skip_above
-from rlkit.losses import k1, k2, k3, unbiased_kl
+from rlkit.losses import k1, k2, k3, tis, unbiased_kl
+from rlkit.model.heads import bootstraps
 from rlkit.packing import pack, select, with_streams
 from rlkit.settings import Penalties
 from rlkit.types import Trajectory
@@ -81,6 +82,7 @@ def test_the_kl_in_the_reward_of_an_answer_is_the_sum_over_its_tokens(estimator)
     total = [0.0] * 5
     for i, at in tokens(b):
         total[OF[i]] += sum(float(kl[t]) for t in at)
+    total[2] = (total[0] + total[1]) / 2  # it has no trained token
     rewards = torch.tensor(REWARDS) - 0.3 * torch.tensor(total)
     groups_of = torch.tensor([0, 0, 0, 1, 1])
     want = rewards - torch.stack([rewards[groups_of == g].mean() for g in groups_of])
@@ -312,3 +314,48 @@ def test_an_own_estimator_is_the_kl_in_the_loss_and_in_the_reward():
 def test_what_is_no_estimator_is_refused(given, message):
     with pytest.raises(TypeError, match=message):
         kl_term(Penalties(kl_coef=0.1), given)
+
+
+def test_vtrace_leaves_its_ratio_to_the_correction():
+    """With the ratio it is IMPALA's advantage; without, equal rewards have no advantage after the whitening."""
+    b = batch(turns=False)
+    b = replace(b, rollout_logp=b.old_logp + torch.linspace(-1, 1, b.num_tokens))
+    ends = torch.linspace(-1, 1, 6)
+    got = E.vtrace(b, ends, gamma=0.9, lam_policy=0.7, rho_max=1.5)
+    theirs = vtrace(
+        b.token_rewards, b.values, b.old_logp - b.rollout_logp, mask=b.mask, cu_seqlens=b.cu_seqlens, gamma=0.9,
+        lam=0.7, rho_max=1.5, bootstrap=ends,
+    )  # fmt: skip
+    ratio = tis(b.old_logp - b.rollout_logp, max_weight=1.5)
+    torch.testing.assert_close(ratio * got.advantages, theirs.advantages)
+    torch.testing.assert_close(got.returns, theirs.targets)
+
+    one = Trajectory([5], [7], [True], [-0.7], [0], 1.0, [1.0])
+    equal = pack([[one] * 8])
+    equal = with_streams(equal, old_logp=torch.linspace(-2, -0.1, 8), values=torch.zeros(8))
+    assert not whiten(E.vtrace(equal, torch.zeros(8)).advantages, mask=equal.mask).any()
+
+
+def test_the_pieces_of_a_truncated_episode_share_its_bootstrap():
+    """A perfect critic, V = R + V(end) before the reward and V(end) after it: no advantage, and targets that stay."""
+    piece = Trajectory([5], [7, 8], [True, True], [-1.0, -1.0], [0, 0], 1.0, truncated=True)
+    b = pack([[piece, replace(piece, continues=True), replace(piece, truncated=False)]])
+    v = torch.tensor([1.5, 1.5, 1.5, 1.5, 1.5, 0.5, 1.0, 1.0])  # the third: of the state in which the first piece ends
+    ends = bootstraps(v, b)
+    assert ends.tolist() == [0.5, 0.5, 0.0]
+    got = E.gae(with_streams(b, values=v), ends, lam_policy=1.0)
+    assert not got.advantages.any()
+    torch.testing.assert_close(got.returns[b.mask], v[b.mask])
+
+
+def test_a_kl_in_the_reward_does_not_favour_answers_that_do_not_train():
+    """Equal rewards and a KL of 1 nat each: no answer is better, whichever of them are masked."""
+    made = [Trajectory([5], [7, 8], [on, on], [-1.0, -1.0], [0, 0], 0.5) for on in (True, False, True, False)]
+    b = pack([made, made[1:2] * 2])
+    b = with_streams(b, old_logp=torch.full((b.num_tokens,), -1.0), ref_logp=torch.full((b.num_tokens,), -1.5))
+    assert not with_estimates(b, baseline=group_centered, kl=KlTerm("reward", k1), kl_coef=1.0).advantages.any()
+    other = Trajectory([5], [7], [True], [-1.0], [0], 0.5)  # half the KL
+    b = pack([[made[0], made[1], other]])
+    b = with_streams(b, old_logp=torch.full((b.num_tokens,), -1.0), ref_logp=torch.full((b.num_tokens,), -1.5))
+    got = with_estimates(b, baseline=group_centered, kl=KlTerm("reward", k1), kl_coef=1.0).advantages
+    torch.testing.assert_close(got, torch.tensor([-0.25, -0.25, 0.0, 0.0, 0.25]))

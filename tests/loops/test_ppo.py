@@ -68,7 +68,7 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     batch = with_streams(batch, old_logp=old, ref_logp=ref)
     found = with_gae(
         batch, values=Policy(load_value_model(folder / "critic")), kl_coef=0.1, max_tokens=12,
-        critic=Critic(gamma=0.9, lam_policy=0.8, lam_value=0.95),
+        critic=Critic(gamma=0.9, lam_policy=0.8, lam_value=0.95, bootstrap=True),
     )  # fmt: skip
     advantages, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     first = 0
@@ -90,7 +90,7 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     torch.testing.assert_close(found.advantages, whitened, atol=1e-4, rtol=1e-4)
     cut = with_gae(
         batch, values=Policy(load_value_model(folder / "critic")), kl_coef=0.0, max_tokens=99,
-        critic=Critic(gamma=1.0, lam_policy=1.0, lam_value=1.0, bootstrap=False),
+        critic=Critic(gamma=1.0, lam_policy=1.0, lam_value=1.0),
     )  # fmt: skip
     ends = batch.rewards.repeat_interleave(batch.cu_seqlens.diff()) * mask
     torch.testing.assert_close(cut.returns, ends, atol=1e-5, rtol=1e-5)
@@ -191,7 +191,7 @@ def test_a_critic_with_bins_learns_and_its_export_says_the_same(folder, tmp_path
     new = load_value_model(folder / "policy", bins=BINS)
     batch = pack(sampled())
     torch.testing.assert_close(values(new, batch), torch.full((batch.num_tokens,), -0.25))
-    _, critic = run(folder, tmp_path / "run", critic=new, steps=15, prompts_per_step=32, epochs=2, bootstrap=False)
+    _, critic = run(folder, tmp_path / "run", critic=new, steps=15, prompts_per_step=32, epochs=2)
     lines = lines_of(tmp_path / "run")
     assert lines[-1]["value/error"] < 0.2 * lines[0]["value/error"]
     assert lines[-1]["value/mean"] == pytest.approx(lines[-1]["reward/mean"], abs=0.1)
@@ -235,7 +235,7 @@ def lines_of(folder):
 
 @pytest.mark.slow
 def test_policy_and_critic_learn_and_are_exported(folder, tmp_path):
-    _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, epochs=2, bootstrap=False)
+    _, critic = run(folder, tmp_path / "run", steps=25, prompts_per_step=32, epochs=2)
     lines = lines_of(tmp_path / "run")
     assert lines[0]["reward/mean"] < 0.65 < 0.9 < lines[-1]["reward/mean"]
     assert lines[-1]["value/error"] < 0.1 * lines[0]["value/error"]

@@ -62,7 +62,7 @@ ACTS = {
     },
     Critic: {
         "critic_lr": (0.1, {}), "critic_steps": (1, {}), "gamma": (0.5, {}), "lam_policy": (0.1, {}),
-        "lam_value": (0.1, {}), "bootstrap": (False, {"critic_lr": 0.1}),
+        "lam_value": (0.1, {}), "bootstrap": (True, {"critic_lr": 0.1}),
         "value_clip": (1e-4, {"critic_lr": 0.1, **TWO}), "critic_lr_at": (AT, {}),
         "value_huber": (1e-4, {"critic_lr": 0.1}),
     },

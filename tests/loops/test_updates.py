@@ -15,6 +15,7 @@ from rlkit.loops.updates import (
     clip_shares,
     clipped,
     grpo_update,
+    has_gradient_without_advantage,
     per_episode,
     per_length,
     per_prompt,
@@ -174,6 +175,21 @@ def test_the_time_of_the_forward_is_logged():
     )  # fmt: skip
     most = time.perf_counter() - start
     assert 2 * 0.02 < finalize(metrics)["time/forward"] < most, "of two micro-batches or more, summed"
+
+
+@pytest.mark.parametrize(
+    ("penalty", "found"),
+    [
+        (torch.zeros_like, False), (lambda x: torch.relu(x.abs() - 0.2).square(), True),
+        (lambda x: torch.relu(-x - 2.0), True), (lambda x: torch.relu(x - 2.0), True),
+    ],
+    ids=["none", "a band", "far below", "far above"],
+)  # fmt: skip
+def test_a_penalty_beside_the_advantage_is_found(penalty, found):
+    batch = pack([[sample([5, 6], 3), sample([7, 8], 4)]])
+    batch = with_streams(batch, advantages=torch.ones(7))
+    surrogate = lambda x, b: clipped(x, b) + penalty(x)
+    assert has_gradient_without_advantage(surrogate, batch) is found
 
 
 def test_the_share_that_is_clipped_is_that_of_the_surrogate():

@@ -26,7 +26,7 @@ import rlkit
 from rlkit.rollout.engines import EngineError
 from rlkit.run.console import TRAINING
 from rlkit.scripts import cli, distill, grpo, kto, ppo
-from rlkit.scripts.args import Data, Episodes, Model
+from rlkit.scripts.args import Correction, Data, Episodes, Model
 from rlkit.scripts.cli import COMMANDS, flags_of, spelled
 from rlkit.scripts.engines import check_engine
 from rlkit.scripts.flags import CONFIG, grouped, help_text, list_flags, wrong_words
@@ -700,6 +700,40 @@ def test_flags_of_a_teacher_that_cannot_act_are_refused(flags, message):
         distill.Loss(**flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "message"),
+    [
+        ({"baseline": "group_zscore"}, {}, "`baseline` is for advantages, and without a `reward` there are none with"),
+        ({"clip_low": 0.1}, {}, "`clip_low` is for advantages, and without a `reward` there are none with `loss` reve"),
+        ({}, {"correction": Correction("icepop")}, "`correction` is for advantages, and without a `reward` there are"),
+        (
+            {"loss": "advantage", "baseline": "group_zscore"},
+            {},
+            "`baseline` is for advantages, and without a `reward` there are none to compare",
+        ),
+        (
+            {},
+            {"penalties": Penalties(kl_coef=0.1, kl_in="reward")},
+            "`kl_in` reward compares the samples of a prompt, and `group_size` is 1",
+        ),
+        ({"loss": "advantage", "clip_low": 0.1}, {"correction": Correction("none")}, None),
+        ({"clip_high": 0.1}, {"penalties": Penalties(kl_coef=0.1, kl_in="advantage")}, None),
+        (
+            {"baseline": "group_zscore"},
+            {"penalties": Penalties(kl_coef=0.1, kl_in="reward"), "rollouts": Rollouts(group_size=2)},
+            None,
+        ),
+    ],
+)
+def test_what_distillation_reads_of_advantages_is_refused_where_there_are_none(flags, given, message):
+    make = lambda: distill.Args(Model("m"), Data("d"), distill.Loss("t", **flags), **given)
+    if message is None:
+        make()
+    else:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            make()
+
+
 def test_coefficients_that_train_nothing_are_refused():
     loss = distill.Loss("t", teacher_coef=0.0)
     distill.Args(Model("m"), Data("d"), loss, Episodes(reward="a:b"), rollouts=Rollouts(group_size=2))  # GRPO
@@ -774,8 +808,8 @@ def test_a_reward_has_arguments_and_a_weight():
         ),
         (
             ppo,
-            {"advantage": "vtrace"},
-            "--advantage vtrace has the ratio to the sampling policy in it: add --correction none",
+            {"advantage": "vtrace", "correction": "none"},
+            "--advantage vtrace leaves the ratio to the sampling policy to --correction: drop none",
         ),
     ],
 )
