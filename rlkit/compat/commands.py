@@ -229,17 +229,20 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             found["baseline"] = ["group_centered"]
         if system == "RL2":
             found["baseline"] = ["group_zscore" if is_on(given.get("adv.norm_var")) else "group_centered"]
-        if system == "TRL" and [x.lower() for x in given.get("scale_rewards", ())] == ["none"]:
+        if system == "TRL" and "scale_rewards" in given and not is_on(given["scale_rewards"]):
             found["baseline"] = ["group_centered"]
         if system == "TRL" and given.get("importance_sampling_level") == ["sequence"]:
             found["loss"] = ["gspo"]
         found |= _dual_clip(system, {**given, **found}, notes)
+        found |= _clip(system, {**given, **found}, notes)
         if system == "ColossalAI":
             dapo = _is_dapo(given)
             filters = {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]}
             found |= filters if dapo else {"aggregate": ["episode"]}
             coef = _number(given, "kl_coeff", default=0.01)
             found["kl_coef"] = [] if dapo or not coef else [f"{coef:g}"]
+    if decay := " ".join(given.get("role_baseline_ema_gamma", ())):
+        notes.append(f"their average moves with each game, ours with each step: of n games it is {decay} ** n")
     if system == "TRL" and script == "dpo":
         found |= _pair_losses(given, notes)
     if system == "TRL" and is_on(given.get("use_peft")):
@@ -265,6 +268,21 @@ def _dual_clip(system: str, given: Given, notes: list[str]) -> dict[str, list[st
         notes.append(f"delta {bound:g} is at most 1 + epsilon_high, which is another clip there: it has no flag here")
         return {"clip_c": []}
     return {"loss": ["dual_clip"], "clip_c": [f"{bound:g}"]}
+
+
+def _clip(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
+    """--clip-low and --clip-high: their defaults, 0.2 for each loss, and the lower one as the upper one's default."""
+    names = ("loss", "loss_mode", "loss_type", "advantage_estimator")
+    loss = next((VALUES["loss"].get(given[name][0], given[name][0]) for name in names if given.get(name)), "")
+    low, high = {"TRL": ("epsilon", "epsilon_high"), "slime": ("eps_clip", "eps_clip_high")}.get(system, ("", ""))
+    if loss in ("cispo", "sapo"):
+        theirs = [name for name in (low, high, "clip_ratio", "clip_ratio_low", "clip_ratio_high") if name in given]
+        notes.extend(f"{name} has no flag with --loss {loss}" for name in theirs)
+        return {"clip_low": [], "clip_high": []}
+    found = {"clip_high": given[low]} if low in given and high not in given else {}
+    if loss in ("gspo", "gmpo") and not {low, "clip_ratio", "clip_ratio_low", "eps_clip_low_high"} & {*given}:
+        found["clip_low"] = ["0.2"]
+    return found
 
 
 def _pair_losses(given: Given, notes: list[str]) -> dict[str, list[str]]:

@@ -31,7 +31,7 @@ TRL = {  # and transformers
     "generation_batch_size": "prompts_per_step (completions / num_generations)",
     "gradient_accumulation_steps": "batch_size (multiplied by it) | prompts_per_step (multiplied by it)",
     "gradient_checkpointing": "parallel.activation_checkpointing",
-    "importance_sampling_level": "loss (sequence: gspo)", "lam": "lam_policy", "learning_rate": "lr",
+    "importance_sampling_level": "loss (sequence: gspo)", "lam": "lam_policy and --lam-value", "learning_rate": "lr",
     "load_in_4bit": "lora_base nf4", "load_in_8bit": "lora_base int8", "bnb_4bit_quant_type": "lora_base nf4",
     "logging_dir": "output (metrics are in the run folder)", "logging_steps": "print_steps", "lora_r": "lora_rank",
     "lora_target_modules": "lora_targets", "loss_type": "loss",

@@ -472,7 +472,37 @@ def test_what_submits_a_job_is_not_part_of_the_command(capsys: pytest.CaptureFix
     assert paste("grpo", [*ray, *command], capsys) == paste("grpo", command, capsys)
 
 
-@pytest.mark.parametrize("scale", ["none", "False"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (f"{TRL} --epsilon 0.1", {"clip_low": 0.1, "clip_high": 0.1}),
+        (f"{TRL} --epsilon 0.1 --epsilon_high 0.3", {"clip_low": 0.1, "clip_high": 0.3}),
+        (f"{TRL} --importance_sampling_level sequence", {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2}),
+        (f"{TRL} --loss_type cispo --epsilon 0.1", {"loss": "cispo", "clip_low": None, "clip_high": None}),
+        (f"{TRL} --loss_type sapo", {"loss": "sapo", "clip_low": None, "clip_high": None}),
+        (f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+         {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2}),
+        (f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_high=0.4",
+         {"loss": "gmpo", "clip_low": 0.2, "clip_high": 0.4}),
+        (f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_low=3e-4",
+         {"loss": "gspo", "clip_low": 3e-4, "clip_high": 0.2}),
+        (f"{SLIME} --advantage-estimator gspo --eps-clip 3e-4", {"loss": "gspo", "clip_low": 3e-4, "clip_high": 3e-4}),
+    ],
+)  # fmt: skip
+def test_the_clip_is_that_of_the_other_system(
+    words: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = parsed(paste("grpo", words.split(), capsys).command[2:], Args)
+    assert {name: getattr(args.loss, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("words", [f"{VERL} algorithm.lam=0.9", "--model_name_or_path m --dataset_name d --lam 0.9"])
+def test_the_lambda_of_ppo_is_that_of_policy_and_critic(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = paste("ppo", words.split(), capsys).command
+    assert [command[command.index(f"--lam-{name}") + 1] for name in ("policy", "value")] == ["0.9", "0.9"]
+
+
+@pytest.mark.parametrize("scale", ["none", "False", "false"])
 def test_rewards_that_are_not_scaled_are_centered(scale: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--model_name_or_path",
