@@ -36,7 +36,7 @@ import json
 import math
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -137,12 +137,14 @@ class Pausable:
 async def continue_aborted(
     part: Callable[[list[int], SamplingParams], Awaitable[Completion | None]], prompt_ids: list[int],
     params: SamplingParams, *, again: Callable[[], bool], tokenizer: Any = None, positional_noise: bool = False,
+    ends: Collection[int | None] = (),
 ) -> Completion:  # fmt: skip
     """Sample a completion in parts: `part(context, left)` samples after the prompt and the tokens so far, within the
     rest of `max_new_tokens`.
 
     The next part follows if one ends as "abort" and `again()` is true. None instead of a part ends the completion with
-    the tokens so far.
+    the tokens so far. A part that was aborted at its end is no "abort": an engine that tests for one first (SGLang)
+    may sample the stop token in the same pass.
 
     Args:
         tokenizer: finds stop strings that begin in one part and end in the next; an engine searches only what it
@@ -150,6 +152,7 @@ async def continue_aborted(
             too likely unless the noise is positional.
         positional_noise: the engine's noise is a function of a token's seed and position. For other engines the seed
             of a part is mixed with the number of tokens before it, or a generator per request would repeat its noise.
+        ends: tokens that end a completion of this engine besides `params.stop_token_ids`.
     """
     done = NOTHING
     while True:
@@ -162,11 +165,11 @@ async def continue_aborted(
         done = joined(done, out)
         if num and params.stop and tokenizer is not None:
             done = _stopped(done, num, params.stop, tokenizer)
+        if done.finish_reason == "abort":
+            done = _ended(done, params, tokenizer, ends)
         if done.finish_reason != "abort" or not again():
             return done
         done = resumable(done, params, tokenizer=tokenizer)
-        if done.finish_reason != "abort":
-            return done
 
 
 def joined(first: Completion, second: Completion) -> Completion:
@@ -179,14 +182,24 @@ def joined(first: Completion, second: Completion) -> Completion:
 
 
 def resumable(done: Completion, params: SamplingParams, *, tokenizer: Any = None) -> Completion:
-    """The part of an aborted completion to continue from; finish_reason "length" if it has `max_new_tokens` already.
+    """The part of an aborted completion to continue from.
 
     Without `tokenizer`, drops tokens at the end that could begin a stop string (each is at least one byte of it).
     """
-    if len(done.ids) >= params.max_new_tokens:
-        return replace(done, finish_reason="length")
     stop = params.stop if tokenizer is None else ()
     return _first(done, max(0, len(done.ids) - max((len(s.encode()) - 1 for s in stop), default=0)))
+
+
+def _ended(done: Completion, params: SamplingParams, tokenizer: Any, ends: Collection[int | None]) -> Completion:
+    """An aborted completion with the finish reason that it has apart from the abort: at its first stop token, or at a
+    stop string that its last token completes, "stop"; with `max_new_tokens` "length"."""
+    stops = {*params.stop_token_ids, *ends}
+    if (end := next((n for n, token in enumerate(done.ids, 1) if token in stops), None)) is not None:
+        return replace(_first(done, end), finish_reason="stop")
+    if params.stop and tokenizer is not None and done.ids:
+        done = _stopped(done, len(done.ids) - 1, params.stop, tokenizer)
+    over = done.finish_reason == "abort" and len(done.ids) >= params.max_new_tokens
+    return replace(done, finish_reason="length") if over else done
 
 
 def _stopped(done: Completion, num: int, stop: Sequence[str], tokenizer: Any) -> Completion:

@@ -98,6 +98,46 @@ def test_a_pause_keeps_the_distribution(stop):
     assert asyncio.run(law([2, 2])) == whole
 
 
+class Late(Drawing):
+    """As SGLang's scheduler: a request that is aborted samples one more token, and ends as "abort" whatever that is."""
+
+    async def generate(self, prompt_ids, *, params, rid=None):
+        out, aborts, next_token = Completion([], [], [], "abort"), self.aborts, self.draw(params.seed)
+        while True:
+            out.ids.append(next_token())
+            out.logp.append(0.0)
+            out.versions.append(0)
+            if aborts != self.aborts:
+                return out
+            if len(out.ids) == params.max_new_tokens:
+                return replace(out, finish_reason="length")
+            if out.ids[-1] in (24, *params.stop_token_ids) or any(s in LETTERS.decode(out.ids) for s in params.stop):
+                return replace(out, finish_reason="stop")
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stop", [(), ("ab",)])
+def test_an_abort_that_lands_on_an_end_is_that_end(stop):
+    """All sequences of draws; "z" ends a completion by the request, "y" by the engine's own end."""
+    ends = partial(continue_aborted, tokenizer=LETTERS, ends=(24, None))
+
+    async def law(ticks):
+        found = Counter()
+        for draws in product((0, 1, 24, 25), repeat=4):
+            left = iter(draws)
+            engine = Late(lambda _, left=left: lambda: next(left))
+            pausable = Pausable(engine.generate, engine.abort, continued=ends)
+            asked = replace(params(3, stop, limit=4), stop_token_ids=(25,))
+            (out,) = await interrupted(pausable, [pausable.generate([1], params=asked)], ticks)
+            found[LETTERS.decode(out.ids), out.finish_reason if len(out.ids) < 4 else ""] += 1
+        return found
+
+    whole = asyncio.run(law([]))
+    assert len(whole) > 10
+    for ticks in ([1], [2], [3], [1, 1], [1, 2]):
+        assert asyncio.run(law(ticks)) == whole
+
+
 def test_a_continuation_has_noise_of_its_own():
     """With one generator per request, as in vLLM's first runner, the second token repeated the first one's noise."""
 

@@ -153,6 +153,32 @@ async def test_a_bad_reply_is_retried_and_each_call_returns_once(message: str) -
     assert [out.ids for out in outs] == [[7, 8, 9]] * 10
 
 
+@pytest.mark.parametrize(("eos", "context", "reason"), [(9, 100, "stop"), (5, 5, "length"), (5, 6, "abort")])
+async def test_an_abort_at_the_end_of_a_completion_is_that_end(eos: int, context: int, reason: str) -> None:
+    """SGLang tests for it first: the reply is "abort", and has the model's own end or fills the context."""
+    aborted = asyncio.Event()
+
+    async def generate(_request: web.Request) -> web.Response:
+        await aborted.wait()
+        return web.json_response(good_reply(finish_reason={"type": "abort"}))
+
+    async def abort(_request: web.Request) -> web.Response:
+        aborted.set()
+        return web.json_response({})
+
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "model", "max_model_len": context}]})
+
+    pages = {"abort_request": abort, "v1/models": models}
+    tokenizer = SimpleNamespace(eos_token_id=eos)
+    async with serving(generate, **pages) as urls, SGLang(urls, tokenizer=tokenizer) as engine:
+        call = asyncio.create_task(engine.generate([1, 2], params=SamplingParams(max_new_tokens=9)))
+        await asyncio.sleep(0.05)
+        assert await engine.abort() == 1
+        out = await call
+    assert (out.ids, out.finish_reason) == ([7, 8, 9], reason)
+
+
 async def test_a_refused_request_is_not_repeated() -> None:
     async def refuses(_request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)

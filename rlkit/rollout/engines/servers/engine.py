@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from uuid import uuid4
@@ -185,6 +185,8 @@ class ServerEngine:
         name = uuid4().hex if rid is None else rid
         if name in self._calls:
             raise ValueError(f"rid {name!r} is already in flight")
+        if 0 < (room := limits.max_len - len(prompt_ids)) < params.max_new_tokens:  # where an abort is no abort either
+            params = replace(params, max_new_tokens=int(room))
         call = self._calls[name] = _Call(images)
 
         async def part(context: list[int], left: SamplingParams) -> Completion | None:
@@ -199,7 +201,7 @@ class ServerEngine:
         try:
             done = await continue_aborted(
                 part, prompt_ids, params, again=lambda: call.again, tokenizer=self._tokenizer,
-                positional_noise=self.positional_noise,
+                positional_noise=self.positional_noise, ends=(getattr(self._tokenizer, "eos_token_id", None),),
             )  # fmt: skip
             self._num_tokens += len(done.ids)
             return done
