@@ -10,6 +10,7 @@ from typing import Any
 from rlkit.data.load import place_of_prompt
 from rlkit.rewards.call import RewardError
 from rlkit.rewards.failures import called, fix_of, name_of, place_in
+from rlkit.rollout.calling import not_cancelled
 from rlkit.rollout.groups import Env, Prompt, Sampler, Score, cancel_all, pieces_of, sample_group
 from rlkit.types import Completion, Trajectory
 
@@ -36,7 +37,8 @@ def named(env: Env, foreign: Any, kind: str = "environment") -> Env:
                 raise
 
         try:
-            return pieces_of(await env(prompt, sampled))
+            with not_cancelled():
+                return pieces_of(await env(prompt, sampled))
         except Exception as error:
             if any(one in sampling for one in (error, error.__cause__, error.__context__)):
                 raise

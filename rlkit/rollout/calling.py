@@ -8,8 +8,9 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -21,10 +22,26 @@ _ATOMS = {str, int, float, bool, bytes, type(None)}
 async def call(function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> Any:
     """Return `function(*args)`: awaited if it is async, else run by `in_own_thread`.
 
-    Errors: those of the function (SystemExit and StopIteration, which no task may raise, as RuntimeError), and
-    TimeoutError after `timeout_s`; a sync function then keeps running in the background, and its result is dropped.
+    Errors: those of the function (SystemExit and StopIteration, which no task may raise, and a CancelledError of its
+    own as RuntimeError), and TimeoutError after `timeout_s`; a sync function then keeps running in the background, and
+    its result is dropped.
     """
     return await asyncio.wait_for(_run(function, *args), timeout_s)
+
+
+@contextmanager
+def not_cancelled() -> Iterator[None]:
+    """Around an await of the user's code: a CancelledError is a RuntimeError unless this task was cancelled.
+
+    Code that awaits a task which it has cancelled lets one out, and would end this task without an error.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        leaked = RuntimeError("CancelledError: it awaits a task that was cancelled, and must catch this error")
+        raise leaked.with_traceback(error.__traceback__) from error  # which has the user's line
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -132,7 +149,8 @@ async def in_own_thread(function: Callable[[], X]) -> X:
 
 async def _run(function: Callable[..., Any], *args: Any) -> Any:
     try:
-        result = function(*args) if is_async(function) else await in_own_thread(lambda: function(*args))
-        return await result if inspect.isawaitable(result) else result
+        with not_cancelled():
+            result = function(*args) if is_async(function) else await in_own_thread(lambda: function(*args))
+            return await result if inspect.isawaitable(result) else result
     except SystemExit as error:
         raise RuntimeError(f"SystemExit: {error}") from error

@@ -17,7 +17,7 @@ from rlkit._util.numbers import is_number, show
 from rlkit._util.tensors import check_call
 from rlkit.data.load import place_of_prompt
 from rlkit.data.prompts import Prompt
-from rlkit.rollout.calling import Watched, report_absent, report_once
+from rlkit.rollout.calling import Watched, not_cancelled, report_absent, report_once
 from rlkit.types import Completion, FinishReason, Generate, Picture, SamplingParams, Support, Trajectory
 
 X = TypeVar("X")
@@ -164,7 +164,8 @@ async def sample_group(
         scores = score(prompt, last)
         if not isinstance(scores, Awaitable):
             raise TypeError(f"score must be an async function of (prompt, trajectories). {_REWARD_FUNCTION}")
-        scored = await scores
+        with not_cancelled():
+            scored = await scores
         if len(scored) != len(last):
             raise ValueError(f"score returned {len(scored)} trajectories for {len(last)}: return one for each")
         last = scored
@@ -389,7 +390,8 @@ async def _episode(env: Env, prompt: Prompt, sample: Sampler, openings: list[int
 
     try:
         idle.count(-1)
-        out = await env(replace(prompt, row=Watched(prompt.row, absent)), watched)  # a group shares the row
+        with not_cancelled():
+            out = await env(replace(prompt, row=Watched(prompt.row, absent)), watched)  # a group shares the row
         report_absent("the environment", absent, prompt.row)
     except Exception as error:
         if getattr(error, "index", None) != prompt.index:  # of `rlkit.rewards.episodes`, which names the row

@@ -527,7 +527,8 @@ class GroupStream:
             self._finish(entry, prompt, await self._sample(prompt, (self._seed, entry.index)))
         except Exception as error:
             self._error = self._error or error
-        self._changed.set()
+        finally:
+            self._changed.set()
 
     def _finish(self, entry: _Entry, prompt: Prompt, group: Group) -> None:
         if self._closed:  # the last checkpoint has it as waiting

@@ -56,6 +56,24 @@ async def test_exceptions_are_propagated():
         await call(fails, KeyboardInterrupt())
 
 
+async def leaks():
+    task = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60])
+async def test_a_cancellation_that_leaks_is_an_error_and_one_of_the_caller_is_none(timeout_s):
+    with pytest.raises(RuntimeError, match="CancelledError: it awaits a task that was cancelled"):
+        await call(leaks, timeout_s=timeout_s)
+    caller = asyncio.create_task(call(asyncio.sleep, 60, timeout_s=timeout_s))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
 async def test_timeout_of_sync_and_async_functions():
     release = threading.Event()
     with pytest.raises(TimeoutError):

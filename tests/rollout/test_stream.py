@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ticking import Ticking, prompt_at, small_model
 
+from rlkit.rewards.episodes import named
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.groups import rollout, single_turn
 from rlkit.rollout.limits import success_between
@@ -302,6 +303,41 @@ def test_an_error_in_an_environment_reaches_take_and_ends_the_rest():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("part", ["env", "named", "score"])
+def test_a_cancellation_that_leaks_from_the_users_code_ends_the_run(part):
+    """`take` waited for the group for ever: its task had ended as cancelled, which is no Exception."""
+
+    async def leaks(prompt):
+        if prompt.index == 4:
+            task = asyncio.create_task(asyncio.sleep(60))
+            await asyncio.sleep(0)
+            task.cancel()
+            await task
+
+    async def env(prompt, sample):
+        await leaks(prompt)
+        return await single_turn(prompt, sample)
+
+    async def score(prompt, group):
+        await leaks(prompt)
+        return group
+
+    async def run():
+        engine = Ticking(length=lambda prompt, seed: 25)
+        options = {"score": score} if part == "score" else {"env": named(env, env) if part == "named" else env}
+        async with asyncio.timeout(60):
+            async with stream_of(engine, prompt_at, staleness=1.0, **options) as stream:
+                for step in range(3):
+                    stream.advance(version=step)
+                    await stream.take()
+
+    cause = "a task that was cancelled"
+    if part == "named":
+        cause = rf"test_stream\.py:.*env failed on row 5: RuntimeError: .*{cause}.*\(test_stream\.py, line"
+    with pytest.raises(RuntimeError, match=cause):
+        asyncio.run(run())
 
 
 def test_too_many_dropped_groups_are_an_error_with_the_success_rates():

@@ -163,16 +163,24 @@ async def test_slow_and_exiting_tools_do_not_block_the_episode():
         """Raise its own."""
         raise TimeoutError("the server is slow")
 
-    turns = [hermes("wait") + hermes("sleep") + hermes("leave") + hermes("own_timeout"), "done"]
-    (piece,), answers = await episode([wait, sleep, leave, own_timeout], *turns, timeout_s=0.5)
+    async def gives_up() -> str:
+        """Await what it has cancelled."""
+        task = asyncio.ensure_future(asyncio.sleep(1000))
+        task.cancel()
+        return await task
+
+    tools = [wait, sleep, leave, own_timeout, gives_up]
+    turns = ["".join(hermes(tool.__name__) for tool in tools), "done"]
+    (piece,), answers = await episode(tools, *turns, timeout_s=0.5)
     release.set()
     assert [m["content"] for m in answers] == [
         "Error: no result after 0.5 s",
         "Error: no result after 0.5 s",
         "Error: RuntimeError: SystemExit: 3",
         "Error: TimeoutError: the server is slow",
+        "Error: RuntimeError: CancelledError: it awaits a task that was cancelled, and must catch this error",
     ]
-    assert piece.info["num_failed_calls"] == 4
+    assert piece.info["num_failed_calls"] == 5
 
 
 async def test_tools_made_for_each_episode_keep_their_state():
