@@ -227,11 +227,11 @@ Key = tuple[int, int, int]
 class Journal:
     """A `generate` that writes each completion to disk before it returns it, and replays completions it finds there.
 
-    The key of a completion is the seed of its request and its context with its images, so each request needs its own
-    seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last token, by
-    `continued` (see `Pausable`). An environment that runs
-    again after a crash gets the same turns as long as its contexts are the same; from the first different context (a
-    search that returns another result), it is sampled again.
+    The key of a completion is the seed of its request, its context with its images, and all sampling parameters, so
+    each request needs its own seed, as `rlkit.rollout` gives it. An aborted completion is continued from its last
+    token, by `continued` (see `Pausable`). An environment that runs again after a crash gets the same turns as long as
+    its contexts are the same; from the first different context (a search that returns another result), or under
+    parameters that a resume has changed, it is sampled again.
 
     Files are `{folder}/{version}.jsonl` by the newest weights in a completion. On resume from weights `version`, later
     files are deleted, because those weights are lost; `forget` deletes files that are no longer needed.
@@ -261,7 +261,7 @@ class Journal:
 
         async def part(context: list[int], left: SamplingParams) -> Completion:
             nonlocal replayed
-            key = _key(left.seed, context, images)
+            key = _key(left, context, images)
             completion = self._known.pop(key, None)
             replayed = completion is not None
             if completion is not None:
@@ -321,11 +321,11 @@ def _read_array(written: Sequence[Any], dtype: type) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 
 
-def _key(seed: int | None, prompt_ids: list[int], images: str) -> Key:
-    if seed is None:
+def _key(params: SamplingParams, prompt_ids: list[int], images: str) -> Key:
+    if params.seed is None:
         raise ValueError("a journal identifies a request by its seed: set params.seed")
-    context = array("q", prompt_ids).tobytes() + images.encode()
-    return seed, len(context), zlib.crc32(context)
+    asked = array("q", prompt_ids).tobytes() + f"{images}{replace(params, seed=None)}".encode()
+    return params.seed, len(asked), zlib.crc32(asked)
 
 
 def _version(path: Path) -> int:

@@ -279,6 +279,32 @@ def test_a_journal_replays_only_the_same_request(tmp_path):
         ask([1], None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.7}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"max_new_tokens": 9}, {"stop": ("cd",)},
+     {"stop_token_ids": (4,)}],
+)  # fmt: skip
+def test_a_resume_with_other_sampling_samples_again(tmp_path, change):
+    """They were replayed, and trained as samples of the new temperature or limit."""
+    shape = {"length": lambda prompt, seed: 30}
+    crashed, engine = Ticking(**shape), Ticking(**shape)
+
+    async def crash():
+        pausable = Pausable(Journal(tmp_path, crashed.generate, **GOES_ON).generate, crashed.abort, **GOES_ON)
+        (out,) = await interrupted(pausable, [pausable.generate([1], params=params(3))], [4, 4])
+        assert len(crashed.calls) == 3
+        return out
+
+    async def resume(asked):
+        return await Journal(tmp_path, engine.generate, **GOES_ON).generate([1], params=asked)
+
+    out = asyncio.run(crash())
+    asyncio.run(resume(replace(params(3), **change)))
+    assert [call[0] for call in engine.calls] == [(1,)]
+    assert asyncio.run(resume(params(3))) == out
+    assert len(engine.calls) == 1, "all parts of the completion are replayed, each under its own limit"
+
+
 def test_completions_of_lost_weights_are_deleted(tmp_path):
     engine = Ticking(length=lambda prompt, seed: 9)
     journal = Journal(tmp_path, engine.generate)
