@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,57 @@ async def test_after_a_failed_update_the_next_one_wakes_the_servers_again(tmp_pa
         before = len(seen)
         await engine.update_weights([("x", torch.zeros(1))], version=1)
         await engine.close()
-    assert seen[before:] == ASKED[SGLang][1:]
+    assert seen[before:] == ASKED[SGLang][2:], "the weights are back since the first try"
+
+
+class Saver:
+    """An SGLang server's memory: what is taken back must have been freed (`offload_tags.remove`), or it dies."""
+
+    def __init__(self) -> None:
+        self.freed: set[str] = set()
+        self.version, self.refuses, self.faults = "default", "", list[str]()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        told: Any = await request.json() if request.method == "POST" and request.can_read_body else {}
+        path = request.path[1:]
+        if path == "release_memory_occupation":
+            self.freed |= {"weights", "kv_cache", "cuda_graph"}
+        if path == "resume_memory_occupation":
+            if self.refuses in told["tags"]:
+                self.refuses = ""  # once
+                return web.json_response({"success": False}, status=400)
+            self.faults += [tag for tag in told["tags"] if tag not in self.freed]
+            self.freed -= {*told["tags"]}
+        if path == "update_weights_from_disk":
+            self.faults += ["weights"] * ("weights" in self.freed)
+            self.version = told["weight_version"]
+        return web.json_response({"weight_version": self.version} if path == "model_info" else {})
+
+
+@pytest.mark.filterwarnings("ignore:rlkit cannot read the checkpoint")
+@pytest.mark.parametrize("refused", ["weights", "kv_cache"])
+async def test_what_a_server_has_taken_back_it_is_not_told_to_take_again(refused: str, tmp_path: Path) -> None:
+    """Another one failed meanwhile, before or after the weights; and a third was restarted while it rested."""
+    savers = [Saver(), Saver(), Saver()]
+    async with AsyncExitStack() as stack:
+        urls = []
+        for saver in savers:
+            app = web.Application()
+            app.router.add_route("*", "/{page:.*}", saver.answer)
+            urls.append(await stack.enter_async_context(running(app)))
+        engine = SGLang(urls, transport=FromDisk(tmp_path), release=True)
+        await engine.update_weights([("x", torch.zeros(1))], version=0)
+        for version in (1, 2):
+            await engine.rest()
+            assert all(saver.freed >= {"weights", "kv_cache"} for saver in savers)
+            savers[2].freed, savers[2].version = set(), "default"
+            savers[1].refuses = refused
+            with pytest.raises(ValueError, match="status 400"):
+                await engine.update_weights([("x", torch.zeros(1))], version=version)
+            await engine.update_weights([("x", torch.zeros(1))], version=version)
+            assert not any(saver.freed & {"weights", "kv_cache"} for saver in savers)
+        await engine.close()
+    assert [saver.faults for saver in savers] == [[], [], []]
 
 
 async def test_requests_that_end_late_are_waited_for(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ class ServerEngine:
         folder = getattr(transport, "folder", None)
         self._adapters = Adapters(self._servers, mode=lora, folder=folder, never=never)
         self._gate: asyncio.Event | None = None  # while no request may be in flight: they wait for it
-        self._resting: list[tuple[Replica, int]] = []  # with `life`: a restarted server has its memory
+        # what each server has not taken back, with its `life`: a restarted one has its memory
+        self._resting: dict[Replica, tuple[int, list[str]]] = {}
         self._timeout, self._tries = timeout, tries
         self._salt: str | None = None
         self._broken: str | None = None
@@ -318,16 +319,15 @@ class ServerEngine:
                 check_release(servers)
             if isinstance(weights, WeightStream) and weights.has_adapter:
                 weights = weights.in_form(await self._adapters.form(servers, weights.model))
-            resting = [server for server, life in self._resting if server.life == life and server in servers]
             probe = self._probe
             if probe is not None and not self._primed:
                 await all_done(self._sample(server, probe) for server in servers)
                 self._primed = True
             try:
-                await all_done(self._api.take_back(server, ["weights"]) for server in resting)
+                await self._take_back(servers, "weights")
                 await self._send(servers, weights, version)
-                await all_done(self._api.take_back(server, ["kv_cache"]) for server in resting)
-                self._resting = []
+                await self._take_back(servers, "kv_cache")
+                self._resting = {}
                 if self._pause == "in_place":
                     self._salt = f"rlkit-{version}"
                 self.version = self._servers.version = self._serving.version = version
@@ -374,7 +374,23 @@ class ServerEngine:
 
         servers = self._servers.up()
         released = await all_done(map(release, servers))
-        self._resting = [(server, server.life) for server, done in zip(servers, released, strict=True) if done]
+        took = (server for server, done in zip(servers, released, strict=True) if done)
+        self._resting = {server: (server.life, ["weights", "kv_cache"]) for server in took}
+
+    async def _take_back(self, servers: Sequence[Replica], tag: str) -> None:
+        """Have the servers that have freed this memory take it back, once: SGLang dies of a second request."""
+
+        async def one(server: Replica) -> None:
+            life, tags = self._resting.get(server, (server.life, []))
+            if tag not in tags or server.life != life:
+                return
+            if self._servers.version is not None and tag == "weights" and await server.is_untouched():
+                server.reborn()  # while it rested
+                return
+            await self._api.take_back(server, [tag])
+            tags.remove(tag)
+
+        await all_done(map(one, servers))
 
     async def release_memory(self, *tags: str) -> None:
         """Free GPU memory for training on the same device; `tags`: "kv_cache", "weights", "cuda_graph", or all.
