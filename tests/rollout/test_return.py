@@ -215,7 +215,7 @@ async def test_a_server_that_was_restarted_between_two_requests_samples_nothing(
         await server.start()
     urls = [server.url for server in servers]
     async with SGLang(urls, transport=FromDisk(tmp_path), vocab_size=97) as engine:
-        for version in (1, 2):
+        for version in (0, 1, 2):  # 0 too: it may be a checkpoint that the servers were not started with
             await engine.update_weights(iter(WEIGHTS), version=version)
             assert [server.version for server in servers] == [str(version)] * 2
             servers[0].version = "default"
@@ -223,6 +223,11 @@ async def test_a_server_that_was_restarted_between_two_requests_samples_nothing(
             assert [out.versions for out in await asyncio.gather(*calls)] == [[version] * 3] * 4
         servers[1].version = "1"
         with pytest.raises(EngineError, match="it was restarted and serves version 1, not 2: call update_weights"):
+            await engine.generate([1, 2], params=PARAMS)
+        await engine.update_weights(iter(WEIGHTS), version=0)
+        for server in servers:
+            server.version = "default"
+        with pytest.raises(EngineError, match="it was restarted and serves version default, not 0"):
             await engine.generate([1, 2], params=PARAMS)
     for server in servers:
         await server.stop()
@@ -242,7 +247,7 @@ async def test_a_server_whose_samples_contradict_its_version_is_an_error(tmp_pat
         await engine.update_weights(iter(WEIGHTS), version=1)
         assert (await engine.generate([1, 2], params=PARAMS)).versions == [1, 1, 1]
         server.version = "default"
-        with pytest.raises(EngineError, match="says that it serves version 1, and samples of 0"):
+        with pytest.raises(EngineError, match="says that it serves version 1, and samples of default"):
             await asyncio.wait_for(engine.generate([1, 2], params=PARAMS), 20)
     await server.stop()
 

@@ -107,28 +107,30 @@ def check_expanded(told: Sequence[int] | None, prompt_ids: Sequence[int], *, url
         raise ValueError(f"{url} {fault}: serve the checkpoint that is trained, with its tokenizer and image processor")
 
 
-def parse_version(told: Any, missing: int) -> int:
-    """A served version, a string or an integer, as a number; "default", what a server starts with, is 0.
+def parse_version(told: Any, missing: int, *, start: int = 0) -> int:
+    """A served version, a string or an integer, as a number; "default", what a server starts with, is `start`.
 
     Errors: ValueError for any other value.
     """
-    if told is None:
-        return missing
-    served = 0 if told == "default" else int(told) if isinstance(told, str) else told
+    if told is None or told == "default":
+        return missing if told is None else start
+    served = int(told) if isinstance(told, str) else told
     return whole_number(served, "weight_version", low=0, high=MAX_VERSION)
 
 
-def versions_of(spans: Any, num_tokens: int) -> list[int]:
-    """The version of each token. The spans of a reply must be disjoint and cover all tokens: nothing else is built."""
+def versions_of(spans: Any, num_tokens: int, *, start: int = 0) -> list[int]:
+    """The version of each token, "default" as `start`. The spans of a reply must be disjoint and cover all tokens:
+    nothing else is built."""
     edges = []
     for span in spans:
-        start = whole_number(span["start"], "start", low=0, high=num_tokens)
-        edges.append((start, whole_number(span["end"], "end", low=start, high=num_tokens), span["version"]))
-    if sum(end - start for start, end, _ in edges) != num_tokens:
+        first = whole_number(span["start"], "start", low=0, high=num_tokens)
+        edges.append((first, whole_number(span["end"], "end", low=first, high=num_tokens), span["version"]))
+    if sum(end - first for first, end, _ in edges) != num_tokens:
         raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
-    versions = [-1] * num_tokens
-    for start, end, served in edges:
-        versions[start:end] = [parse_version(served, 0)] * (end - start)
-    if -1 in versions:
+    none = MAX_VERSION + 1
+    versions = [none] * num_tokens
+    for first, end, served in edges:
+        versions[first:end] = [parse_version(served, 0, start=start)] * (end - first)
+    if none in versions:
         raise ValueError(f"weight_versions do not cover {num_tokens} tokens once")
     return versions

@@ -22,7 +22,7 @@ from rlkit.rollout.engines.http import Busy, Http, Refused, ReplicaError, Unreac
 from rlkit.rollout.engines.servers.adapters import Adapters, LoraSync
 from rlkit.rollout.engines.servers.api import PauseMode, ServerLimits
 from rlkit.rollout.engines.servers.checks import NamedTensors, Probe, check_probe, check_release, checked, shapes
-from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas
+from rlkit.rollout.engines.servers.replicas import CLEAN_UP_S, Replica, Replicas, named
 from rlkit.rollout.groups import cancel_all
 from rlkit.rollout.stream import continue_aborted
 from rlkit.types import Completion, Progress, SamplingParams, request_ids
@@ -426,20 +426,22 @@ class ServerEngine:
             replica = await self._pick(call)
             if replica is None or call.aborted.is_set():
                 break
-            given = self._servers.version or 0
+            given, direct = self._servers.version, self._serving is self._servers
+            start = 0 if given is None or not direct else -1  # after an update, none of ours
             call.replica, call.wire = replica, uuid4().hex  # SGLang aborts by prefix: no name may begin with another
-            named, version = self._api.named(request(), call.wire), self.version
-            sent = self._api.showing(named, call.images) if call.images else named
+            body, version = self._api.named(request(), call.wire), self.version
+            sent = self._api.showing(body, call.images) if call.images else body
             try:
                 reply = await self._serving.request(replica, self._api.generate, sent, timeout=self._timeout)
-                done = self._api.completion(reply, named, limits, url=replica.url, version=version)
+                done = self._api.completion(reply, body, limits, url=replica.url, version=version, start=start)
                 self._servers.note_drafts(len(done.ids), self._api.num_verified(reply))
-                if self._serving is not self._servers or (oldest := min(done.versions, default=given)) >= given:
+                if given is None or not direct or (oldest := min(done.versions, default=given)) >= given:
                     return done
                 if replica in stale:  # taken back, as what it says of itself is right
-                    raise ReplicaError(f"{replica.url} says that it serves version {given}, and samples of {oldest}")
+                    fault = f"says that it serves version {given}, and samples of {named(oldest)}"
+                    raise ReplicaError(f"{replica.url} {fault}")
                 stale.append(replica)
-                self._servers.forget(replica, f"serves version {oldest}, not {given}")  # between two requests
+                self._servers.forget(replica, f"serves version {named(oldest)}, not {given}")  # between two requests
             except Busy:
                 raise
             except Refused:

@@ -102,10 +102,10 @@ class Replica:
             return dict(reply.items())
 
     async def version(self, *, timeout: float) -> int:
-        """The version of the weights that it serves."""
+        """The version of the weights that it serves; -1: those that it was started with."""
         info = await self.get(self.api.info, timeout=timeout)
         with reading(self.url, f"a reply of {self.api.info}", info):
-            served = parse_version(info.get("weight_version"), 0)
+            served = parse_version(info.get("weight_version"), 0, start=-1)
         return served
 
     async def is_untouched(self) -> bool:
@@ -118,6 +118,11 @@ class Replica:
         with reading(self.url, "a reply of /v1/models", models):
             names = [str(model["id"]) for model in models.get("data", []) if model.get("parent") is not None]
         return names
+
+
+def named(version: int) -> str:
+    """A served version as the server calls it; -1: "default"."""
+    return "default" if version < 0 else str(version)
 
 
 class Replicas:
@@ -254,7 +259,7 @@ class Replicas:
         with suppress(ReplicaError, TimeoutError):  # why it went down says more
             served = await replica.version(timeout=self._patience)
             if self.version not in (served, None):
-                self.forget(replica, f"serves version {served}, not {self.version}")
+                self.forget(replica, f"serves version {named(served)}, not {self.version}")
             elif await self.lacks_adapter(replica):
                 self.forget(replica, "lacks the adapter")
             else:

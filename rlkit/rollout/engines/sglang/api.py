@@ -100,11 +100,11 @@ class SGLangApi:
         return body | inputs | api.unsampled(body, images) | {"return_prompt_token_ids": True}
 
     def completion(
-        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int
+        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int, start: int = 0
     ) -> Completion:
         """A `Completion` from the reply of SGLang's /generate to `request`.
 
-        `version` is for servers that do not report theirs.
+        `version` is for servers that do not report theirs, `start` that of the weights that a server was started with.
 
         Raises:
             ReplicaError: fields are missing, the server gave up, or `check_reply` refuses it. Busy: its queue is full.
@@ -128,8 +128,8 @@ class SGLangApi:
             if len(ids) != num_tokens or reply.get("output_ids", ids) != ids:
                 raise ReplicaError(f"{url}: {num_tokens} tokens but {len(ids)} log-probs")
             spans = meta.get("weight_versions")
-            one = api.parse_version(meta.get("weight_version"), version)
-            versions = api.versions_of(spans, len(ids)) if spans else [one] * len(ids)
+            one = api.parse_version(meta.get("weight_version"), version, start=start)
+            versions = api.versions_of(spans, len(ids), start=start) if spans else [one] * len(ids)
             prompt, size = reply.get("prompt_token_ids"), len(request["input_ids"]) + len(ids) - 1
             experts = _experts(meta.get("routed_experts"), size, limits.experts) if limits.experts else None
             reported = {

@@ -86,7 +86,7 @@ class VLLMApi:
         return body | {"request_id": wire}
 
     def completion(
-        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int
+        self, reply: Any, request: dict[str, Any], limits: api.ServerLimits, *, url: str, version: int, start: int = 0
     ) -> Completion:
         """A `Completion` from the reply of /inference/v1/generate to `request`.
 
@@ -102,7 +102,7 @@ class VLLMApi:
             if [entry["token_id"] for entry in entries] != ids:
                 raise ValueError(f"{len(ids)} tokens, and log-probs of {len(entries)} others")
             logp, prompt = [entry["logprob"] for entry in entries], reply.get("prompt_token_ids")
-            versions = api.versions_of(spans, len(ids)) if spans else [version] * len(ids)
+            versions = api.versions_of(spans, len(ids), start=start) if spans else [version] * len(ids)
             experts = _experts(choice.get("routed_experts"), len(request["token_ids"]) + len(ids) - 1)
             name = request.get("request_id")
             reported = {
