@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from lora_server import LoraServer, serving
 from safetensors.torch import load_file
 
@@ -285,6 +286,43 @@ async def test_requests_go_on_elsewhere_while_one_server_lacks_the_adapter(
         outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(6)))
         assert all(out.versions == [2] * 5 for out in outs)
         assert len(servers[0].named) == 3
+
+
+class DiesInside(LoraServer):
+    """It dies of its second adapter."""
+
+    def load(self, path: str, body: dict[str, Any]) -> web.Response:
+        self.dead = self.seen.count(path) == 2 and "unload" not in path
+        return super().load(path, body)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        out = await super().answer(request)
+        if getattr(self, "dead", False):
+            request.transport.close()
+        return out
+
+
+@pytest.mark.slow_cases("VLLM")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_dies_of_an_adapter_does_not_have_the_others_sent_the_base(
+    kind: Any, model: Any, tmp_path: Path
+) -> None:
+    """They have that adapter, and not the one before; a base in FP8 could not be sent at all."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(serving(make(NAME))) for make in (LoraServer, DiesInside)]
+        for server in servers:
+            server.version = "3"  # so that their base is not what they were started with
+        urls = [server.url for server in servers]
+        engine = await stack.enter_async_context(kind(urls, transport=FromDisk(tmp_path)))
+        await engine.update_weights(stream_weights(model), version=1)
+        assert [server.seen for server in servers] == [[*whole(kind), LOAD[kind], "/update_weight_version"]] * 2
+        with pytest.raises(EngineError, match="connection failed"):
+            await engine.update_weights(stream_weights(model), version=2)
+        before = len(servers[0].seen)
+        await engine.update_weights(stream_weights(model), version=2)
+        assert servers[0].seen[before:] == [UNLOAD[kind], LOAD[kind], "/update_weight_version"]
+        assert (await engine.generate([1], params=PARAMS)).versions == [2] * 5
+        assert [*servers[0].adapters] == servers[0].named
 
 
 @pytest.mark.parametrize("kind", KINDS)

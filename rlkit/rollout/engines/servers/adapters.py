@@ -107,8 +107,8 @@ class Adapters:
                 self._never = f"{masked(server.url)} refused the adapter ({str(error).splitlines()[0]})"
                 raise ReplicaError(f"{self._never}: call update_weights again, for merged weights") from error
 
+        self._servers.adapter = name  # also if one dies: the others have it, and none has the one before
         await all_done(map(one, servers))
-        self._servers.adapter = name
         while len(self._written) > 1:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
