@@ -1,5 +1,6 @@
 """Gym-like environments on messages and on tokens, with a scripted policy and with a real engine."""
 
+import asyncio
 import random
 import threading
 
@@ -134,6 +135,37 @@ async def test_a_game_starts_from_the_prompt_is_truncated_and_fails():
     with pytest.raises(KeyError, match="boom"):
         await env(prompt, Script(tokenizer, "boom"))
     assert closed == [True, True]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_game_is_closed_after_the_step_of_a_cancelled_episode(hangs, monkeypatch):
+    """Its thread goes on; only one that hangs is not waited for to its end."""
+    monkeypatch.setattr("rlkit.rollout.envs.gym._END_S", 0.2 if hangs else 60.0)
+    tokenizer, said, begun, release = tokenizer_with("chatml"), [], threading.Event(), threading.Event()
+
+    class Slow(HigherLower):
+        def step(self, turn):
+            begun.set()
+            release.wait(60)
+            said.append("stepped")
+            return Step("", done=True)
+
+        def close(self):
+            said.append("closed")
+            release.set()
+
+    env = gym_env(Slow, tokenizer=tokenizer)
+    episode = asyncio.create_task(env(prompt_of(tokenizer), Script(tokenizer, "a")))
+    await asyncio.to_thread(begun.wait, 60)
+    episode.cancel()
+    await asyncio.sleep(0.05)
+    if not hangs:
+        assert said == []
+        release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    assert said[0] == ("closed" if hangs else "stepped")
+    assert "closed" in said
 
 
 async def test_mixing_tokens_and_messages_is_refused():

@@ -24,6 +24,7 @@ If a template rewrites history, the episode becomes several trajectories (see `r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlkit._util.numbers import as_number, is_number, show
 from rlkit.data.episode_images import parts_of
 from rlkit.data.messages import is_seed_row
-from rlkit.rollout.calling import accepted, call, report_once
+from rlkit.rollout.calling import accepted, call, is_async, report_once
 from rlkit.rollout.envs.chat import Chat, Turn, next_turn
 from rlkit.rollout.envs.turns import Turns
 from rlkit.rollout.groups import Env, Prompt, Sampler
@@ -39,6 +40,8 @@ from rlkit.types import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_END_S = 10.0  # seconds in which the call of a cancelled episode must end
 
 
 class Step(NamedTuple):
@@ -74,7 +77,8 @@ def gym_env(
 
     `make(prompt)` is called for every sample of a group, so state that the samples share (a secret, a seed) must come
     from the prompt: `make=lambda prompt: Guessing(random.Random(prompt.index))`. Sync methods run in a thread, so that
-    a slow one does not block other episodes; the calls of one episode never overlap.
+    a slow one does not block other episodes; the calls of one episode never overlap: where it is cancelled inside one,
+    `close` waits for that, for at most 10 s.
 
     The reward is the sum of the steps' rewards, which are listed in `info["turn_rewards"]`. With `token_rewards`, for
     returns and GAE, each is placed at the end of its turn, the terminal reward is 0, and the sum is the score.
@@ -89,10 +93,10 @@ def gym_env(
             raise TypeError(f"make(prompt) must return an object with reset and step, got {game!r:.200}")
         if id(game) in playing:
             raise ValueError(f"make(prompt) must make an object per episode: its {game!r:.200} plays another one still")
-        playing[id(game)] = game
+        playing[id(game)], alone = game, partial(_alone, threading.Lock())
         try:
             arguments = {"seed": seed_of(prompt), "options": dict(prompt.row)}
-            opening = await call(partial(game.reset, **accepted(game.reset, arguments)))
+            opening = await call(alone(partial(game.reset, **accepted(game.reset, arguments))))
             gymnasium = isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping)
             opening = opening[0] if gymnasium else opening
             if _is_tokens(opening):
@@ -103,11 +107,11 @@ def gym_env(
                     prompt, sample, tokenizer=tokenizer, messages=messages, system_prompt=system_prompt,
                     template_args=template_args,
                 )  # fmt: skip
-            return await _play(game, talk, token_rewards, gymnasium=gymnasium)
+            return await _play(game, alone(game.step), talk, token_rewards, gymnasium=gymnasium)
         finally:
             del playing[id(game)]
             if hasattr(game, "close"):
-                await call(game.close)
+                await call(alone(game.close))
 
     return env
 
@@ -118,13 +122,29 @@ def seed_of(prompt: Prompt) -> int:
     return seed if isinstance(seed, int) else prompt.index
 
 
+def _alone(lock: threading.Lock, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that waits for the thread of the one before, which a cancelled episode leaves running."""
+    if is_async(method):
+        return method
+
+    def after_it(*args: Any) -> Any:
+        waited = lock.acquire(timeout=_END_S)
+        try:
+            return method(*args)
+        finally:
+            if waited:
+                lock.release()
+
+    return after_it
+
+
 async def _play(
-    game: Any, talk: Chat | _TokenTalk, token_rewards: bool, *, gymnasium: bool = False
+    game: Any, step: Callable[..., Any], talk: Chat | _TokenTalk, token_rewards: bool, *, gymnasium: bool = False
 ) -> list[Trajectory]:
     rewards: list[float] = []
     cut = None
     while (turn := await talk.turn()) is not None:
-        answer = _step(game, await call(game.step, turn.text if gymnasium else turn), gymnasium)
+        answer = _step(game, await call(step, turn.text if gymnasium else turn), gymnasium)
         rewards.append(as_number(answer.reward))
         if answer.done or answer.truncated:
             cut = answer.truncated or None
