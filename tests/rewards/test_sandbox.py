@@ -419,6 +419,26 @@ def test_a_run_that_is_cancelled_in_its_first_moments_ends():
         assert not waiting.is_alive()
 
 
+def test_too_many_open_files_leave_none_open():
+    """A start opens six files: the limit is reached at each of them, in a process of its own."""
+    code = """
+        import os, resource
+        from rlkit.rewards import sandbox
+        for room in range(6):
+            child = sandbox.Child("program", ["", None, None, "print(1)"], sandbox.Limits(wall_s=60))
+            before = os.listdir("/proc/self/fd")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + room, 4096))
+            try:
+                child.start()
+            except OSError as error:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+                print(error.errno, len(os.listdir("/proc/self/fd")) - len(before))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "24 0\n" * 6
+
+
 def test_a_run_ends_with_its_child_whoever_holds_its_pipes(monkeypatch):
     held, close = [], sandbox._close
 

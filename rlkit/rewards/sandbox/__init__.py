@@ -255,16 +255,16 @@ class Child:
         """Have it started. `shared` are further fds for it, which stay the caller's."""
         self._pipes: list[int] = []
         mine: list[int] = []
-        for fd in self._fds:
-            if fd is None:
-                read, write = os.pipe()
-                self._pipes.append(read)
-                mine.append(write)
-            else:
-                mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
         try:
+            for fd in self._fds:
+                if fd is None:
+                    read, write = os.pipe()
+                    self._pipes.append(read)
+                    mine.append(write)
+                else:
+                    mine.append(_file(fd) if isinstance(fd, str) else os.open(os.devnull, os.O_WRONLY))
             self._control = self._server.begin({"run": self._run, "limits": asdict(self._limits)}, [*mine, *shared])
-        except SandboxError:
+        except BaseException:  # also too many open files
             _close(self._pipes)
             raise
         finally:
