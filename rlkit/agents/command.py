@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from rlkit.agents import ENDS, AgentError, end_of
 from rlkit.data.images import MARK, PLACE, gathered
 from rlkit.data.load import place_of
 from rlkit.data.prompts import question_messages
-from rlkit.rollout.calling import in_own_thread
+from rlkit.rollout.calling import CLOCK, Clock, in_own_thread
 
 if TYPE_CHECKING:
     from rlkit.rollout.groups import Prompt, Score
@@ -57,9 +58,9 @@ def command(
     Its output goes to a file in `logs` (the first MiB; of the newest 1000 episodes), `info["log"]`. `info["folder"]` is
     its folder, for reward functions; `scored` deletes it. At the end of the episode all its processes are killed.
 
-    An exit code other than 0, no end after `timeout_s`, more than 1000 processes (Linux), more memory than
-    `memory_gib` (of all its processes, measured ten times a second; Linux) and a result that cannot be read are an
-    `AgentError`; so is, with `needs_reward`, none.
+    An exit code other than 0, no end after `timeout_s` (see `agent_env`), more than 1000 processes (Linux), more memory
+    than `memory_gib` (of all its processes, measured ten times a second; Linux) and a result that cannot be read are
+    an `AgentError`; so is, with `needs_reward`, none.
 
     This is no sandbox: the command has the rights of the run.
     """
@@ -178,12 +179,18 @@ async def _supervised(spec: Path, *, env: Mapping[str, str]) -> dict[str, Any]:
         with process:
             return process.stdout.read() if process.stdout else b""
 
+    def told(stands: bool) -> None:
+        with suppress(OSError, ValueError):  # it has ended
+            os.write(pipe.fileno(), b"-" if stands else b"+")
+
+    assert process.stdin is not None
+    pipe = process.stdin
+    CLOCK.get(Clock()).on_change = told
     report = asyncio.ensure_future(in_own_thread(ended))
     try:
         outcome: dict[str, Any] = json.loads(await asyncio.shield(report))
     except asyncio.CancelledError:
-        if process.stdin is not None:
-            process.stdin.close()
+        pipe.close()
         await asyncio.wait({report}, timeout=_END_S)
         raise
     except ValueError:

@@ -27,7 +27,7 @@ from rlkit.agents.server import Server
 from rlkit.data.episode_images import TEXT_ONLY
 from rlkit.data.images import Image, short
 from rlkit.data.load import place_of_prompt
-from rlkit.rollout.calling import call, report_once
+from rlkit.rollout.calling import CLOCK, Clock, call, report_once
 from rlkit.rollout.envs.call_format import call_parser
 from rlkit.rollout.envs.calls import Found, Parse, Schemas
 from rlkit.rollout.groups import Env, Prompt, Sampler, all_or_cancel
@@ -41,6 +41,7 @@ MAX_REFUSED = 1000  # requests of an episode
 MAX_IMAGES = 256 << 20  # bytes of the images of an episode
 MAX_PIXELS = 16e6  # of an image
 _END_S = 10.0  # seconds in which a cancelled program must end
+_LOOK_S = 0.1  # how often the clock is read that stands still shortly before the end
 _log = logging.getLogger("rlkit.rollout")
 
 
@@ -87,7 +88,8 @@ def agent_env(
     TypeError for anything else. A program that asks for no turn has an episode without tokens: its reward counts in the
     group's baseline, and nothing of it trains.
 
-    An exception of the program ends the run, and so does no end after `timeout_s` (a sync function keeps running in
+    An exception of the program ends the run, and so does no end after `timeout_s` (without the time in which a turn
+    waits for the end of a pause, while the run trains; a sync function keeps running in
     the background; its URL is closed), or a thousand refused requests. Without `raise_errors` the episode has failed
     instead, also if it asked for no turn: its reward is None and `info["error"]` the reason, which
     `rlkit.rewards.scoring` counts and leaves out of training. There an exception after a limit left no room ends a
@@ -163,6 +165,7 @@ class _Episode:
     ) -> None:  # fmt: skip
         self._prompt, self._sample, self._user_parse, self._tokenizer = prompt, sample, parse, tokenizer
         self._params, self._refuse_sampling, self._num_refused = params, refuse_sampling, 0
+        self._clock = Clock()
         self._full = False  # whether a limit left no room for a turn
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: Exception | None = None  # that ends the run
@@ -172,9 +175,13 @@ class _Episode:
 
     async def run(self, program: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         """What the program returns. Raises its exception, that of the engine, or `AgentError`."""
-        task = asyncio.ensure_future(program)
+        CLOCK.set(self._clock)
+        task, left = asyncio.ensure_future(program), timeout_s
         try:
-            await asyncio.wait({task, self._over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            while not (task.done() or self._over.done()) and (left is None or left > 0):
+                wait = None if left is None else max(left, _LOOK_S)
+                await asyncio.wait({task, self._over}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                left = None if timeout_s is None else timeout_s - self._clock.seconds
             if self.error is not None:
                 raise self.error
             if self._over.done():
@@ -272,6 +279,7 @@ class _Episode:
             raise
 
     async def _sampled(self, prompt_ids: list[int], **limits: Any) -> Completion:
+        CLOCK.set(self._clock)  # in the task of a request
         try:
             return await self._sample(prompt_ids, **limits)
         except Exception as error:

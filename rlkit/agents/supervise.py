@@ -5,7 +5,7 @@
 It prints one JSON object at the end: `code` (negative: a signal), `reason` (why it ended the command; "" if that ended
 by itself) and `left` (processes that the command left, which are killed). Standard input is a life line: when it
 closes, because the caller stopped or died, the command is killed, and the folder that its own is in is removed,
-with the one around it if that is empty then.
+with the one around it if that is empty then. A byte "-" stops the clock of `seconds`, and "+" has it go on.
 
 On Linux the process adopts what the command leaves behind (PR_SET_CHILD_SUBREAPER), also daemons in sessions of their
 own. Elsewhere it kills the command's process group, and memory is not limited.
@@ -87,17 +87,20 @@ class Run:
 
     def watch(self, seconds: float, memory: int | None) -> str:
         """Wait for the end of the command; the reason if it must be ended."""
-        deadline, look = time.monotonic() + seconds, 0.0
+        deadline, look, stood = time.monotonic() + seconds, 0.0, 0.0  # stood: since when the clock has; 0: it goes
         while True:
             ready, _, _ = select.select([0, self._reader] if self._open else [0], [], [], POLL_S)
             if 0 in ready:
-                return "stopped"
+                if not (told := os.read(0, 1)):
+                    return "stopped"
+                deadline += time.monotonic() - stood if stood else 0.0
+                stood = time.monotonic() if told == b"-" else 0.0
             if self._reader in ready:
                 self._read()
             if self._reap():
                 return ""
             now = time.monotonic()
-            if now > deadline:
+            if now > deadline and not stood:
                 return f"it had not ended after {seconds:g} s"
             if LINUX and now > look:
                 look = now + POLL_S

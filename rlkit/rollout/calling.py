@@ -8,9 +8,11 @@ import inspect
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -42,6 +44,40 @@ def not_cancelled() -> Iterator[None]:
             raise
         leaked = RuntimeError("CancelledError: it awaits a task that was cancelled, and must catch this error")
         raise leaked.with_traceback(error.__traceback__) from error  # which has the user's line
+
+
+class Clock:
+    """The time of a user's program, which stands still while one of its turns waits for the end of a pause.
+
+    `on_change(stands)` is called when it stops, and when it goes on.
+    """
+
+    def __init__(self) -> None:
+        self._waits, self._passed, self._since = 0, 0.0, time.monotonic()
+        self.on_change: Callable[[bool], object] = bool
+
+    @property
+    def seconds(self) -> float:
+        """Those that have passed."""
+        return self._passed + (0.0 if self._waits else time.monotonic() - self._since)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Around the wait of a turn."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, step: int) -> None:
+        stood, self._passed, self._since = self._waits > 0, self.seconds, time.monotonic()
+        self._waits += step
+        if stood != (self._waits > 0):
+            self.on_change(not stood)
+
+
+CLOCK: ContextVar[Clock] = ContextVar("CLOCK")  # of the program that runs, or whose turn is sampled
 
 
 def is_async(function: Callable[..., Any]) -> bool:

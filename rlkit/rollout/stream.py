@@ -48,6 +48,7 @@ import numpy as np
 from rlkit._util import untrusted
 from rlkit._util.files import append_file, explain_full_disk, replace_file
 from rlkit._util.text import Explained
+from rlkit.rollout.calling import CLOCK, Clock
 from rlkit.rollout.groups import (
     Env,
     Group,
@@ -104,8 +105,10 @@ class Pausable:
 
         async def part(context: list[int], left: SamplingParams) -> Completion:
             nonlocal pauses
-            while not self._open.is_set():  # the stream may be paused again before this task runs
-                await self._open.wait()
+            if not self._open.is_set():
+                with CLOCK.get(Clock()).stopped():
+                    while not self._open.is_set():  # the stream may be paused again before this task runs
+                        await self._open.wait()
             pauses = self._pauses
             self.num_running += 1
             try:

@@ -444,7 +444,7 @@ class Episodes:
     ANTHROPIC_BASE_URL), e.g. "python my_agent.py {question}" with columns of the row. Or FILE.py:FUNCTION,
     `def agent(prompt, base_url)` (docs/environments.md)"""
     agent_timeout: Annotated[Positive, _OF_AGENT] = 600.0
-    """seconds after which an agent's episode fails"""
+    """seconds after which an agent's episode fails, without those in which it waits for a turn while the run trains"""
     agent_memory: Annotated[Positive | None, _OF_AGENT] = None
     """GiB of memory of a command with all its processes, above which its episode fails; None: no limit"""
     agent_address: Annotated[

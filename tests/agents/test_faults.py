@@ -1,6 +1,8 @@
 """Agents that misbehave: the episode fails with a reason, the run goes on, nothing is left behind."""
 
 import asyncio
+import json
+import os
 import socket
 import sys
 import threading
@@ -17,9 +19,10 @@ import warm
 from scripted import Script, prompt_of, tokenizer_with
 
 from rlkit.agents import AgentError, endpoint, server
-from rlkit.agents.command import check_command, command, scored
+from rlkit.agents.command import _supervised, check_command, command, scored
 from rlkit.agents.endpoint import agent_env
 from rlkit.rewards.scoring import env_rewards
+from rlkit.rollout.calling import CLOCK, Clock
 from rlkit.rollout.groups import last_pieces, rollout
 from rlkit.testing import FakeEngine
 from rlkit.types import Completion, SamplingParams
@@ -239,6 +242,23 @@ def test_a_command_ends_with_the_run_that_started_it(tmp_path):
     while [*tmp_path.glob("rlkit-agents-*")] and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [*tmp_path.glob("rlkit-agents-*")] == []
+
+
+async def test_the_clock_of_a_command_stands_still_in_a_pause(tmp_path):
+    spec, clock = tmp_path / "command.json", Clock()
+    about = {"argv": ["sleep", "60"], "folder": str(tmp_path), "log": str(tmp_path / "log"), "seconds": 0.5}
+    spec.write_text(json.dumps({**about, "memory": None}))
+    CLOCK.set(clock)
+    ended = asyncio.create_task(_supervised(spec, env=os.environ))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        with clock.stopped(), clock.stopped():
+            await asyncio.sleep(1.0)
+        assert not ended.done()
+    begun = time.monotonic()
+    assert (await ended)["reason"] == "it had not ended after 0.5 s"
+    assert time.monotonic() - begun > 0.2
+    assert clock.seconds < 2.0 + time.monotonic() - begun
 
 
 async def test_a_command_has_no_file_of_the_trainer(tmp_path):

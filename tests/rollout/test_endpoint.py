@@ -7,6 +7,8 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 from urllib.parse import urlsplit
 
@@ -24,8 +26,9 @@ from rlkit.loops.evaluate import rollout_metrics
 from rlkit.metrics import finalize
 from rlkit.rollout import calling
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.groups import all_or_cancel, rollout
+from rlkit.rollout.groups import all_or_cancel, rollout, sampler
 from rlkit.rollout.limits import limited
+from rlkit.rollout.stream import Pausable
 from rlkit.testing import FakeEngine
 from rlkit.types import SamplingParams
 
@@ -340,6 +343,33 @@ async def test_a_function_that_does_not_end_fails():
     with pytest.raises(AgentError, match=r"it had not ended after 0.1 s"):
         await env(prompt_of(tokenizer), Script(tokenizer))
     assert ended.is_set()
+
+
+async def test_the_time_of_a_pause_is_not_that_of_the_program():
+    """Episodes that a training step interrupted failed, as if the program had hung."""
+    tokenizer = tokenizer_with("chatml")
+    engine = FakeEngine([tokenizer.encode("answer<|im_end|>", add_special_tokens=False)])
+    pausable = Pausable(engine.generate, engine.abort)
+
+    def agent(prompt, base_url):
+        if prompt.index == 0:
+            with ThreadPoolExecutor() as both:
+                return len([*both.map(lambda _: post(base_url, messages=[user("x")]), range(2))])
+        return threading.Event().wait(3)
+
+    async def episode(index):
+        sample = sampler(pausable.generate, SamplingParams(max_new_tokens=20), (0, index))
+        return await env(replace(prompt_of(tokenizer), index=index), sample)
+
+    env = agent_env(agent, tokenizer=tokenizer, timeout_s=1.0)
+    await pausable.pause()
+    waits, hangs = (asyncio.create_task(episode(index)) for index in range(2))
+    with pytest.raises(AgentError, match="it had not ended after 1 s"):
+        await hangs
+    await asyncio.sleep(1.0)
+    assert not waits.done()
+    pausable.resume()
+    assert {t.reward for t in await waits} == {2}
 
 
 async def test_a_client_that_goes_away_leaves_no_turn():
