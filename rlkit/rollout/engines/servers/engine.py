@@ -30,6 +30,7 @@ from rlkit.types import Completion, Progress, SamplingParams, request_ids
 if TYPE_CHECKING:
     from rlkit.rollout.engines.servers.api import Api
 
+_RESTING = ("weights", "kv_cache")  # what `rest` frees and an update has taken back; "all" has SGLang's graphs, too
 UNFINISHED = "the update to version {} was not finished: call update_weights again"
 ASK_QUEUES_EVERY = 1.0  # seconds
 CLOSE_TIMEOUT = 10.0
@@ -366,7 +367,7 @@ class ServerEngine:
 
         async def release(server: Replica) -> bool:
             try:
-                await self._api.release(server, [])
+                await self._api.release(server, _RESTING)
             except ReplicaError:
                 if not await self._servers.suspect(server):
                     raise
@@ -375,7 +376,7 @@ class ServerEngine:
         servers = self._servers.up()
         released = await all_done(map(release, servers))
         took = (server for server, done in zip(servers, released, strict=True) if done)
-        self._resting = {server: (server.life, ["weights", "kv_cache"]) for server in took}
+        self._resting = {server: (server.life, [*_RESTING]) for server in took}
 
     async def _take_back(self, servers: Sequence[Replica], tag: str) -> None:
         """Have the servers that have freed this memory take it back, once: SGLang dies of a second request."""
