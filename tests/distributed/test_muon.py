@@ -110,3 +110,25 @@ def test_ranks_train_as_one_process_does(pool):
     for weights in pool(2).run(trained_on_rank):
         for name, x in weights.items():
             assert (x - truth[name]).norm() < 0.15 * (truth[name] - before[name]).norm(), name
+
+
+def tied_stage(rank, world, folder):
+    """A step of the first and the last stage, which hold a copy of the embedding each, and a checkpoint of both."""
+    mesh = make_mesh(Parallel(pp=2))
+    stage = parallelize(prepare_model(tied()), mesh)
+    optimizer = muon(stage, lr=0.01, weight_decay=0.1)
+    step_on_fixed_gradients(stage, optimizer, 0)
+    save_checkpoint(folder, step=1, model=stage, optimizer=optimizer, state={}, keep=1)
+    return stage.base_model.embed_tokens.weight.full_tensor().detach()
+
+
+def tied():
+    sizes = {"hidden": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 44}
+    return tiny_model(tiny_tokenizer(), **sizes, tie_word_embeddings=True)
+
+
+def test_both_copies_of_a_tied_head_take_the_step_of_one_process(pool, tmp_path):
+    alone = prepare_model(tied())
+    step_on_fixed_gradients(alone, muon(alone, lr=0.01, weight_decay=0.1), 0)
+    for found in pool(2).run(tied_stage, tmp_path):
+        assert torch.equal(found, alone.model.embed_tokens.weight)
