@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlkit._util.numbers import show
 from rlkit._util.ranks import distributed, on_all_ranks, reshard, world_size
 from rlkit.metrics import Metrics, mean
+from rlkit.model.checkpoint import of_stages
 from rlkit.model.families import check_is_model
 from rlkit.model.sharding import own_part
 from rlkit.parallel.pipeline import sum_copies
@@ -41,17 +42,27 @@ def adamw(
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups, matrices and, without weight decay, vectors (norms, biases)."""
+    """The trainable parameters in two groups, matrices and, without weight decay, vectors (norms, biases).
+
+    All pipeline stages have the same groups, so one that is empty here may have members on another stage.
+    """
     check_is_model(model)
     _check_numbers(weight_decay=weight_decay)
     reshard(model)
-    if not (params := [p for p in model.parameters() if p.requires_grad]):
-        raise ValueError("model has no trainable parameter: is everything frozen?")
+    params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    if not (groups := _held(groups, model)):
+        raise ValueError("model has no trainable parameter: is everything frozen?")
+    return groups
+
+
+def _held(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The groups that have members on any pipeline stage: a checkpoint holds one list of groups for all stages."""
+    stages = of_stages(model, [len(group["params"]) for group in groups])
+    return [group for group, *sizes in zip(groups, *stages, strict=True) if any(sizes)]
 
 
 def _check_numbers(**values: Any) -> None:
@@ -116,8 +127,9 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
     for group in parameter_groups(model, weight_decay=weight_decay):
         inside = [p for p in group["params"] if p.ndim == 2 and id(p) not in of_ends]
         rest = [p for p in group["params"] if p.ndim != 2 or id(p) in of_ends]
-        hidden += [{**group, "params": inside}] if inside else []
-        others += [{**group, "params": rest}] if rest else []
+        hidden.append({**group, "params": inside})
+        others.append({**group, "params": rest})
+    hidden, others = _held(hidden, model), _held(others, model)
     parts: list[torch.optim.Optimizer] = []
     if hidden:
         cut = any(hasattr(p, "placements") for group in hidden for p in group["params"])

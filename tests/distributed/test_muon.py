@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.forward import forward, prepare_model
-from rlkit.model.optim import muon, optimizer_step
+from rlkit.model.heads import load_value_model, load_value_parallel
+from rlkit.model.lora import add_lora
+from rlkit.model.optim import adamw, muon, optimizer_step
 from rlkit.model.parallelize import parallelize
 from rlkit.model.weights import clean_name, stream_weights
 from rlkit.packing import pack
@@ -132,3 +134,43 @@ def test_both_copies_of_a_tied_head_take_the_step_of_one_process(pool, tmp_path)
     step_on_fixed_gradients(alone, muon(alone, lr=0.01, weight_decay=0.1), 0)
     for found in pool(2).run(tied_stage, tmp_path):
         assert torch.equal(found, alone.model.embed_tokens.weight)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+
+
+def headed_stage(rank, world, kind, model, one_process, folder):
+    """The weights after two steps, the second from a checkpoint of one process, and a checkpoint of the first."""
+    stage = load_value_parallel(model, make_mesh(Parallel(pp=2)), lora_rank=4, lora_alpha=32)
+    optimizer = OPTIMIZERS[kind](stage, lr=0.01)
+    step_on_fixed_gradients(stage, optimizer, 0)
+    save_checkpoint(folder, step=1, model=stage, optimizer=optimizer, state={}, keep=1)
+    load_checkpoint(one_process, model=stage, optimizer=optimizer)
+    step_on_fixed_gradients(stage, optimizer, 1)
+    return weights_of(stage), [len(group["params"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_head_that_trains_on_one_stage_only_is_saved_and_loaded(pool, tmp_path, kind):
+    """A critic's head, matrix and bias, trains whole over LoRA: the first stage has no vector, and no part for AdamW
+    beside Muon."""
+    pytest.importorskip("peft")
+    tied().save_pretrained(tmp_path / "model")
+    make = lambda: add_lora(load_value_model(tmp_path / "model"), rank=4)
+    alone = make()
+    optimizer = OPTIMIZERS[kind](alone, lr=0.01)
+    step_on_fixed_gradients(alone, optimizer, 0)
+    path = save_checkpoint(tmp_path / "one", step=1, model=alone, optimizer=optimizer, state={}, keep=1)
+    results = pool(2).run(headed_stage, kind, tmp_path / "model", path, tmp_path / "two")
+    other = make()
+    optimizer = OPTIMIZERS[kind](other, lr=0.5)
+    load_checkpoint(tmp_path / "two" / path.name, model=other, optimizer=optimizer)
+    step_on_fixed_gradients(other, optimizer, 1)
+    truth = weights_of(other)
+    for weights, _ in results:
+        assert all(torch.equal(x, truth[name]) for name, x in weights.items())
+        assert weights.keys() == truth.keys()
+    empty, whole = [sizes for _, sizes in results]
+    assert len(empty) == len(whole) == len(optimizer.param_groups)
+    assert 0 in empty
+    assert 0 not in whole
