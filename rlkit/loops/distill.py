@@ -265,6 +265,8 @@ def with_teachers(batch: Batch, teachers: Sequence[Teacher], distillation: Disti
     ids, logp = torch.zeros(batch.num_tokens, k, dtype=torch.long), torch.zeros(batch.num_tokens, k)
     for i, teacher in enumerate(teachers):
         part, tokens = sequences_of(i, batch)
+        if not part.num_tokens:  # on all ranks: each has the whole batch
+            continue
         if distillation.divergence is None:
             outputs = part.targets[:, None], teacher.logp(part)[:, None]
         else:

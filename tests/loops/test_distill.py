@@ -154,6 +154,15 @@ def test_each_sequence_has_the_teacher_of_its_row():
     assert (top.teacher_ids == torch.where(tokens[:, None] == 0, *(x.teacher_ids for x in alone)))[batch.mask].all()
 
 
+def test_a_teacher_may_have_no_sequence_of_a_step():
+    local = [LocalTeacher(Policy(sharp(seed))) for seed in (7, 8, 9)]
+    batch, how = replace(pack(groups()), teachers=torch.ones(4, dtype=torch.long)), Distillation(top_k=4)
+    made = with_teachers(batch, local, how)
+    alone = with_teachers(replace(batch, teachers=batch.teachers * 0), local[1:2], how)
+    assert torch.equal(made.teacher_ids, alone.teacher_ids)
+    assert torch.equal(made.teacher_logp, alone.teacher_logp)
+
+
 def test_rows_for_tokens_that_the_tokenizer_lacks_do_not_count():
     """Qwen2.5's sizes pad one vocabulary to different numbers of rows."""
     student, batch = Policy(small_model(1)), replace(pack(groups()), teachers=torch.zeros(4, dtype=torch.long))
