@@ -205,9 +205,17 @@ def append_file(path: Path, data: bytes) -> None:
             raise
 
 
+def temporary(path: Path) -> Path:
+    """A name beside `path` that no other process, on whatever machine, uses."""
+    return path.with_name(f"{TEMP_PREFIX}{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the content of `path` atomically: a reader, or a crash at any time, sees the old content or the new."""
-    temp = path.with_name(TEMP_PREFIX + path.name)
+    """Replace the content of `path` atomically: a reader, or a crash at any time, sees the old content or the new.
+
+    Several processes, also of several machines, may write it at once.
+    """
+    temp = temporary(path)
     try:
         write_file(temp, data)
         temp.replace(path)

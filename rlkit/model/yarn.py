@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlkit._util.files import replace_file
+from rlkit._util.files import replace_file, temporary
 from rlkit.model.positions import positions, ropes
 from rlkit.model.pretrained import HUB_FILES, load_config
 
@@ -78,7 +78,7 @@ def yarn_folder(path: str | os.PathLike[str], factor: float, folder: str | os.Pa
         source = Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(x.absolute() for x in source.iterdir() if x.is_file() and x.name != "config.json"):
-        link = folder / f".{file.name}.{os.getpid()}"
+        link = temporary(folder / file.name)
         link.symlink_to(file)
         link.replace(folder / file.name)
     replace_file(folder / "config.json", config.to_json_string().encode())

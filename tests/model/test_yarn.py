@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,25 @@ def test_the_folder_has_links_and_may_be_written_again(folders):
     assert {x.name for x in extended.iterdir()} == {x.name for x in plain.iterdir()}
     assert [x.name for x in extended.iterdir() if not x.is_symlink()] == ["config.json"]
     assert json.loads((plain / "config.json").read_text())["max_position_embeddings"] == POSITIONS
+
+
+@pytest.mark.parametrize("other", ["os.getpid", "socket.gethostname"])
+def test_the_ranks_of_a_run_write_the_folder_at_once(folders, tmp_path, monkeypatch, other):
+    """Another rank, of this machine or with this number on another one, comes before each rename."""
+    (plain, _), rename, links = folders, Path.replace, len([*folders[0].iterdir()])
+
+    def late(path, target):
+        monkeypatch.setattr(Path, "replace", rename)
+        with monkeypatch.context() as there:
+            there.setattr(other, lambda: 7)
+            yarn_folder(plain, FACTOR, tmp_path)
+        monkeypatch.setattr(Path, "replace", late)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    yarn_folder(plain, FACTOR, tmp_path)
+    assert len([*tmp_path.iterdir()]) == links, "nothing is left"
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == FACTOR * POSITIONS
 
 
 READ = {  # the length that a server takes from a folder
