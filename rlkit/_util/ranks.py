@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_awaited = count()  # of `await_rank0`, the same on all ranks
 _SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
@@ -171,6 +174,19 @@ def reshard(model: Any) -> None:
     for module in list(model.modules()):
         if hasattr(module, "reshard"):
             module.reshard()
+
+
+def await_rank0() -> None:
+    """Wait on all ranks until rank 0 is here, however long that takes; a collective raises after its timeout."""
+    if world_size() == 1:
+        return
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, key = _get_default_store(), f"rlkit/rank0/{next(_awaited)}"
+    if rank() == 0:
+        store.set(key, "")
+    while not store.check([key]):  # not `wait`: signals are handled between the calls
+        time.sleep(0.1)
 
 
 def on_rank0(work: Callable[[], object], *, group: ProcessGroup | None = None) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rlkit._util.ranks import Stopped
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.metrics import all_reduce, finalize, largest, mean, smallest
 from rlkit.model.forward import compute_log_probs, forward, prepare_model, token_outputs
@@ -19,6 +23,9 @@ from rlkit.parallel.data import any_rank, rank_microbatches, reduce_metrics, sum
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines import EngineError
 from rlkit.rollout.shared import SharedEngine
+from rlkit.run import saving
+from rlkit.run.on_save import Command
+from rlkit.settings import Schedule
 from rlkit.types import Trajectory
 
 
@@ -271,3 +278,29 @@ def refuse_on_rank(rank, world):
 
 def test_compiled_tensor_parallel_is_refused(pool):
     pool(2).run(refuse_on_rank)
+
+
+def end_on_rank(rank, world, folder):
+    """The end of a run whose group gives up after 2 s, while rank 0 waits for 4 s for a command of the user."""
+    impatient = dist.new_group(timeout=timedelta(seconds=2))
+    any_rank = saving.any_rank
+
+    def within_the_timeout(flag):
+        dist.barrier(group=impatient)
+        return any_rank(flag)
+
+    saving.any_rank = within_the_timeout
+    try:
+        with saving.open_training(Schedule(folder, steps=1), start=-1) as job:
+            if rank == 0:
+                job.commands.append(Command(subprocess.Popen(["sleep", "4"]), folder))
+                job.stop.requested = True
+    except Stopped:
+        return True
+    finally:
+        saving.any_rank = any_rank
+    return False
+
+
+def test_the_others_wait_without_bound_for_what_rank_0_waits_for_at_the_end(pool, tmp_path):
+    assert pool(2).run(end_on_rank, tmp_path / "run") == [True, True]
