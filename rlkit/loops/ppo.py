@@ -124,6 +124,8 @@ def value_update(
         metrics = retry_smaller(partial(gradients, mini), mini, model=model, max_tokens=optim.max_tokens)
         trains = bool(mini.mask.any())  # a step without a gradient would follow the momentum
         step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model) if trains else UNTRAINED
+        if not trains:  # its gradients are zeros, with which a step of the policy would follow it, too
+            optimizer.zero_grad(set_to_none=True)
         metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
     return reduce_metrics(metrics, mesh=mesh)
 

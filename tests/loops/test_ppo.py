@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.loops.ppo import ppo, value_update, with_gae
 from rlkit.model.forward import Policy, prepare_model
 from rlkit.model.heads import load_value_model, values
-from rlkit.model.optim import adamw
+from rlkit.model.optim import adamw, optimizer_step
 from rlkit.packing import pack, with_streams
 from rlkit.rewards.scoring import scorer
 from rlkit.rollout.engines.local import LocalEngine
@@ -94,6 +94,23 @@ def test_a_step_estimates_what_plain_loops_do(folder):
     )  # fmt: skip
     ends = batch.rewards.repeat_interleave(batch.cu_seqlens.diff()) * mask
     torch.testing.assert_close(cut.returns, ends, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_without_trained_tokens_leaves_the_critic_to_no_step_of_the_policy(folder):
+    critic, policy = load_value_model(folder / "critic"), torch.nn.Linear(2, 1)
+    optimizer = adamw(torch.nn.ModuleDict({"policy": policy, "critic": critic}), lr=1e-2)
+    batch = pack(sampled())
+    batch = with_streams(batch, values=values(critic, batch).detach(), returns=torch.ones(batch.num_tokens))
+    step = partial(
+        value_update, values=Policy(critic), optimizer=optimizer, rollouts=Rollouts(), lr=1e-2, seed=0, optim=Optim(),
+        critic=Critic(),
+    )  # fmt: skip
+    step(batch)
+    trained = [p.detach().clone() for p in critic.parameters()]
+    step(replace(batch, mask=torch.zeros_like(batch.mask)))
+    policy.weight.sum().backward()
+    optimizer_step(optimizer, max_norm=1.0)
+    assert all(map(torch.equal, critic.parameters(), trained))
 
 
 def test_the_critic_takes_the_step_of_a_padded_one(folder):
