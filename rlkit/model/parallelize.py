@@ -40,6 +40,7 @@ from rlkit.model.sharding import ShardedModel, device_of
 from rlkit.model.source import same_tensors, untie
 from rlkit.model.working_copy import WorkingCopy
 from rlkit.parallel.attention import recomputing
+from rlkit.parallel.data import each_stage
 from rlkit.parallel.mesh import Mesh
 from rlkit.parallel.moe import read_experts, split_experts
 from rlkit.parallel.pipeline import cut_stage
@@ -160,8 +161,8 @@ def parallelize(
         frozen: the model will not train, so its weights are kept in `dtype`: the same numbers, half the memory in bf16.
 
     Errors: ValueError for a model type that is not causal, or not covered by the sizes, for layers that share weights
-    (Zamba's), for heads that the sizes do not divide, for `compile` with tensor parallelism, and for adapters of
-    experts with `ep`.
+    (Zamba's), for heads that the sizes do not divide, for `compile` with tensor parallelism, for adapters of
+    experts with `ep`, and for adapters on the layers of some pipeline stages only.
     """
     sizes = mesh.sizes
     if _layers(model) is None:
@@ -188,6 +189,9 @@ def parallelize(
     if sizes.tp > 1:
         split_tensors(model, mesh)
     copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
+    if len({*(adapted := each_stage(bool(adapters(model)), mesh=mesh))}) > 1:  # their work would differ
+        fault = f"only {sum(adapted)} of pp={sizes.pp} pipeline stages have adapters"
+        raise ValueError(f"{fault}: give them to modules of all layers (--lora-targets), or drop --parallel.pp")
     half = alone and not frozen and dtype != torch.float32
     working = WorkingCopy(model, dtype=dtype, reduce_dtype=reduce_dtype) if half else None
     again = recomputing if working is None else working.recomputing

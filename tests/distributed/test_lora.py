@@ -291,6 +291,21 @@ def test_adapters_of_experts_are_refused_with_expert_parallel(ranks):
     ranks.run(experts_over_ep)
 
 
+def adapters_of_a_stage(rank, world):
+    """The first layer, of two, is on the first of two stages: both refuse it."""
+    mesh = make_mesh(Parallel(pp=2))
+    with pytest.raises(ValueError, match="only 1 of pp=2 pipeline stages have adapters: give them to modules of all"):
+        parallelize(add_lora(base(), rank=4, targets=["layers.0.self_attn.q_proj"]), mesh)
+    both = add_lora(base(), rank=4, targets=["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"])
+    return [*adapters(parallelize(both, mesh))]
+
+
+def test_adapters_on_the_layers_of_some_stages_only_are_refused(pool):
+    first, last = pool(2).run(adapters_of_a_stage)
+    assert first == ["model.layers.0.self_attn.q_proj.weight"]
+    assert last == ["model.layers.1.mlp.up_proj.weight"]
+
+
 @pytest.mark.parametrize(("given", "kept"), [("owner/name", "owner/name"), ("", None)])
 def test_a_saved_adapter_names_its_model(trained, tmp_path, monkeypatch, given, kept):
     monkeypatch.setattr(trained, "name_or_path", given)
