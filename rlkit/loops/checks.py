@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
 
 from rlkit._util.ranks import on_all_ranks
-from rlkit.data.order import check_parts
+from rlkit.data.order import Part, Parts, check_parts
 from rlkit.loops.task import Task
 from rlkit.model.forward import Policy, PolicyFn
 from rlkit.rollout.calling import report_once
@@ -36,12 +37,28 @@ def check_task(task: Task, tokenizer: Any) -> None:
     if not len(task.prompts):
         raise ValueError("task.prompts is empty: there is nothing to train on")
     check_parts(len(task.prompts), task.parts)
+    check_same_data(len(task.prompts), task.parts)
     check_sampling(task.prompts, env=task.env, score=task.score, keep_group=task.keep_group)
     check_names(task.held_out)
     for one in task.held_out.values():
         check_sampling(one.prompts, env=task.env, score=one.score or task.score)
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(f"tokenizer must have `decode`, to show samples, got a {type(tokenizer).__name__}")
+
+
+def check_same_data(num: int, parts: Parts) -> None:
+    """ValueError on every rank where one has other data than rank 0, as with unequal copies of a file on two nodes.
+
+    `num` rows in `parts`, whose sources have a number of their contents.
+    """
+    first, *others = on_all_ranks(lambda: [Part(*part) for part in parts] or [Part(num)])
+    for rank, its in enumerate(others, start=1):
+        for pair in zip_longest(first, its, fillvalue=Part(0)):
+            if pair[0] != pair[1]:
+                (a, of_a), (b, of_b) = ((part.size, part.source.rpartition(" ")[2] or "-") for part in pair)
+                name = (pair[0].source or pair[1].source).rpartition(" ")[0][:200] or "the data"
+                fault = f"{name}: {a} rows (checksum {of_a}) on rank 0, {b} ({of_b}) on rank {rank}"
+                raise ValueError(f"{fault}: give all nodes the same files")
 
 
 def check_names(sets: Iterable[str]) -> None:

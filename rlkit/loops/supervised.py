@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkit.data.order import Parts, batches, resumed, to_save
 from rlkit.data.streaming import Streamed
-from rlkit.loops.checks import check_names
+from rlkit.loops.checks import check_names, check_same_data
 from rlkit.loops.evaluate import Clock, EvalSet, answer_of, evaluate_sets, is_due, over_sets
 from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.metrics import Metrics, finalize, merge
@@ -157,6 +157,7 @@ def supervised(
     sets on each, logged as `eval/NAME/...`, with the means over the sets as `eval/...`.
     Each epoch visits every example once, in an order that depends on `schedule.seed`.
     """
+    check_same_data(len(data.train), data.parts)
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = make_optimizer(model, optim, lr=lr_at(0))
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}

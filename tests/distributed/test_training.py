@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import subprocess
+import zlib
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from rlkit._util.ranks import Stopped
+from rlkit.data.order import Part
+from rlkit.data.sources import identity
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.checks import check_same_data
 from rlkit.metrics import all_reduce, finalize, largest, mean, smallest
 from rlkit.model.forward import compute_log_probs, forward, prepare_model, token_outputs
 from rlkit.model.optim import adamw, global_norm, optimizer_step
@@ -304,3 +310,32 @@ def end_on_rank(rank, world, folder):
 
 def test_the_others_wait_without_bound_for_what_rank_0_waits_for_at_the_end(pool, tmp_path):
     assert pool(2).run(end_on_rank, tmp_path / "run") == [True, True]
+
+
+def data_on_rank(rank, world, folder):
+    """Each rank has a copy of its own, as if it were another node; the names are the same."""
+    (folder / str(rank)).mkdir()
+    with pytest.MonkeyPatch.context() as there:
+        there.chdir(folder / str(rank))
+        said = []
+        for num, text in ((3, "same\n"), (3, f"{rank} other\n"), (3 + rank, "same\n")):
+            Path("train.jsonl").write_text(text * num)
+            for parts in ([Part(num, 1.0, identity(["train.jsonl"]))], []):
+                try:
+                    check_same_data(num, parts)
+                    said.append("")
+                except ValueError as error:
+                    said.append(str(error))
+    return said
+
+
+def test_copies_of_the_data_that_differ_between_ranks_are_refused_on_all(pool, tmp_path):
+    (same, no_names, other, as_many, longer, nameless), there = pool(2).run(data_on_rank, tmp_path)
+    assert there == [same, no_names, other, as_many, longer, nameless]
+    assert same == no_names == as_many == ""
+    sums = [f"{zlib.crc32(text * 16, zlib.crc32(b'24')):08x}" for text in (b"0 other\n" * 3, b"1 other\n" * 3)]
+    assert other == (
+        f"train.jsonl: 3 rows (checksum {sums[0]}) on rank 0, 3 ({sums[1]}) on rank 1: give all nodes the same files"
+    )
+    assert re.fullmatch(r"train.jsonl: 3 rows \(checksum \w{8}\) on rank 0, 4 \(\w{8}\) on rank 1: .*", longer)
+    assert nameless.startswith("the data: 3 rows (checksum -) on rank 0, 4 (-) on rank 1: ")
