@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_awaited = count()  # of `await_rank0`, the same on all ranks
+_awaited = count()  # calls of `await_all`: as many on all ranks
 _SIOCGIFADDR = 0x8915  # of Linux: the address of a network interface
 
 
@@ -176,16 +176,15 @@ def reshard(model: Any) -> None:
             module.reshard()
 
 
-def await_rank0() -> None:
-    """Wait on all ranks until rank 0 is here, however long that takes; a collective raises after its timeout."""
+def await_all() -> None:
+    """Wait until all ranks are here, however long that takes: a collective raises after its timeout."""
     if world_size() == 1:
         return
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store, key = _get_default_store(), f"rlkit/rank0/{next(_awaited)}"
-    if rank() == 0:
-        store.set(key, "")
-    while not store.check([key]):  # not `wait`: signals are handled between the calls
+    store, key = _get_default_store(), f"rlkit/await_all/{next(_awaited)}"
+    store.add(key, 1)
+    while store.add(key, 0) < world_size():  # not `wait`: signals are handled between the calls
         time.sleep(0.1)
 
 

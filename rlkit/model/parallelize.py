@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rlkit._util.ranks import local_rank
+from rlkit._util.ranks import await_all, local_rank
 from rlkit.model.families import check_causal_lm, check_leftover, check_loaded, set_packed
 from rlkit.model.flops import attention_share
 from rlkit.model.forward import forward, load_model
@@ -375,7 +375,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     check_causal_lm(load_config(path))  # before gigabytes are downloaded
     if not local_rank():
         snapshot_download(str(path), allow_patterns=HUB_FILES)
-    dist.barrier()
+    await_all()  # a download may take longer than a collective; some shared disks grant the hub's locks to all
     return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlkit._util.ranks import Stopped, await_rank0, on_all_ranks, on_rank0, world_size
+from rlkit._util.ranks import Stopped, await_all, on_all_ranks, on_rank0, world_size
 from rlkit._util.text import Explained
 from rlkit.model.checkpoint import BackgroundSaver, folder_name, load_latest
 from rlkit.model.lora import adapters, save_adapter
@@ -106,7 +106,7 @@ def open_training(schedule: Schedule, *, start: int) -> Iterator[Job]:
         if started:  # `rlkit.scripts.cli.on_ranks` shows the traceback of an error that has this note
             error.add_note(f"{TRAINING}; the run folder is {folder}")
         raise
-    await_rank0()  # it has waited for the user's commands and for uploads
+    await_all()  # rank 0 has waited for the user's commands and for uploads
     if any_rank(stop.requested):
         raise Stopped(stop.number)
 

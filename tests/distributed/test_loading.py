@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
+import huggingface_hub
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.model import parallelize
 from rlkit.model.forward import forward, load_model
 from rlkit.model.parallelize import load_parallel
 from rlkit.model.sharding import mesh_of
@@ -41,6 +47,29 @@ def load_on_rank(rank, world, folder, sizes, options):
     with torch.no_grad():
         found = of_last_stage(forward(model, batch()).logp, mesh=mesh_of(model))
         return float((found - forward(true, batch()).logp).abs().max())
+
+
+def download_on_rank(rank, world, folder):
+    """The first rank of the node downloads for 2 s, and a collective gives up after 1 s."""
+    impatient, barrier, done = dist.new_group(timeout=timedelta(seconds=1)), dist.barrier, folder / "done"
+
+    def download(*_, **options):
+        if rank == 0 and not done.exists():
+            time.sleep(2)
+            done.touch()
+        return str(folder / str(done.exists()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.setattr(dist, "barrier", lambda: barrier(impatient))
+        patch.setattr(huggingface_hub, "snapshot_download", download)
+        patch.setattr(parallelize, "load_config", lambda path: None)
+        patch.setattr(parallelize, "check_causal_lm", lambda config: None)
+        return parallelize.local_folder("owner/name").name
+
+
+def test_a_download_may_take_longer_than_a_collective(pool, tmp_path):
+    assert pool(2).run(download_on_rank, tmp_path) == ["True", "True"]
 
 
 LAYOUTS = [{"tp": 2}, {}, {"pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}]
