@@ -20,7 +20,7 @@ from rlkit.loops.out_of_memory import retry_smaller
 from rlkit.metrics import Metrics, finalize, merge
 from rlkit.model.flops import peak_tokens
 from rlkit.model.forward import default_dtype
-from rlkit.model.lora import dropping
+from rlkit.model.lora import dropping, seed_dropout
 from rlkit.model.optim import learning_rate, make_optimizer, optimizer_step, set_lr
 from rlkit.model.sharding import device_of, mesh_of
 from rlkit.parallel.data import rank_microbatches, reduce_metrics
@@ -160,6 +160,7 @@ def supervised(
     check_same_data(len(data.train), data.parts)
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = make_optimizer(model, optim, lr=lr_at(0))
+    seed_dropout(model)  # before a resumed run has its random states
     saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
     start = saved.get("step", -1)
     first, sets = max(start, 0), by_set(data.held_out)

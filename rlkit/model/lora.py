@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from rlkit._util.extras import optional
 from rlkit._util.files import explain_full_disk, share
-from rlkit._util.ranks import on_rank0
+from rlkit._util.ranks import on_rank0, rank
 from rlkit.model.adapter_files import WEIGHTS, AdapterFile, read_adapter
 from rlkit.model.quantized import Quantized, quantized
 from rlkit.model.sharding import mesh_of, own_part, whole_of
@@ -252,6 +252,14 @@ def dropping(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.eval()
+
+
+def seed_dropout(model: nn.Module) -> None:
+    """Seed torch anew on all ranks but the first, where the adapters have dropout: with one seed their masks would be
+    the first's. No two ranks compute the same, since a model with adapters is not tensor parallel.
+    """
+    if rank() and any(isinstance(m, nn.Dropout) for name, m in model.named_modules() if ".lora_dropout." in name):
+        torch.manual_seed(torch.initial_seed() + rank())
 
 
 def _chosen(model: Any, targets: str | list[str]) -> tuple[list[str], list[str]]:

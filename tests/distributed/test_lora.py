@@ -7,12 +7,14 @@ import contextlib
 import io
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
+from rlkit.loops.sft import sft
 from rlkit.model import launch
 from rlkit.model.checkpoint import load_checkpoint, save_checkpoint
 from rlkit.model.forward import Policy, compute_log_probs, forward, load_model, prepare_model, reference_policy
@@ -35,7 +37,7 @@ from rlkit.packing import pack
 from rlkit.parallel.data import rank_microbatches
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.settings import ParallelArgs
+from rlkit.settings import ParallelArgs, Schedule
 from rlkit.types import SamplingParams, Trajectory
 
 pytest.importorskip("peft")
@@ -380,6 +382,25 @@ def test_dropped_inputs_are_the_same_where_layers_are_computed_again(pool):
     assert kept[1].keys() == again[1].keys()
     for name, grad in kept[1].items():
         torch.testing.assert_close(again[1][name], grad)
+
+
+def masks_on_rank(rank, world, folder, sizes):
+    """Which of a layer's first inputs are dropped in the first forward of a run, of equal examples."""
+    torch.manual_seed(0)
+    model, masks = parallelize(add_lora(base(), rank=2, dropout=0.5), make_mesh(Parallel(**sizes))), []
+    layer = next(m for name, m in model.named_modules() if name.endswith("q_proj.lora_dropout.default"))
+    layer.register_forward_hook(lambda _m, _i, out: masks.append((out.flatten()[:64] == 0).tolist()))
+    examples = [SimpleNamespace(ids=[3, 4, 5, 6], mask=[True] * 4) for _ in range(4)]
+    sft(model, None, examples, Schedule(folder, steps=1), batch_size=4)
+    return masks[0]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"cp": 2}])
+def test_ranks_drop_other_inputs_than_each_other(pool, tmp_path, sizes):
+    first, second = pool(2).run(masks_on_rank, tmp_path / "run", sizes)
+    assert 8 < sum(first) < 56
+    assert 8 < sum(second) < 56
+    assert first != second
 
 
 def resized_on_rank(rank, world, path, adapter):
