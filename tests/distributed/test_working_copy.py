@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 
 import pytest
 import torch
+import transformers as hf
 from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.tiny import tiny_model, tiny_tokenizer
@@ -15,9 +17,12 @@ from rlkit.model.optim import adamw, optimizer_step
 from rlkit.model.parallelize import parallelize, shard
 from rlkit.model.sharding import ShardedModel
 from rlkit.packing import pack
+from rlkit.parallel.attention import as_inference
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.types import Trajectory
+from rlkit.rollout.engines.local.backends import CachedForward, Decoder
+from rlkit.rollout.engines.local.fused import FusedDecoder
+from rlkit.types import SamplingParams, Trajectory
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 48}
 
@@ -114,8 +119,54 @@ def other_models(rank, world):
     tied = parallelize(new_model(tie_word_embeddings=True), mesh, dtype=torch.bfloat16)
     forward(tied, batch).logp.sum().backward()
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    LocalEngine(model, max_len=16)  # from the fp32 weights of a process on its own
+    assert type(LocalEngine(model, max_len=16)._decoder) is Decoder  # from the fp32 weights of a process on its own
 
 
 def test_copies_adapters_frozen_and_tied_models(pool):
     pool(1).run(other_models)
+
+
+TINY = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.25, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = [
+    (hf.LlamaConfig(**TINY), FusedDecoder),
+    (hf.LlamaConfig(**TINY, mlp_bias=True), CachedForward),
+    (hf.MistralConfig(**TINY, sliding_window=8), CachedForward),
+    (hf.Gemma2Config(**TINY, head_dim=8, sliding_window=8), CachedForward),
+    (hf.Gemma3TextConfig(**TINY, head_dim=8, sliding_window=8), CachedForward),
+    (hf.Qwen3MoeConfig(**TINY, head_dim=8, **EXPERTS), CachedForward),
+]
+
+
+def sampled_by(rank, world):
+    """What decodes each family, with and without a copy; how far its log-probs are from the model's own in bf16."""
+    found = []
+    for config, _ in FAMILIES:
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config)
+        model = parallelize(model, make_mesh(Parallel()), dtype=torch.bfloat16)
+        plain = LocalEngine(model, max_len=32)
+        engine = LocalEngine(model, max_len=32, dtype=torch.bfloat16, keep_turns=True, eos_token_ids=tuple(range(67)))
+        first = asyncio.run(engine.generate([1, 2, 3], params=SamplingParams(seed=0)))
+        prompt = [1, 2, 3, *first.ids, 4, 5, 6]  # after the keys of the turn before
+        ids = asyncio.run(plain.generate(prompt, params=SamplingParams(max_new_tokens=12, seed=1))).ids
+        off = []
+        for n in range(len(ids)):  # one token at a time, so that both are asked for the same one
+            done = [*prompt, *ids[:n]]
+            out = asyncio.run(engine.generate(done, params=SamplingParams(max_new_tokens=1, seed=n)))
+            with torch.no_grad(), as_inference(model):
+                logits = model(input_ids=torch.tensor([done]), use_cache=False).logits[0, -1].float()
+            off.append(abs(out.logp[0] - logits.log_softmax(-1)[out.ids[0]].item()))
+        found.append((type(engine._decoder).__name__, type(plain._decoder).__name__, sum(off) / len(off)))
+    return found
+
+
+def test_every_family_keeps_its_keys_in_bf16(pool):
+    for (config, decoder), (own, plain, off) in zip(FAMILIES, pool(1).run(sampled_by)[0], strict=True):
+        assert own == decoder.__name__, config.model_type
+        assert plain == ("Decoder" if decoder is FusedDecoder else "CachedForward"), config.model_type
+        assert off < 0.05, (config.model_type, off)

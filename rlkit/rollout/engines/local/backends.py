@@ -23,6 +23,7 @@ from rlkit.model.families import NOT_CAUSAL, is_causal
 from rlkit.model.positions import check_positions, positions
 from rlkit.model.recurrent import States, recurrent_layers
 from rlkit.model.routing import Chosen, num_experts, routers
+from rlkit.model.sharding import dtype_of, inside
 from rlkit.parallel.attention import as_attention, as_inference, masked_attention
 from rlkit.rollout.engines.local.decode import Decoder, padded_turns, why_unsupported
 from rlkit.rollout.engines.local.fused import FusedDecoder
@@ -119,8 +120,12 @@ class CachedForward:
                 rotary[:, i, : len(prompt)] = places
                 self._shift[slots[i]] = places.max() + 1 - len(prompt)
         inputs = vision.image_inputs([x for of in images for x in of], device)
-        with self._attending(index, positions):
-            self._model.base_model(input_ids=ids, position_ids=rotary, use_cache=False, **inputs)
+        self._read(index, positions, input_ids=ids, position_ids=rotary, **inputs)
+
+    def _read(self, slots: Int[Tensor, "B"], places: Int[Tensor, "B L"], **inputs: Any) -> None:
+        """Tokens at places of slots through the layers, without logits, in the dtype in which `decode` computes."""
+        with self._attending(slots, places):
+            inside(self._model, lambda model: model.base_model(use_cache=False, **inputs))
 
     def _rotary(self, slots: Int[Tensor, "B"], positions: Int[Tensor, "B L"]) -> Tensor:
         """The rotary positions of places in slots: on three axes, shifted, where a slot has images."""
@@ -134,8 +139,7 @@ class CachedForward:
         for some in self._together(tokens):
             ids, positions = (x.to(device) for x in padded_turns([tokens[i] for i in some], [starts[i] for i in some]))
             index = torch.tensor([slots[i] for i in some], device=device)
-            with self._attending(index, positions):
-                self._model.base_model(input_ids=ids, position_ids=self._rotary(index, positions), use_cache=False)
+            self._read(index, positions, input_ids=ids, position_ids=self._rotary(index, positions))
 
     def hold(self, slot: int, length: int) -> tuple[dict[int, list[Tensor]], dict[nn.Module, States]]:
         """A copy of the first `length` positions of a slot, which are all that it has read, for `restore`."""
@@ -400,7 +404,7 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
 def disagreement(decoder: Backend, model: Any, *, max_len: int, dtype: torch.dtype | None = None) -> str | None:
     """Describe how the decoder's logits differ from the model's on a probe; None if they are equal up to rounding.
 
-    `dtype`: of the decoder's weights, if not the model's.
+    `dtype`: of the decoder's weights, if not that in which the model computes.
     """
     vocab = model.get_input_embeddings().weight.shape[0]
     lens = [min(n, max_len - 4) for n in (9, 6)][: decoder.sizes[-1]]
@@ -421,7 +425,8 @@ def disagreement(decoder: Backend, model: Any, *, max_len: int, dtype: torch.dty
         logits = decoder.decode(tokens, positions)
         worst = torch.maximum(worst, (logits[:count] - truth[rows[:count], positions[:count]]).abs().max())
     decoder.release()
-    eps = max(torch.finfo(x).eps for x in (model.dtype, dtype or model.dtype))
+    own = dtype_of(model)
+    eps = max(torch.finfo(x).eps for x in (own, dtype or own))
     tolerance = max(1e-4, 8 * eps) * max(1.0, float(truth.abs().max()))
     return None if float(worst) <= tolerance else f"its logits differ by {float(worst):.1e} on a probe"
 
