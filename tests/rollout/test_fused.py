@@ -277,3 +277,16 @@ def test_a_copy_that_disagrees_is_not_used(monkeypatch, caplog):
         engine = LocalEngine(build("qwen3"), dtype=torch.bfloat16)
     assert type(engine._decoder) is Decoder
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_full_memory_is_an_error_not_a_reason_to_decode_otherwise(monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(FusedDecoder, "_attend", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        LocalEngine(build("qwen3"), dtype=torch.bfloat16)
+    monkeypatch.setattr(CachedForward, "attend", full)
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SIZES, mlp_bias=True))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        LocalEngine(model)

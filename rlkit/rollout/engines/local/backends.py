@@ -373,10 +373,12 @@ def pick_decoder(
 
 
 def _fused(model: Any, *, max_len: int, **options: Any) -> tuple[FusedDecoder | None, str | None]:
-    """A `FusedDecoder`, or why it cannot serve: whatever its kernels raise on this device is a reason."""
+    """A `FusedDecoder`, or why it cannot serve: what its kernels raise is a reason, except full memory."""
     try:
         decoder = FusedDecoder(model, max_len=max_len, **options)
         reason = disagreement(decoder, model, max_len=max_len, dtype=options["dtype"]) or decoder.replay_differs()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
     return (decoder, None) if reason is None else (None, reason)
@@ -392,6 +394,8 @@ def _why_not_cached(cached: CachedForward, model: Any, max_len: int) -> str | No
         return f"its layer types are {sorted(kinds)}"
     try:
         reason = disagreement(cached, model, max_len=max_len)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     window = getattr(config, "sliding_window", None)
