@@ -84,6 +84,11 @@ def device_of(model: Any) -> torch.device:
     return model.mesh.device if isinstance(model, ShardedModel) else model.device
 
 
+def is_offloaded(model: Any) -> bool:
+    """Whether the parameters are on the CPU and the GPU computes."""
+    return device_of(model).type != model.device.type
+
+
 def dtype_of(model: Any) -> torch.dtype:
     """The dtype of the forward outside autocast: what `parallelize` was given, or that of the parameters."""
     return model.compute_dtype if isinstance(model, ShardedModel) else model.dtype

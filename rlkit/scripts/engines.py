@@ -161,13 +161,13 @@ async def open_engine(spec: EngineSpec, model: Any, tokenizer: Any) -> AsyncIter
     """The engine of the flags: the training model itself where possible, else one with its own weights, on rank 0 or on
     the first rank of each machine."""
     from rlkit.model.lora import only_adapter_trains
-    from rlkit.model.sharding import is_cut
+    from rlkit.model.sharding import is_cut, is_offloaded
     from rlkit.run.console import say
 
     others = spec.engines.weight_sync_lora == "adapter" and not only_adapter_trains(model)
     fault = "servers take adapters of linear layers only, not of experts or transposed layers"
     refuse_if(others, f"`weight_sync_lora` adapter: {fault}: name others by `lora_targets`, or drop the flag")
-    if spec.engines.is_local and not is_cut(model) and not spec.overlap:
+    if spec.engines.is_local and not spec.overlap and not is_cut(model) and not is_offloaded(model):
         from rlkit.rollout.engines.local import LocalEngine
 
         local = LocalEngine(model, tokenizer=tokenizer, **_local_options(spec))

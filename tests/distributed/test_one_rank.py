@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,9 @@ from rlkit.parallel.attention import as_inference
 from rlkit.parallel.context import gather_keys
 from rlkit.parallel.mesh import Parallel, make_mesh
 from rlkit.rollout.engines.local import LocalEngine
+from rlkit.scripts.args import Model
+from rlkit.scripts.engines import EngineSpec, open_engine
+from rlkit.settings import Engines
 from rlkit.types import Trajectory
 
 REPO = Path(__file__).parents[2]
@@ -76,6 +81,31 @@ def keys_of_another_type(rank, world):
 def test_gathered_keys_and_values_have_the_type_of_the_values(ranks):
     """fp32 norms under autocast leave keys in fp32, and flash kernels take no values that were raised to it."""
     assert ranks.run(keys_of_another_type)[0] == [(torch.bfloat16, torch.bfloat16)]
+
+
+def sampler_of_offloaded(rank, world):
+    """What samples a model of one rank whose parameters stay on the CPU of the machine, while its GPU computes."""
+
+    async def opened(model):
+        async with open_engine(EngineSpec(Engines(), Model("tiny", device="cpu"), Path(), 32), model, None) as engine:
+            return type(engine).__name__
+
+    mesh = make_mesh(Parallel())
+    model = parallelize(tiny_model(tiny_tokenizer(), **SIZES), mesh, offload=True)
+    found = []
+    for device in (mesh.device, torch.device("cuda", 0)):
+        mesh.device = device
+        with mock.patch("rlkit.rollout.engines.process.launch", mock.AsyncMock()):
+            found.append(asyncio.run(opened(model)))
+    with pytest.raises(ValueError, match=r"not offloaded to the CPU; use rlkit\.rollout\.engines\.process\.launch"):
+        LocalEngine(model)
+    return found
+
+
+def test_an_offloaded_model_is_sampled_by_a_process_of_its_own(pool):
+    here, apart = pool(1).run(sampler_of_offloaded)[0]
+    assert here == "LocalEngine"  # where everything is on the CPU
+    assert apart != "LocalEngine"
 
 
 @pytest.mark.slow

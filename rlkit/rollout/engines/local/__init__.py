@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from rlkit.model.families import check_is_model, check_prompt_ids
-from rlkit.model.sharding import is_cut, own_part
+from rlkit.model.sharding import is_cut, is_offloaded, own_part
 from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
@@ -95,8 +95,8 @@ class LocalEngine:
             max_batch = GPU_BATCH if dtype is not None and model.device.type == "cuda" else BATCH
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        if is_cut(model):
-            fault = "LocalEngine needs a model that is not cut over ranks"
+        if (cut := is_cut(model)) or is_offloaded(model):
+            fault = f"LocalEngine needs a model that is not {'cut over ranks' if cut else 'offloaded to the CPU'}"
             raise ValueError(f"{fault}; use rlkit.rollout.engines.process.launch")
         self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
         self.version = 0
