@@ -239,17 +239,6 @@ def test_a_cache_is_no_larger_than_the_device_has_room_for(monkeypatch, before, 
         assert rows == 4
 
 
-def test_kept_turns_go_where_the_device_has_no_room(monkeypatch):
-    engine = LocalEngine(build("qwen3"), dtype=torch.float32, max_batch=8, keep_turns=True)
-    held = []
-    monkeypatch.setattr(engine._decoder, "may_hold", lambda length: held.append(length) or length <= 30)
-    prompts = [[i + 1, *[2] * 9] for i in range(8)]
-    outs = sampled(engine, prompts, max_new_tokens=3, stop_token_ids=tuple(range(engine.model.config.vocab_size)))
-    assert [len(out.ids) for out in outs] == [1] * 8
-    assert [len(key) // 8 for key in engine._ended] == [10] * 3
-    assert max(held) == 40
-
-
 def test_a_longer_request_joins_and_the_cache_grows():
     model = build("qwen3")
     engine = LocalEngine(model, dtype=torch.float32)

@@ -438,3 +438,77 @@ def test_kept_turns_end_with_the_weights_and_are_bounded():
         assert (torch.tensor(last.logp) - true_logp(model, following, last.ids)).abs().max() < 1e-4
 
     asyncio.run(main())
+
+
+def bytes_of(held) -> int:
+    """Of all tensors in nested lists, dicts and objects."""
+    if isinstance(held, torch.Tensor):
+        return held.untyped_storage().nbytes()
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else []
+    inner = vars(held).values() if type(held).__name__ == "States" else inner
+    return sum(map(bytes_of, inner))
+
+
+HELD = [("qwen3", None), ("qwen3", torch.float32), ("mixtral", None), ("qwen3.5, a gated delta net", None)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), HELD)
+def test_kept_turns_take_at_most_half_of_the_free_memory(monkeypatch, case, dtype):
+    """On a device that has room for `total` bytes of copies; a copy is made where there is room for it already."""
+    engine = LocalEngine(build(CASES[case][0]), max_batch=4, eos_token_ids=range(VOCAB), keep_turns=True, dtype=dtype)
+    hold, room, found = engine._decoder.hold, [], []
+    free = lambda _: room[0] - bytes_of([*engine._ended.values()])
+    monkeypatch.setattr("rlkit.rollout.engines.local.free_bytes", free)
+
+    def counted(slot, length):
+        held = hold(slot, length)
+        assert bytes_of(held) == engine._decoder.held_bytes(length)
+        found.append(bytes_of([*engine._ended.values(), held]))
+        return held
+
+    monkeypatch.setattr(engine._decoder, "hold", counted)
+
+    def kept(total: float, length: int) -> int:
+        room[:], engine._ended = [total], {}
+        found.clear()
+        for n in range(6):
+            asyncio.run(engine.generate([n, *[1] * (length - 1)], params=SamplingParams(max_new_tokens=1, seed=n)))
+        assert all(2 * size <= total for size in found)
+        return len(engine._ended)
+
+    assert kept(1e9, 10) == 4
+    one = max(found) // 4
+    assert [kept(n * one, 10) for n in (8, 7.9, 4, 2, 1.9, 0)] == [4, 3, 2, 1, 0, 0]
+
+
+@pytest.mark.parametrize("case", ["qwen3", "mixtral"])
+def test_rest_frees_kept_turns_and_spares_requests_in_flight(case):
+    model = build(CASES[case][0])
+    engine = LocalEngine(model, max_batch=4, max_len=96, eos_token_ids=(), keep_turns=True)
+    stop = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(VOCAB)))
+
+    async def main() -> None:
+        first = await engine.generate([1, 2, 3], params=stop)
+        await engine.generate([4, 5, 6], params=stop)
+        assert len(engine._ended) == 2
+        turn = [1, 2, 3, *first.ids, 9]
+        calls = [
+            asyncio.ensure_future(engine.generate(p, params=SamplingParams(max_new_tokens=20, seed=i)))
+            for i, p in enumerate((turn, [7, 8]))
+        ]
+        await asyncio.sleep(0)  # the calls wait, one of them with the keys of its first turn
+        await engine.rest()
+        while engine.progress.num_tokens < 8:
+            await asyncio.sleep(0)
+        await engine.rest()
+        assert not engine._ended
+        for prompt, call in zip((turn, [7, 8]), calls, strict=True):
+            out = await call
+            assert len(out.ids) == 20
+            assert (torch.tensor(out.logp) - true_logp(model, prompt, out.ids)).abs().max() < 1e-4
+        await engine.generate([4, 5, 6], params=stop)
+        assert len(engine._ended) == 1
+        await engine.close()
+        assert not engine._ended
+
+    asyncio.run(main())

@@ -32,6 +32,7 @@ from rlkit.model.sharding import is_cut, is_offloaded, own_part
 from rlkit.model.vision import placeholder_ids
 from rlkit.model.weights import in_names_of
 from rlkit.rollout.engines.local.backends import context_limit, model_eos, pick_decoder
+from rlkit.rollout.engines.local.decode import free_bytes
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.rollout.engines.local.rows import Flight, Request, Rows, StopStrings, runs
 from rlkit.rollout.sampling import sample_kept, support_of, uniforms
@@ -215,6 +216,13 @@ class LocalEngine:
         for name, x in weights.items():
             params[name].copy_(x)
 
+    async def rest(self) -> None:
+        """Free kept turns and, where nothing is in flight, the cache. The loops call it after sampling."""
+        self._ended.clear()
+        if not self._waiting and not len(self._rows):
+            self._flight = None
+            self._decoder.release()
+
     async def close(self) -> None:
         """Abort what is in flight and free the cache. A closed engine refuses `generate`."""
         self._closed = True
@@ -222,6 +230,7 @@ class LocalEngine:
         driver = self._driver
         if driver is not None and not driver.done() and driver.get_loop() is asyncio.get_running_loop():
             await driver
+        self._ended.clear()
         self._decoder.release()
 
     def _abort(self, requests: Sequence[Request]) -> int:
@@ -274,8 +283,8 @@ class LocalEngine:
         without one."""
         ids = np.asarray(prompt_ids, np.int64)
         for length in sorted({len(key) // ids.itemsize for key in self._ended}, reverse=True):
-            if length < len(ids) and (held := self._ended.pop(ids[:length].tobytes(), None)) is not None:
-                return length, held
+            if length < len(ids) and (kept := self._ended.pop(ids[:length].tobytes(), None)) is not None:
+                return length, kept[0]
         return 0, None
 
     def _ensure_driver(self) -> None:
@@ -310,7 +319,7 @@ class LocalEngine:
         self._flight = None
         self._waiting = deque[Request]()
         self._rids: dict[str, Request] = {}
-        self._ended: dict[bytes, Any] = {}  # tokens of completions that have ended: their keys and values
+        self._ended: dict[bytes, tuple[Any, int]] = {}  # tokens of completions that ended: keys and values, their bytes
         self._decoder.release(whole=True)
 
     def _forget(self) -> list[Request]:
@@ -461,14 +470,19 @@ class LocalEngine:
             self._decoder.copy(sources, targets, int(self._rows.position[targets].max()) + ahead)
 
     def _keep(self, request: Request) -> None:
-        """Keep the keys and values of a completion that ends now; those of its last token were never computed."""
+        """Keep the keys and values of a completion that ends now, in place of older ones where there is no room for
+        all; those of its last token were never computed."""
         ids = np.asarray([*request.prompt, *request.ids[:-1]], np.int64)
-        self._ended[ids.tobytes()] = self._decoder.hold(request.slot, len(ids))
-        while len(self._ended) > self.max_batch or not self._has_room_for_turns():
+        size = self._decoder.held_bytes(len(ids))
+        while len(self._ended) == self.max_batch or not self._has_room(size):
+            if not self._ended:
+                return
             del self._ended[next(iter(self._ended))]
+        self._ended[ids.tobytes()] = self._decoder.hold(request.slot, len(ids)), size
 
-    def _has_room_for_turns(self) -> bool:
-        return self._fused is None or self._fused.may_hold(sum(map(len, self._ended)) // np.dtype(np.int64).itemsize)
+    def _has_room(self, size: int) -> bool:
+        """Whether kept turns leave the device at least as much as they take, with one more of `size` bytes."""
+        return sum(num for _, num in self._ended.values()) + size <= free_bytes(self._device) - size
 
     def _to(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

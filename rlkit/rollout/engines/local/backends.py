@@ -141,6 +141,12 @@ class CachedForward:
             index = torch.tensor([slots[i] for i in some], device=device)
             self._read(index, positions, input_ids=ids, position_ids=self._rotary(index, positions))
 
+    def held_bytes(self, length: int) -> int:
+        """Size of what `hold` copies."""
+        states = [x[0] for of in self._states.values() for held in (of.conv, of.recurrent) for x in held.values()]
+        keys = [x[0, :, 0] for kv in self._layers.values() for x in kv]
+        return length * sum(x.nbytes for x in keys) + sum(x.nbytes for x in states)
+
     def hold(self, slot: int, length: int) -> tuple[dict[int, list[Tensor]], dict[nn.Module, States]]:
         """A copy of the first `length` positions of a slot, which are all that it has read, for `restore`."""
         row = torch.tensor([slot], device=self._model.device)
@@ -307,6 +313,10 @@ class Recompute:
         """Store further tokens of slots that hold `starts` tokens."""
         for row, slot, start in zip(tokens, slots, starts, strict=True):
             self._slots[slot][0][start:] = row
+
+    def held_bytes(self, length: int) -> int:  # noqa: ARG002
+        """0: on the device it copies nothing."""
+        return 0
 
     def hold(self, slot: int, length: int) -> list[int]:
         """A copy of the first `length` tokens of a slot, for `restore`."""

@@ -188,6 +188,15 @@ class Decoder:
                 out = causal_sdpa(q.transpose(1, 2), keys[rows, :, :end], values[rows, :, :end], seen)
                 x = _finish(x, out.transpose(1, 2).reshape(x.shape[0], -1), layer, self._eps)
 
+    @property
+    def _place(self) -> int:
+        """Bytes of a token in the cache."""
+        return 2 * self._kv_heads * self._head_dim * self._weights.embed.itemsize * len(self._weights.layers)
+
+    def held_bytes(self, length: int) -> int:
+        """Size of what `hold` copies."""
+        return length * self._place
+
     @torch.inference_mode()
     def hold(self, slot: int, length: int) -> list[Tensor]:
         """A copy of the first `length` positions of a slot, for `restore`."""
@@ -217,6 +226,14 @@ class Decoder:
             for t in (t for layer in self._lanes for t in layer):
                 torch._dynamo.maybe_mark_dynamic(t, (0, 1))
         return self._step(tokens, positions, self._weights, self._lanes, self._table, self._range, self._eps)
+
+
+def free_bytes(device: torch.device) -> float:
+    """What a GPU and torch's allocator have left. On other devices it is not counted: inf."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def padded_turns(tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlkit.kernels.decode import add_rms_norm, append_rotated, attend_slots, fits_kernels, silu_mul
 from rlkit.kernels.linear_logp.chunked import full_sums, product_into
 from rlkit.parallel.attention import Segment, attend, has_flash, plan
-from rlkit.rollout.engines.local.decode import Decoder, Layer, Weights, weights_of
+from rlkit.rollout.engines.local.decode import Decoder, Layer, Weights, free_bytes, weights_of
 from rlkit.rollout.sampling import Sampled, sample
 
 SMALL, WIDE = (1, 2, 4, 8, 16, 32, 64, 128), 64  # numbers of rows with a graph of their own: these, then steps of WIDE
@@ -78,22 +78,8 @@ class FusedDecoder(Decoder):
         if not self._cuda:
             return self.sizes[-1]
         mine = sum(t.nbytes for kv in self._cache for t in kv)
-        count = int(CACHE_SHARE * (self._free() + mine)) // (self._place * self._capacity(length))
+        count = int(CACHE_SHARE * (free_bytes(self._ints.device) + mine)) // (self._place * self._capacity(length))
         return max([n for n in self.sizes if n <= count], default=self.sizes[0])
-
-    def may_hold(self, length: int) -> bool:
-        """Whether copies of so many tokens, which are there already, leave the device at least as much memory."""
-        return not self._cuda or length * self._place <= self._free()
-
-    @property
-    def _place(self) -> int:
-        """Bytes of a token in the cache."""
-        return 2 * self._kv_heads * self._head_dim * self._dtype.itemsize * len(self._weights.layers)
-
-    def _free(self) -> int:
-        """Bytes that the device and torch's allocator have left."""
-        free, _ = torch.cuda.mem_get_info(self._ints.device)
-        return free + torch.cuda.memory_reserved(self._ints.device) - torch.cuda.memory_allocated(self._ints.device)
 
     def refresh(self) -> None:
         """Copy the model's weights, on the device; graphs read the same memory."""
