@@ -687,7 +687,7 @@ class Engines:
     """what a LoRA run sends to servers: adapter, the adapter alone, which they add; merged, all weights with the
     adapter added. auto: the adapter where the servers take one, else merged"""
     max_batch: Annotated[Count | None, _LOCAL] = None
-    """sequences that the local engine decodes at once; none: 64, on a GPU in 16 bits 256 (fewer if memory is short)"""
+    """sequences that the local engine decodes at once; none: 64, from a copy on a GPU 256 (fewer if memory is short)"""
     compile: Annotated[bool, _LOCAL] = False
     """torch.compile the local engine's decoding in fp32, of models that its own decoder takes; ten seconds or more at
     the start. Not in 16 bits, the default on a GPU"""

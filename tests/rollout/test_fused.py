@@ -13,7 +13,7 @@ import transformers as hf
 from rlkit.model.lora import add_lora
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
-from rlkit.rollout.engines.local.backends import CachedForward, Decoder
+from rlkit.rollout.engines.local.backends import CachedForward, Decoder, pick_decoder
 from rlkit.rollout.engines.local.fused import FusedDecoder
 from rlkit.types import SamplingParams
 
@@ -258,6 +258,16 @@ def test_other_models_are_read_in_place():
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(hf.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=8))
     assert type(LocalEngine(model, dtype=torch.bfloat16)._decoder) is CachedForward
+
+
+def test_more_rows_are_for_the_decoder_that_counts_its_memory():
+    sizes = {"max_batch": 4, "copy_batch": 7, "max_len": 32, "dtype": torch.bfloat16}
+    assert pick_decoder(build("qwen3"), **sizes).sizes[-1] == 7
+    for config in (hf.LlamaConfig(**SIZES, mlp_bias=True), hf.BloomConfig(vocab_size=67, hidden_size=32, n_head=4)):
+        assert pick_decoder(hf.AutoModelForCausalLM.from_config(config), **sizes).sizes[-1] == 4
+    defaults = [LocalEngine(build("qwen3"), dtype=dtype).max_batch for dtype in (None, torch.float32)]
+    assert defaults == [64, 64]  # on a CPU
+    assert LocalEngine(build("qwen3"), dtype=torch.float32, max_batch=3).max_batch == 3
 
 
 def test_a_copy_that_disagrees_is_not_used(monkeypatch, caplog):

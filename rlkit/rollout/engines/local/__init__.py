@@ -41,7 +41,7 @@ from rlkit.types import Completion, Picture, Progress, SamplingParams, Support, 
 _log = logging.getLogger("rlkit.rollout")
 
 _U64 = 2**64 - 1
-# rows decoded together by default; a GPU reads the weights in the time of 256 rows' products
+# rows decoded together by default; a GPU reads a copy of the weights in the time of 256 rows' products
 BATCH, GPU_BATCH = 64, 256
 
 
@@ -58,7 +58,7 @@ class LocalEngine:
     Args:
         model: a Hugging Face causal LM. Its weights are read in place at every step, its mode (train, eval) stays.
         tokenizer: needed for `stop` strings only; anything with `decode(ids, skip_special_tokens=False)`.
-        max_batch: rows decoded together; further requests wait in order. Default: 64, with a `dtype` on CUDA 256.
+        max_batch: rows decoded together; further requests wait in order. Default: 64, from a copy on CUDA 256.
         max_len: prompt and completion together, in tokens; by default the model's positions.
         eos_token_ids: end every request, in addition to its own `stop_token_ids`; `()` for none; by default the
             `eos_token_id` of the model's generation config.
@@ -92,19 +92,21 @@ class LocalEngine:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_is_model(model)
-        if max_batch is None:
-            max_batch = GPU_BATCH if dtype is not None and model.device.type == "cuda" else BATCH
-        if max_batch < 1:
+        if max_batch is not None and max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if (cut := is_cut(model)) or is_offloaded(model):
             fault = f"LocalEngine needs a model that is not {'cut over ranks' if cut else 'offloaded to the CPU'}"
             raise ValueError(f"{fault}; use rlkit.rollout.engines.process.launch")
-        self.model, self.max_batch, self.max_len = model, max_batch, context_limit(model, max_len)
+        self.model, self.max_len = model, context_limit(model, max_len)
         self.version = 0
         self._eos = model_eos(model) if eos_token_ids is None else tuple(eos_token_ids)
         self._never = placeholder_ids(model.config)
         self._device, self._tokenizer = model.device, tokenizer
-        self._decoder = pick_decoder(model, max_batch=max_batch, max_len=self.max_len, compile=compile, dtype=dtype)
+        rows, copy_rows = max_batch or BATCH, max_batch or (GPU_BATCH if model.device.type == "cuda" else BATCH)
+        self._decoder = pick_decoder(
+            model, max_batch=rows, copy_batch=copy_rows, max_len=self.max_len, compile=compile, dtype=dtype
+        )
+        self.max_batch = self._decoder.sizes[-1]
         self._seeds, self._keep_turns = random.Random(seed), keep_turns
         self._flight: Flight | None = None  # a step that was launched before the tokens of the one before it were read
         self._clear()

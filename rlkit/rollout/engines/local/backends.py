@@ -351,19 +351,21 @@ Backend = Decoder | CachedForward | Recompute
 
 
 def pick_decoder(
-    model: Any, *, max_batch: int, max_len: int, compile: bool = False, dtype: torch.dtype | None = None
-) -> Backend:
+    model: Any, *, max_batch: int, max_len: int, compile: bool = False, dtype: torch.dtype | None = None,
+    copy_batch: int | None = None,
+) -> Backend:  # fmt: skip
     """The first of `FusedDecoder` (with a `dtype`), `Decoder`, `CachedForward` and `Recompute` that supports the model
     and agrees with it on a probe.
 
     The probe prefills two short prompts of different lengths and decodes four tokens of each. If it is not the first of
-    them, the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others.
+    them, the reason is logged in one line. `compile` is for `Decoder`, and ignored by the others. `copy_batch`: the
+    `max_batch` of a `FusedDecoder`, if another, since only that one counts the memory of its cache.
 
     Errors: ValueError for a model whose attention is not causal: the log-prob of a token would depend on later ones.
     """
     reason = why_unsupported(model, max_len)
     if reason is None and dtype is not None:
-        fused, why_not = _fused(model, max_batch=max_batch, max_len=max_len, dtype=dtype)
+        fused, why_not = _fused(model, max_batch=copy_batch or max_batch, max_len=max_len, dtype=dtype)
         if fused is not None:
             return fused
         logger.warning("LocalEngine samples from the model's own weights, not from a copy in %s: %s", dtype, why_not)
