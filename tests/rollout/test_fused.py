@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import weakref
 
 import pytest
 import torch
 import transformers as hf
 
-from rlkit.model.lora import add_lora
+from rlkit.model.lora import add_lora, merged
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.local.backends import CachedForward, Decoder, pick_decoder
@@ -187,6 +188,28 @@ def test_an_adapter_is_merged_into_the_copy():
     assert type(engine._decoder) is FusedDecoder
     for prompt, out in zip(PROMPTS, sampled(engine), strict=True):
         assert out.logp == pytest.approx(true_logp(model, prompt, out), abs=5e-5)
+
+
+def test_adapters_are_merged_layer_by_layer(monkeypatch):
+    """Of seven projections a layer, those of the layer that is copied and of the one before are in memory at most."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SIZES | {"num_hidden_layers": 6}))
+    model, made, most = add_lora(model, rank=2), [], []
+
+    def counted(*args):
+        out = merged(*args)
+        made.append(weakref.ref(out))
+        most.append(sum(x() is not None for x in made))
+        return out
+
+    monkeypatch.setattr("rlkit.rollout.engines.local.decode.merged", counted)
+    engine = LocalEngine(model, dtype=torch.bfloat16)
+    assert type(engine._decoder) is FusedDecoder
+    assert len(made) == 6 * 7
+    asyncio.run(engine.update_weights(version=1))
+    assert len(made) == 2 * 6 * 7
+    assert max(most) <= 2 * 7
+    assert not any(x() is not None for x in made)
 
 
 def test_turns_continue_from_their_keys():

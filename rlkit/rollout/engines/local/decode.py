@@ -11,7 +11,7 @@ prompts of 32, steps of both in turns, three repeats) `CachedForward` takes 1.21
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -333,13 +333,14 @@ def why_unsupported(model: Any, max_len: int) -> str | None:
     return None
 
 
-def weights_of(model: Any) -> Weights:
-    """The parameters, without copies except those of `plain` and `weight_of`."""
+def weights_of(model: Any, *, layers: Callable[[Iterator[Layer]], Any] = list) -> Weights:
+    """The parameters, without copies except those of `plain` and `weight_of`; with `layers=iter` layer by layer, to be
+    read once."""
     reshard(model)  # free what a forward has gathered
     body = model.model
     return Weights(
         embed=plain(body.embed_tokens.weight),
-        layers=[_layer_weights(layer) for layer in body.layers],
+        layers=layers(map(_layer_weights, body.layers)),
         norm=plain(body.norm.weight),
         head=plain(model.lm_head.weight),
     )

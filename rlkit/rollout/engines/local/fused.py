@@ -11,7 +11,7 @@ in fp32, as in a forward under autocast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +82,8 @@ class FusedDecoder(Decoder):
         return max([n for n in self.sizes if n <= count], default=self.sizes[0])
 
     def refresh(self) -> None:
-        """Copy the model's weights, on the device; graphs read the same memory."""
-        new = weights_of(self._model)
+        """Copy the model's weights, on the device; graphs read the same memory. Adapters are merged layer by layer."""
+        new = weights_of(self._model, layers=iter)
         if self._copy is None:
             self._copy = self._weights, self._layers = copied(new, self._dtype)
             self.copied_bytes = sum(t.nbytes for t in _tensors(self._weights))
@@ -288,6 +288,8 @@ def _tied(weights: Weights) -> bool:
     return weights.head.data_ptr() == weights.embed.data_ptr()
 
 
-def _tensors(weights: Weights) -> list[Tensor]:
-    every = [weights.embed, *(t for layer in weights.layers for t in layer), weights.norm]
-    return [t for t in [*every, None if _tied(weights) else weights.head] if t is not None]
+def _tensors(weights: Weights) -> Iterator[Tensor]:
+    yield weights.embed
+    for layer in weights.layers:
+        yield from (t for t in layer if t is not None)
+    yield from (weights.norm,) if _tied(weights) else (weights.norm, weights.head)
