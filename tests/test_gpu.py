@@ -6,6 +6,7 @@ RLKIT_GPU_TESTS_ON=cpu rehearses every line on the CPU: `tests/test_gpu_rehearsa
 import asyncio
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,15 +147,21 @@ def test_the_engine_samples_with_the_trainers_log_probs():
     close(forward(model, packed).logp, packed.rollout_logp, 1e-3)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_p": 0.9}])
-def test_a_recorded_step_samples_with_the_trainers_log_probs(params):
-    """FusedDecoder: kernels, graphs of several numbers of rows, a cache that grows, new weights under old graphs."""
+def sampled_from_a_copy():
+    """A model, and an engine that records its steps."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = CONFIG_MAPPING["qwen3"](vocab_size=263, num_key_value_heads=2, head_dim=32, **sizes)
     torch.manual_seed(0)
     model = prepare_model(AutoModelForCausalLM.from_config(config).to(DEVICE))
     engine = LocalEngine(model, max_len=300, dtype=torch.bfloat16, eos_token_ids=())
     assert type(engine._decoder) is FusedDecoder
+    return model, engine
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_p": 0.9}])
+def test_a_recorded_step_samples_with_the_trainers_log_probs(params):
+    """FusedDecoder: kernels, graphs of several numbers of rows, a cache that grows, new weights under old graphs."""
+    model, engine = sampled_from_a_copy()
 
     async def many(longest):
         every = [SamplingParams(max_new_tokens=3 + i * longest // 12, seed=i, **params) for i in range(12)]
@@ -172,6 +179,26 @@ def test_a_recorded_step_samples_with_the_trainers_log_probs(params):
             for p in model.parameters():
                 p.add_(0.02 * torch.randn_like(p))
         asyncio.run(engine.update_weights(stream_weights(model), version=1))
+
+
+def test_a_step_is_recorded_while_another_thread_takes_memory(monkeypatch):
+    """As a reward model does that runs in a thread."""
+    _, engine = sampled_from_a_copy()
+    decode, taken = engine._decoder.decode, []
+    take = lambda: taken.append(torch.zeros(1 << 20 if DEVICE == "cpu" else 1 << 28, device=DEVICE))
+
+    def beside(*args):
+        out = decode(*args)
+        if DEVICE == "cpu" or torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+        return out
+
+    monkeypatch.setattr(engine._decoder, "decode", beside)
+    done = asyncio.run(engine.generate([1, 2, 3], params=SamplingParams(max_new_tokens=4, seed=0)))
+    assert len(done.ids) == 4
+    assert taken
 
 
 @pytest.fixture

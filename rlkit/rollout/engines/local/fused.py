@@ -251,7 +251,7 @@ class FusedDecoder(Decoder):
             torch.cuda.current_stream().wait_stream(stream)
             self._ints.copy_(before)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others take memory
                 out = step()
             self._pool = self._pool or graph.pool()
             self._graphs[rows, tempered] = graph, out
