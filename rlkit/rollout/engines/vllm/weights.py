@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from rlkit._util.ranks import on_this_device
 from rlkit.rollout.calling import in_own_thread
 from rlkit.rollout.engines.http import all_done
 from rlkit.rollout.engines.servers.checks import NamedTensors
@@ -82,7 +83,7 @@ class FromGroup:
             body = {"update_info": metadata(named)}
             posts = [server.post("/update_weights", body) for server in servers]
             try:  # a broadcast that lacks a rank never ends, nor does its thread
-                await all_or_cancel([in_own_thread(partial(_broadcast, named, self._comm)), *posts])
+                await all_or_cancel([in_own_thread(on_this_device(partial(_broadcast, named, self._comm))), *posts])
             except BaseException:
                 self._members, self._comm = [], None
                 raise
@@ -110,7 +111,7 @@ class FromGroup:
             torch.cuda.synchronize()
             return comm
 
-        comm, *_ = await all_or_cancel([in_own_thread(join), *posts])
+        comm, *_ = await all_or_cancel([in_own_thread(on_this_device(join)), *posts])
         return comm
 
 
