@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.model.lora import adapter_off, add_lora
 from rlkit.model.weights import stream_weights
@@ -512,3 +513,27 @@ def test_rest_frees_kept_turns_and_spares_requests_in_flight(case):
         assert not engine._ended
 
     asyncio.run(main())
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that the host reads, for each of which it waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_a_step_not_for_each_recurrent_layer():
+    waits = []
+    for layers in (2, 5):
+        kinds = {"num_hidden_layers": layers, "layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"]}
+        decoder = LocalEngine(build(hf.Qwen3_5TextConfig(**SIZES | HEAD | DELTA | kinds)), max_batch=2)._decoder
+        assert type(decoder) is CachedForward
+        decoder.reserve(2, 8, keep=0)
+        decoder.prefill([[1, 2, 3], [4, 5, 6]], [0, 1])
+        with Waits() as found:
+            decoder.decode(torch.tensor([7, 8]), torch.tensor([3, 3]))
+        waits.append(found.count)
+    assert waits[0] == waits[1] > 0

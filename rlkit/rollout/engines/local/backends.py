@@ -197,7 +197,8 @@ class CachedForward:
         with as_inference(self._model):
             implementation = config._attn_implementation
             config._attn_implementation = IMPLEMENTATION
-            self._rows, self._positions = rows, positions
+            self._rows, self._positions, self._first = rows, positions, positions[:, 0] == 0
+            self._continues = self.keeps_states and not self._first.all()  # here, so that the host waits once
             _active = self
             forwards = {layer: vars(layer).get("forward") for layer in (*self._recurrent, *self._routers)}
             for layer, name in self._recurrent.items():
@@ -218,9 +219,9 @@ class CachedForward:
         self, layer: nn.Module, forward: Any, name: str, hidden_states: Tensor, *args: Any, **options: Any
     ) -> Any:
         """A recurrent layer from the states of the slots, which it replaces; from 0 at the start of a document."""
-        states, first = States(), self._positions[:, 0] == 0
-        if layer in self._states and not first.all():
-            states = self._states[layer].of_rows(self._rows).cleared(first)
+        states = States()
+        if layer in self._states and self._continues:
+            states = self._states[layer].of_rows(self._rows).cleared(self._first)
         out = forward(hidden_states, *args, **options | {name: states, "attention_mask": None})
         self._write(layer, states, self._rows)
         return out
