@@ -23,6 +23,7 @@ from rlkit.data.tiny import tiny_model, tiny_tokenizer
 from rlkit.model.weights import stream_weights
 from rlkit.rollout.engines.local import LocalEngine
 from rlkit.rollout.engines.process import _Child, _portable, launch
+from rlkit.rollout.shared import rest
 from rlkit.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -142,6 +143,25 @@ def test_a_killed_engine_is_an_error_in_every_call(folder):
 def test_a_load_error_is_raised_by_launch(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder|without config"):
         asyncio.run(launch(tmp_path / "nothing"))
+
+
+def test_it_rests_as_the_embedded_engine_does(model, folder):
+    options = {"max_len": 64, "keep_turns": True, "eos_token_ids": tuple(range(263))}
+
+    async def go():
+        child = _Child("no model is loaded", {}, "cpu")
+        child._engine = LocalEngine(model, **options)
+        await sample(child._engine)
+        assert child._engine._ended
+        await child.rest()
+        assert not child._engine._ended
+        async with await launch(folder, **options) as engine:
+            first = await sample(engine)
+            await rest(engine)
+            return first, await sample(engine)
+
+    first, again = asyncio.run(go())
+    assert [c.ids for c in first] == [c.ids for c in again]
 
 
 def test_the_engines_side_closes_its_connection():

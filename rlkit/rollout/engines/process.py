@@ -145,6 +145,10 @@ class ProcessEngine:
         await self._ask("update", pieces, version)
         self.version = version
 
+    async def rest(self) -> None:
+        """See `LocalEngine.rest`: what it frees is there for other processes, as one that trains on the same GPU."""
+        await self._ask("rest")
+
     async def close(self) -> None:
         """End what is in flight as "abort", then the process; one that does not answer for 10 seconds is killed, and
         one that has hung for longer at once.
@@ -299,6 +303,11 @@ class _Child:
         assert self._shared is not None
         weights = [(piece.name, piece.view(self._shared)) for piece in pieces]
         await self._engine.update_weights(weights, version=version)
+
+    async def rest(self) -> None:
+        """Give memory back to the system, too, which torch would keep for this process."""
+        await self._engine.rest()
+        torch.cuda.empty_cache()
 
 
 def _serve(
