@@ -157,11 +157,9 @@ def supervised(
     sets on each, logged as `eval/NAME/...`, with the means over the sets as `eval/...`.
     Each epoch visits every example once, in an order that depends on `schedule.seed`.
     """
-    check_same_data(len(data.train), data.parts)
     mesh, lr_at = mesh_of(model), learning_rate(optim, num_steps=schedule.steps)
     optimizer = make_optimizer(model, optim, lr=lr_at(0))
-    seed_dropout(model)  # before a resumed run has its random states
-    saved = saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
+    saved = _begin(model, data, schedule, optimizer)
     start = saved.get("step", -1)
     first, sets = max(start, 0), by_set(data.held_out)
     peak = peak_tokens(model, dtype=optim.dtype or default_dtype(device_of(model)))
@@ -206,6 +204,13 @@ def supervised(
             if saving.save_if_due(job, done, model=model, optimizer=optimizer, state=order):
                 break
         return saving.finish(job, model, tokenizer)
+
+
+def _begin(model: Any, data: Examples[X], schedule: Schedule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Check that all ranks have the same data, and return what a resumed run has saved."""
+    check_same_data(len(data.train), data.parts)
+    seed_dropout(model)  # before a resumed run has its random states
+    return saving.restore(schedule.output, model=model, optimizer=optimizer) if schedule.resume else {}
 
 
 async def _answered(

@@ -189,9 +189,7 @@ def parallelize(
     if sizes.tp > 1:
         split_tensors(model, mesh)
     copies = cut_stage(model, mesh, dtype=dtype) if sizes.pp > 1 else None
-    if len({*(adapted := each_stage(bool(adapters(model)), mesh=mesh))}) > 1:  # their work would differ
-        fault = f"only {sum(adapted)} of pp={sizes.pp} pipeline stages have adapters"
-        raise ValueError(f"{fault}: give them to modules of all layers (--lora-targets), or drop --parallel.pp")
+    _check_adapted(model, mesh)
     half = alone and not frozen and dtype != torch.float32
     working = WorkingCopy(model, dtype=dtype, reduce_dtype=reduce_dtype) if half else None
     again = recomputing if working is None else working.recomputing
@@ -206,6 +204,14 @@ def parallelize(
         options = {"dtype": dtype, "reduce_dtype": reduce_dtype}
         shard(sharded, mesh, reshard_after_forward=reshard_after_forward, offload=offload, **options)
     return sharded
+
+
+def _check_adapted(model: nn.Module, mesh: Mesh) -> None:
+    """ValueError where only some pipeline stages have adapters: their work would differ."""
+    adapted = each_stage(bool(adapters(model)), mesh=mesh)
+    if len({*adapted}) > 1:
+        fault = f"only {sum(adapted)} of pp={mesh.sizes.pp} pipeline stages have adapters"
+        raise ValueError(f"{fault}: give them to modules of all layers (--lora-targets), or drop --parallel.pp")
 
 
 def split_tensors(model: Any, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlkit.rollout.engines.servers.api import Facts
+from rlkit.rollout.engines.vllm.api import VLLMApi
 from rlkit.rollout.engines.vllm.weights import FromGroup, _handles
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,7 @@ def test_another_process_opens_the_handles() -> None:
 class Receiver:
     """A server of one rank: it joins when it is told the id."""
 
-    url, life, facts = "http://receiver", 0, Facts()
+    url, life, facts, api = "http://receiver", 0, Facts(), VLLMApi()
 
     def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self._shapes = json.dumps([[*x.shape] for _, x in named])
