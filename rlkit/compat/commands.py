@@ -233,8 +233,7 @@ def _objective(system: str, script: str, given: Given, notes: list[str]) -> dict
             found["baseline"] = ["group_centered"]
         if system == "TRL" and given.get("importance_sampling_level") == ["sequence"]:
             found["loss"] = ["gspo"]
-        found |= _dual_clip(system, {**given, **found}, notes)
-        found |= _clip(system, {**given, **found}, notes)
+        found |= _dual_clip(system, {**given, **found}, notes) | _clip(system, {**given, **found}, notes)
         if system == "ColossalAI":
             dapo = _is_dapo(given)
             filters = {"success_range": ["0.01", "0.99"], "drop_truncated": ["True"]}
@@ -259,9 +258,9 @@ def _dual_clip(system: str, given: Given, notes: list[str]) -> dict[str, list[st
     name = {"TRL": "delta", "verl": "clip_ratio_c", "OpenRLHF": "dual_clip", "slime": "eps_clip_c"}.get(system, "")
     if not (bound := _number(given, name, default=0)):
         return {}
-    other = given.get("loss") or given.get("loss_mode") or given.get("loss_type") or given.get("advantage_estimator")
-    if other and other[0].lower() in _NOT_DUAL:
-        notes.append(f"{name} {bound:g} is not part of --loss {VALUES['loss'].get(other[0], other[0])} here")
+    other = _loss_of(given)
+    if other.lower() in _NOT_DUAL:
+        notes.append(f"{name} {bound:g} is not part of --loss {VALUES['loss'].get(other, other)} here")
         return {"clip_c": []}
     high = _number(given, "epsilon_high", "epsilon", default=0.2)
     if system == "TRL" and bound <= 1 + high:
@@ -270,14 +269,18 @@ def _dual_clip(system: str, given: Given, notes: list[str]) -> dict[str, list[st
     return {"loss": ["dual_clip"], "clip_c": [f"{bound:g}"]}
 
 
+def _loss_of(given: Given) -> str:
+    """The loss by its name there; "" where none is given."""
+    return next((given[x][0] for x in ("loss", "loss_mode", "loss_type", "advantage_estimator") if given.get(x)), "")
+
+
 def _clip(system: str, given: Given, notes: list[str]) -> dict[str, list[str]]:
     """--clip-low and --clip-high: their defaults, 0.2 for each loss, and the lower one as the upper one's default."""
-    names = ("loss", "loss_mode", "loss_type", "advantage_estimator")
-    loss = next((VALUES["loss"].get(given[name][0], given[name][0]) for name in names if given.get(name)), "")
+    loss = VALUES["loss"].get(_loss_of(given), _loss_of(given))
     low, high = {"TRL": ("epsilon", "epsilon_high"), "slime": ("eps_clip", "eps_clip_high")}.get(system, ("", ""))
     if loss in ("cispo", "sapo"):
-        theirs = [name for name in (low, high, "clip_ratio", "clip_ratio_low", "clip_ratio_high") if name in given]
-        notes.extend(f"{name} has no flag with --loss {loss}" for name in theirs)
+        theirs = (low, high, "clip_ratio", "clip_ratio_low", "clip_ratio_high")
+        notes.extend(f"{name} has no flag with --loss {loss}" for name in theirs if name in given)
         return {"clip_low": [], "clip_high": []}
     found = {"clip_high": given[low]} if low in given and high not in given else {}
     if loss in ("gspo", "gmpo") and not {low, "clip_ratio", "clip_ratio_low", "eps_clip_low_high"} & {*given}:

@@ -53,10 +53,10 @@ def check_same_data(num: int, parts: Parts) -> None:
     """
     first, *others = on_all_ranks(lambda: [Part(*part) for part in parts] or [Part(num)])
     for rank, its in enumerate(others, start=1):
-        for pair in zip_longest(first, its, fillvalue=Part(0)):
-            if pair[0] != pair[1]:
-                (a, of_a), (b, of_b) = ((part.size, part.source.rpartition(" ")[2] or "-") for part in pair)
-                name = (pair[0].source or pair[1].source).rpartition(" ")[0][:200] or "the data"
+        for ours, theirs in zip_longest(first, its, fillvalue=Part(0)):
+            if ours != theirs:
+                (a, of_a), (b, of_b) = ((x.size, x.source.rpartition(" ")[2] or "-") for x in (ours, theirs))
+                name = (ours.source or theirs.source).rpartition(" ")[0][:200] or "the data"
                 fault = f"{name}: {a} rows (checksum {of_a}) on rank 0, {b} ({of_b}) on rank {rank}"
                 raise ValueError(f"{fault}: give all nodes the same files")
 

@@ -99,15 +99,16 @@ def value_update(
     middle = batch.returns[batch.mask].mean()
     minibatches = min(rollouts.minibatches, len(batch.group_ids.unique()))
 
-    def gradients(mini: Batch, max_tokens: int) -> Metrics:
+    def gradients(mini: Batch, trains: bool, max_tokens: int) -> Metrics:
         weights, new = per_token(mini), metrics
-        with pipelined(mesh) as backward:
+        with pipelined(mesh) as backward, torch.set_grad_enabled(trains):
             for micro, *rest in rank_microbatches((mini, weights), mesh=mesh, max_tokens=max_tokens):
                 of_bins = None if bins is None else classified(model, micro, dtype=values.dtype)
                 now = values_of(model, micro, dtype=values.dtype) if of_bins is None else of_bins[0]
                 micro, w = micro.to(model.device), rest[0].to(model.device, non_blocking=True)
                 loss = _loss(now, micro, critic) if of_bins is None else of_bins[1]
-                backward((w * loss).sum())
+                if trains:
+                    backward((w * loss).sum())
                 streams = {
                     "loss": loss,
                     "mean": now,
@@ -121,12 +122,11 @@ def value_update(
         return new
 
     for mini in split(batch, minibatches, epochs=rollouts.epochs, seed=seed):
-        metrics = retry_smaller(partial(gradients, mini), mini, model=model, max_tokens=optim.max_tokens)
-        trains = bool(mini.mask.any())  # a step without a gradient would follow the momentum
-        step = optimizer_step(optimizer, max_norm=optim.max_norm, model=model) if trains else UNTRAINED
-        if not trains:  # its gradients are zeros, with which a step of the policy would follow it, too
-            optimizer.zero_grad(set_to_none=True)
-        metrics = merge(metrics, {f"value/{name}": x for name, x in step.items()})
+        trains = bool(mini.mask.any())  # a step without a gradient, or of zeros, would follow the momentum
+        step = partial(gradients, mini, trains)
+        metrics = retry_smaller(step, mini, model=model, max_tokens=optim.max_tokens)
+        stepped = optimizer_step(optimizer, max_norm=optim.max_norm, model=model) if trains else UNTRAINED
+        metrics = merge(metrics, {f"value/{name}": x for name, x in stepped.items()})
     return reduce_metrics(metrics, mesh=mesh)
 
 

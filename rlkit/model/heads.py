@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rlkit import segments
+from rlkit import advantages, segments
 from rlkit.losses import hl_gauss, hl_gauss_value
 from rlkit.model import families
 from rlkit.model.forward import DTYPES, compute_tokens, forward, no_report, read_pretrained, resized, token_outputs
@@ -127,7 +127,7 @@ def bootstraps(values: Float[Tensor, "T"], batch: Batch) -> Float[Tensor, "N"]:
     All pieces of an episode have that of its last piece: the value at the end of an earlier one predicts the episode's
     reward, which the piece has already.
     """
-    ends = values[batch.cu_seqlens[1:] - 1].where(batch.truncated, 0.0)
+    ends = advantages.bootstrap_values(values, truncated=batch.truncated, cu_seqlens=batch.cu_seqlens)
     return ends[batch.num_seqs - 1 - segments.first_of_group(batch.episode_ids.flip(0)).flip(0)]
 
 

@@ -120,8 +120,9 @@ def muon(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.opt
     Reference: torch.optim.Muon; arXiv:2502.16982, eq. 4
     """
     of_ends = {id(p) for m in model.modules() for p in m.parameters(recurse=False) if isinstance(m, nn.Embedding)}
-    ends = ("embed_tokens", "lm_head", "score")  # the last pipeline stage's copy of a tied weight is in no nn.Embedding
-    of_ends |= {id(p) for name, p in model.named_parameters() if name.split(".")[-2:-1] in [[end] for end in ends]}
+    # by name, too: the last pipeline stage's copy of a tied weight is in no nn.Embedding
+    ends = {"embed_tokens", "lm_head", "score"}
+    of_ends |= {id(p) for name, p in model.named_parameters() if ends & {*name.split(".")[-2:-1]}}
     hidden, others = [], []
     _check_numbers(lr=lr)
     for group in parameter_groups(model, weight_decay=weight_decay):

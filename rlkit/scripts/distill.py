@@ -140,21 +140,21 @@ class Args:
             self.rollouts.group_size < 2 and judged,
             "`group_size` must be at least 2 with a reward: a sample is compared with the others of its prompt",
         )
-        in_reward, on_tokens = (self.penalties.kl_in == place for place in ("reward", "advantage"))
+        in_reward = self.penalties.kl_in == "reward"
         refuse_if(
             self.rollouts.group_size < 2 and in_reward,
             "`kl_in` reward compares the samples of a prompt, and `group_size` is 1: use `kl_in` loss or advantage",
         )
-        read = {"baseline": judged or in_reward}
-        acts = read["baseline"] or on_tokens or self.loss.loss == "advantage"
-        read |= dict.fromkeys(("clip_low", "clip_high", "correction", "tis_max_weight"), acts)
-        for name, is_read in read.items():
-            given = self.correction if hasattr(self.correction, name) else self.loss
-            refuse_if(
-                not is_read and not is_default(given, name),
-                f"`{name}` is for advantages, and without a `reward` there are none"
-                + (" to compare" if acts else f" with `loss` {self.loss.loss}"),
-            )
+        compares = judged or in_reward
+        acts = compares or self.penalties.kl_in == "advantage" or self.loss.loss == "advantage"
+        lacks = "to compare" if acts else f"with `loss` {self.loss.loss}"
+        for flags, names, read in (
+            (self.loss, ("baseline",), compares), (self.loss, ("clip_low", "clip_high"), acts),
+            (self.correction, ("correction", "tis_max_weight"), acts),
+        ):  # fmt: skip
+            for name in names:
+                fault = f"`{name}` is for advantages, and without a `reward` there are none {lacks}"
+                refuse_if(not read and not is_default(flags, name), fault)
         nothing = self.loss.teacher_coef == 0 and not judged
         refuse_if(nothing, "`teacher_coef` 0 trains nothing without a `reward`: give one of them")
         served = next((place for place in self.loss.teachers().values() if is_url(place)), "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ UNLOAD = {SGLang: "/unload_lora_adapter", VLLM: "/v1/unload_lora_adapter"}
 def whole(kind: Any) -> list[str]:
     """The requests by which all weights are sent."""
     return [PAUSE[kind], *FULL[kind], FLUSH[kind]]
+
+
+@asynccontextmanager
+async def several(kind: Any, folder: Path, *servers: LoraServer) -> AsyncIterator[tuple[Any, ...]]:
+    """An engine of several servers, and the servers."""
+    async with AsyncExitStack() as stack:
+        urls = [(await stack.enter_async_context(serving(server))).url for server in servers]
+        yield await stack.enter_async_context(kind(urls, transport=FromDisk(folder))), *servers
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +236,7 @@ async def test_after_a_refused_adapter_merged_weights_are_sent(kind: Any, model:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_adapter_gives_way_to_merged_weights(kind: Any, model: Any, tmp_path: Path) -> None:
     """A second server, which takes none, comes up later: both get merged weights, and no request names an adapter."""
-    async with AsyncExitStack() as stack:
-        able, other = [await stack.enter_async_context(serving(LoraServer(NAME, rank=rank))) for rank in (8, 0)]
-        engine = await stack.enter_async_context(kind([able.url, other.url], transport=FromDisk(tmp_path)))
+    async with several(kind, tmp_path, LoraServer(NAME, rank=8), LoraServer(NAME, rank=0)) as (engine, able, other):
         engine._servers.all[1].down = "it starts late"
         await engine._servers.learn()
         engine._servers._revive = engine._servers._learn  # the late one stays down
@@ -273,10 +280,7 @@ async def test_a_server_that_was_restarted_is_given_the_adapter_before_it_sample
 async def test_requests_go_on_elsewhere_while_one_server_lacks_the_adapter(
     kind: Any, model: Any, tmp_path: Path
 ) -> None:
-    async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(serving(LoraServer(NAME))) for _ in range(2)]
-        urls = [server.url for server in servers]
-        engine = await stack.enter_async_context(kind(urls, transport=FromDisk(tmp_path)))
+    async with several(kind, tmp_path, LoraServer(NAME), LoraServer(NAME)) as (engine, *servers):
         await engine.update_weights(stream_weights(model), version=1)
         servers[0].restart()
         outs = await asyncio.gather(*(engine.generate([1, i], params=PARAMS) for i in range(6)))
@@ -291,13 +295,15 @@ async def test_requests_go_on_elsewhere_while_one_server_lacks_the_adapter(
 class DiesInside(LoraServer):
     """It dies of its second adapter."""
 
+    dead = False
+
     def load(self, path: str, body: dict[str, Any]) -> web.Response:
         self.dead = self.seen.count(path) == 2 and "unload" not in path
         return super().load(path, body)
 
     async def answer(self, request: web.Request) -> web.Response:
         out = await super().answer(request)
-        if getattr(self, "dead", False):
+        if self.dead:
             request.transport.close()
         return out
 
@@ -308,12 +314,9 @@ async def test_a_server_that_dies_of_an_adapter_does_not_have_the_others_sent_th
     kind: Any, model: Any, tmp_path: Path
 ) -> None:
     """They have that adapter, and not the one before; a base in FP8 could not be sent at all."""
-    async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(serving(make(NAME))) for make in (LoraServer, DiesInside)]
+    async with several(kind, tmp_path, LoraServer(NAME), DiesInside(NAME)) as (engine, *servers):
         for server in servers:
             server.version = "3"  # so that their base is not what they were started with
-        urls = [server.url for server in servers]
-        engine = await stack.enter_async_context(kind(urls, transport=FromDisk(tmp_path)))
         await engine.update_weights(stream_weights(model), version=1)
         assert [server.seen for server in servers] == [[*whole(kind), LOAD[kind], "/update_weight_version"]] * 2
         with pytest.raises(EngineError, match="connection failed"):
